@@ -1,0 +1,365 @@
+"""Collectives for transports whose ranks can read each other's memory.
+
+Every rank exposes its buffers, all arrive, each pulls what it needs, and all depart.
+``threads`` and ``shm`` supply the four primitives at the end of :class:`OneSided`; the
+operations here are written once over them. Every fold runs in rank order, so results
+have the same bits whatever ``order`` is asked for, and every call compares the ranks'
+digests on arrival.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collective import reduction
+from collective.backend import Backend
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.ops import ReduceOp
+
+__all__ = ["OneSided", "Region"]
+
+Array = np.ndarray[Any, Any]
+
+# Pieces of a fold: small enough for two inputs and an output in a second-level cache
+# of 1 MiB, large enough that NumPy's half microsecond a call is lost in it.
+CHUNK_BYTES = 128 << 10
+
+
+class Region:
+    """Memory that a peer exposed: elements of one dtype, readable from here.
+
+    This class is memory that is mapped here, so that ``array`` is the peer's own.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def read(self, start: int, stop: int, scratch: Array) -> Array:
+        """Return the elements, as a view or in ``scratch`` (at least that long)."""
+        return self.array[start:stop]
+
+    def copy(self, start: int, stop: int, out: Array) -> None:
+        """Copy the elements to ``out``."""
+        out[:] = self.array[start:stop]
+
+
+class OneSided(Backend):
+    """The collectives; see the module's docstring."""
+
+    # -- primitives of the transport -----------------------------------------------
+
+    @abstractmethod
+    def _open(
+        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+    ) -> bool:
+        """Expose ``src`` and ``dst``, wait for all ranks, compare their digests.
+
+        Args:
+            largest: bytes of the largest ``src`` on any rank, the same on all of them.
+
+        Returns:
+            Whether what was exposed stays readable after this rank has returned, so
+            that no departure is needed; the same on all ranks.
+
+        Raises:
+            Disagreement: the digests differ.
+        """
+
+    @abstractmethod
+    def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        """Return the first ``count`` elements of ``rank``'s exposed ``src``."""
+
+    @abstractmethod
+    def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
+        """Return every rank's exposed ``dst``, if this rank can write to all of them.
+
+        All ranks get the same answer, list or None.
+        """
+
+    @abstractmethod
+    def _results(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        """Return the first ``count`` elements of ``rank``'s exposed ``dst``, for reading."""
+
+    @abstractmethod
+    def _sync(self, timeout: float) -> None:
+        """Wait until every rank has come to this point of the operation."""
+
+    # -- operations -------------------------------------------------------------------
+
+    def agree(self, call: Call, timeout: float) -> None:
+        self._open(call, None, None, 0, timeout)
+
+    def barrier(self, call: Call, timeout: float) -> None:
+        self._open(call, None, None, 0, timeout)
+
+    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
+        mine = buffer.array
+        root_only = mine if self.rank == root else None
+        stays = self._open(call, root_only, None, mine.nbytes, timeout)
+        if self.rank != root:
+            self._region(root, mine.dtype, mine.size).copy(0, mine.size, mine)
+        if not stays:
+            self._sync(timeout)
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        fold = _Fold(op, src, self.size)
+        source, out = fold.prepare(src.array), dst.array
+        count = source.size
+        if self._open(call, source, out, source.nbytes, timeout):
+            fold.run(self._regions(source.dtype, count), 0, count, out)
+            return
+        bounds = [count * r // self.size for r in range(self.size + 1)]
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        regions = self._regions(source.dtype, count)
+        outputs = self._outputs(out.dtype, count)
+        if outputs is not None:
+            others = [array for rank, array in enumerate(outputs) if rank != self.rank]
+            fold.run(regions, start, stop, out[start:stop], others)
+            self._sync(timeout)
+            return
+        fold.run(regions, start, stop, out[start:stop])
+        self._sync(timeout)
+        for rank in self._others():
+            low, high = bounds[rank], bounds[rank + 1]
+            if low < high:
+                self._results(rank, out.dtype, count).copy(low, high, out[low:high])
+        self._sync(timeout)
+
+    def reduce(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        op: ReduceOp,
+        root: int,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        fold = _Fold(op, src, self.size)
+        source = fold.prepare(src.array)
+        count = source.size
+        bounds = [count * r // self.size for r in range(self.size + 1)]
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        # Where the root cannot be written to, the parts wait here for it to fetch them.
+        part = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
+        if self._open(call, source, part, source.nbytes, timeout):
+            if dst is not None:
+                fold.run(self._regions(source.dtype, count), 0, count, dst.array)
+            return
+        fold.run(self._regions(source.dtype, count), start, stop, part)
+        self._sync(timeout)
+        if dst is not None:
+            for rank in self._others():
+                low, high = bounds[rank], bounds[rank + 1]
+                if low < high:
+                    region = self._results(rank, part.dtype, high - low)
+                    region.copy(0, high - low, dst.array[low:high])
+        self._sync(timeout)
+
+    def reduce_scatter(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        counts: Sequence[int],
+        op: ReduceOp,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        fold = _Fold(op, src, self.size)
+        source = fold.prepare(src.array)
+        stays = self._open(call, source, None, source.nbytes, timeout)
+        start = sum(counts[: self.rank])
+        stop = start + counts[self.rank]
+        # In place: dst may be part of src, but only of the part that nobody else reads.
+        fold.run(self._regions(source.dtype, source.size), start, stop, dst.array)
+        if not stays:
+            self._sync(timeout)
+
+    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+        fold = _Fold(op, src, self.rank + 1)
+        source = fold.prepare(src.array)
+        in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
+        out = np.empty_like(dst.array) if in_place else dst.array
+        stays = self._open(call, source, None, source.nbytes, timeout)
+        regions = [self._region(r, source.dtype, source.size) for r in range(self.rank + 1)]
+        fold.run(regions, 0, source.size, out)
+        if not stays:
+            self._sync(timeout)
+        if in_place:
+            dst.array[:] = out
+
+    def scatter(
+        self,
+        src: Buffer | None,
+        dst: Buffer,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        largest = sum(counts) * dst.dtype.itemsize
+        stays = self._open(call, None if src is None else src.array, None, largest, timeout)
+        start = sum(counts[: self.rank])
+        count = counts[self.rank]
+        if src is not None:
+            dst.array[:] = src.array[start : start + count]
+        elif count:
+            region = self._region(root, dst.array.dtype, sum(counts))
+            region.copy(start, start + count, dst.array)
+        if not stays:
+            self._sync(timeout)
+
+    def gather(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        largest = max(counts) * src.dtype.itemsize
+        stays = self._open(call, src.array, None, largest, timeout)
+        if dst is not None:
+            self._collect(src.array, dst.array, counts)
+        if not stays:
+            self._sync(timeout)
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> None:
+        largest = max(counts) * src.dtype.itemsize
+        stays = self._open(call, src.array, None, largest, timeout)
+        self._collect(src.array, dst.array, counts)
+        if not stays:
+            self._sync(timeout)
+
+    def all_to_all(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        call: Call,
+        timeout: float,
+    ) -> None:
+        # A reader must know where its piece starts: the offsets travel before the pieces.
+        source = src.array
+        offsets = np.array([0, *accumulate(send_counts)], np.int64)
+        table = self._all_offsets(offsets, call, timeout)
+        totals = table[:, self.size]
+        largest = int(totals.max()) * src.dtype.itemsize
+        stays = self._open(call, source, None, largest, timeout)
+        position = 0
+        for rank in range(self.size):
+            count = recv_counts[rank]
+            out = dst.array[position : position + count]
+            position += count
+            if rank == self.rank:
+                out[:] = source[offsets[rank] : offsets[rank + 1]]
+            elif count:
+                start = int(table[rank, self.rank])
+                region = self._region(rank, source.dtype, int(totals[rank]))
+                region.copy(start, start + count, out)
+        if not stays:
+            self._sync(timeout)
+
+    # -- shared pieces ---------------------------------------------------------------
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, beginning after this one so that readers spread out."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _regions(self, dtype: np.dtype[Any], count: int) -> list[Region]:
+        return [self._region(rank, dtype, count) for rank in range(self.size)]
+
+    def _collect(self, mine: Array, out: Array, counts: Sequence[int]) -> None:
+        starts = [0, *accumulate(counts)]
+        own = out[starts[self.rank] : starts[self.rank + 1]]
+        if own.size and own.__array_interface__["data"] != mine.__array_interface__["data"]:
+            own[:] = mine
+        for rank in self._others():
+            low, high = starts[rank], starts[rank + 1]
+            if low < high:
+                self._region(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
+
+    def _all_offsets(self, offsets: Array, call: Call, timeout: float) -> Array:
+        stays = self._open(call, offsets, None, offsets.nbytes, timeout)
+        length = offsets.size
+        table = np.empty((self.size, length), np.int64)
+        for rank in range(self.size):
+            self._region(rank, offsets.dtype, length).copy(0, length, table[rank])
+        if not stays:
+            self._sync(timeout)
+        return table
+
+
+class _Fold:
+    """One reduction: prepares the input, folds pieces in rank order, finishes them."""
+
+    __slots__ = ("_fold", "_post", "_pre")
+
+    def __init__(self, op: ReduceOp, src: Buffer, size: int) -> None:
+        self._fold = reduction.fold(op, src.dtype)
+        self._pre = reduction.pre(op, src.dtype, size)
+        self._post = reduction.post(op, src.dtype, size)
+
+    def prepare(self, source: Array) -> Array:
+        """Return what this rank contributes; a new array if that is not ``source``."""
+        if self._pre is None:
+            return source
+        scaled = np.empty_like(source)
+        self._pre(source, scaled)
+        return scaled
+
+    def run(
+        self,
+        regions: Sequence[Region],
+        start: int,
+        stop: int,
+        out: Array,
+        copies: Sequence[Array] = (),
+    ) -> None:
+        """Fold elements ``start`` to ``stop`` of ``regions`` into ``out``.
+
+        Args:
+            regions: one a rank, in rank order.
+            out: ``stop - start`` elements; may be the same memory as a region's.
+            copies: arrays that get the result at ``start`` too.
+        """
+        fold: Callable[..., Any] = self._fold
+        post = self._post
+        step = max(1, CHUNK_BYTES // out.itemsize)
+        length = min(step, stop - start)
+        acc = left = right = out[:0]
+        if len(regions) > 2:
+            acc = np.empty(length, out.dtype)
+        if any(type(region) is not Region for region in regions):
+            left, right = np.empty(length, out.dtype), np.empty(length, out.dtype)
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            result = out[low - start : high - start]
+            value = regions[0].read(low, high, left)
+            for region in regions[1:-1]:
+                partial = acc[: high - low]
+                fold(value, region.read(low, high, right), out=partial)
+                value = partial
+            if len(regions) > 1:
+                fold(value, regions[-1].read(low, high, right), out=result)
+            elif value is not result:
+                result[:] = value
+            if post is not None:
+                post(result, result)
+            for copy in copies:
+                copy[low:high] = result

@@ -1,0 +1,369 @@
+"""The control segment: how ranks arrive, wait, compare calls and hear of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collective.backend import Failure
+from collective.call import Call, Disagreement
+from collective.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
+
+from .segment import Segment
+
+__all__ = ["SLOT_BYTES", "Control", "Layout", "fence"]
+
+#: Messages up to here are copied through a slot: below it two copies in cache cost less
+#: than a second wait.
+SLOT_BYTES = 32 << 10
+
+# A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches. Where a
+# fast peer may already write the next step's value there are two, for even and odd steps.
+_LINE = 64
+_STEP = 0
+_DIGEST = 1  # + parity
+_PLACE = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
+_STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH = range(32, 38)
+_BROKEN = 0  # the first word of all: some rank has failed
+
+_JOINED, _LEFT = 1, 2
+
+_NOTE_BYTES = 64 << 10
+_FAILURE_BYTES = 32 << 10
+_CALLS, _CALL_BYTES = 64, 256
+_RINGS_BYTES = 16 << 20
+
+# How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
+# suits a peer on another core; with more ranks than cores it would keep the peer from
+# running, so the processor is yielded almost at once.
+_POLLS = 200
+_POLLS_CROWDED = 20
+_YIELD_S = 0.002
+_NAP_FIRST_S, _NAP_LAST_S = 50e-6, 1e-3
+_CHECK_PEERS_S = 0.05
+
+# x86 keeps the order of stores and of loads. Elsewhere (AArch64, POWER) a flag could
+# overtake the data it announces; a free lock is the cheapest fence that Python has.
+_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+_fence_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order the memory accesses before and after, where the processor does not."""
+    if not _ORDERED:
+        with _fence_lock:
+            pass
+
+
+class Layout:
+    """Where things are in the control segment of ``size`` ranks, in bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ring_bytes = max(4096, min(64 << 10, _RINGS_BYTES // max(1, size * (size - 1))))
+        self.ring_bytes -= self.ring_bytes % 4096
+        at = (1 + size) * _LINE * 8
+        at += -at % 4096
+        self.notes = [at + r * _NOTE_BYTES for r in range(size)]
+        at += size * _NOTE_BYTES
+        self.failures = [at + r * _FAILURE_BYTES for r in range(size)]
+        at += size * _FAILURE_BYTES
+        self.calls = [at + r * _CALLS * _CALL_BYTES for r in range(size)]
+        at += size * _CALLS * _CALL_BYTES
+        self.slots = [
+            [at + (parity * size + r) * SLOT_BYTES for r in range(size)] for parity in (0, 1)
+        ]
+        at += 2 * size * SLOT_BYTES
+        # A page of counters, then the data.
+        self.rings = at
+        self.nbytes = at + size * (size - 1) * (4096 + self.ring_bytes)
+
+    def ring(self, src: int, dst: int) -> int:
+        """Return where the ring from ``src`` to ``dst`` begins."""
+        index = src * (self.size - 1) + dst - (dst > src)
+        return self.rings + index * (4096 + self.ring_bytes)
+
+
+class Control:
+    """One rank's view of the control segment.
+
+    Attributes:
+        step: how many steps this rank has made; equal on ranks between operations.
+        words: the segment as 64-bit words.
+        polls: how often a wait looks before it yields the processor.
+    """
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.segment = segment
+        self.layout = Layout(size)
+        self.words = memoryview(segment.map).cast("q")
+        self.step = 0
+        self._line = (1 + rank) * _LINE
+        self._peers = [(1 + r) * _LINE for r in range(size) if r != rank]
+        self._call: Call | None = None
+        self._told: dict[Call, int] = {}
+        self._told_count = 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.polls = _POLLS if size <= (cores or 1) else _POLLS_CROWDED
+
+    # -- life ---------------------------------------------------------------------------
+
+    def join(self, timeout: float, last: Callable[[], None] | None = None) -> None:
+        """Announce this process and wait for the others.
+
+        Args:
+            last: if given, this rank announces itself after all others, and calls this
+                in between: nobody has gone on by then, and everybody is here.
+
+        Raises:
+            RendezvousError: somebody did not come; names them.
+        """
+        deadline = time.monotonic() + timeout
+        self.segment.lock_alive(self.rank)
+        self.words[self._line + _PID] = os.getpid()
+        if last is not None:
+            self._wait_joined([r for r in range(self.size) if r != self.rank], deadline, timeout)
+            last()
+        self.words[self._line + _STATE] = _JOINED
+        self._wait_joined(range(self.size), deadline, timeout)
+
+    def _wait_joined(self, ranks: Sequence[int], deadline: float, timeout: float) -> None:
+        pause = 0.0005
+        while missing := [r for r in ranks if not self.words[(1 + r) * _LINE + _STATE]]:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"shm: after {timeout:g} s ranks {missing} of {self.size} have not arrived "
+                    f"[rank {self.rank}]. Were all of them started, on this host?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def leave(self) -> None:
+        """Tell the peers that this rank will not come again."""
+        self.words[self._line + _STATE] = _LEFT
+        # The lock goes with the descriptor; peers look at the state first.
+        self.segment.close_descriptor()
+
+    def pid(self, rank: int) -> int:
+        """Return the process of ``rank``."""
+        return int(self.words[(1 + rank) * _LINE + _PID])
+
+    # -- steps --------------------------------------------------------------------------
+
+    def arrive(self, call: Call, timeout: float) -> None:
+        """Make the first step of ``call``: wait for all ranks and compare what they do.
+
+        Raises:
+            Disagreement: on every rank, if two digests differ.
+        """
+        words, line = self.words, self._line
+        if words[_BROKEN]:
+            raise self.failure(call)
+        self._call = call
+        told = self._told.get(call)
+        words[line + _LAST] = self._tell(call) if told is None else told
+        self.step = step = self.step + 1
+        slot = _DIGEST + (step & 1)
+        digest = call.digest
+        words[line + slot] = digest
+        if not _ORDERED:
+            fence()
+        words[line] = step
+        for peer in self._peers:
+            if words[peer] < step:
+                self._wait_for(peer, step, timeout)
+        if not _ORDERED:
+            fence()
+        for peer in self._peers:
+            if words[peer + slot] != digest:
+                raise Disagreement(self.exchange(call.header(), timeout))
+
+    def sync(self, timeout: float) -> None:
+        """Make a further step of the same operation."""
+        words = self.words
+        self.step = step = self.step + 1
+        if not _ORDERED:
+            fence()
+        words[self._line] = step
+        for peer in self._peers:
+            if words[peer] < step:
+                self._wait_for(peer, step, timeout)
+        if not _ORDERED:
+            fence()
+
+    def exchange(self, note: bytes, timeout: float) -> list[bytes]:
+        """Return every rank's ``note``; any length, in steps of some pages."""
+        words, where = self.words, self.layout.notes
+        words[self._line + _NOTE_LENGTH] = len(note)
+        parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        start, longest = 0, 1
+        while start < longest:
+            piece = note[start : start + _NOTE_BYTES]
+            self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
+            self.sync(timeout)
+            lengths = [int(words[(1 + r) * _LINE + _NOTE_LENGTH]) for r in range(self.size)]
+            longest = max(lengths)
+            for rank, length in enumerate(lengths):
+                count = min(max(length - start, 0), _NOTE_BYTES)
+                parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
+            self.sync(timeout)
+            start += _NOTE_BYTES
+        return [b"".join(pieces) for pieces in parts]
+
+    def place(self, rank: int, parity: int) -> int:
+        """Return the index of the six words that say where ``rank``'s buffers are.
+
+        ``parity`` is that of the step which opened the operation. A rank writes them
+        before it arrives; they stay until it opens another operation at that parity.
+        """
+        return (1 + rank) * _LINE + _PLACE + 8 * parity
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _wait_for(self, peer: int, step: int, timeout: float) -> None:
+        words = self.words
+        for _ in range(self.polls):
+            if words[peer] >= step:
+                return
+        self.wait(
+            lambda: words[peer] >= step,
+            lambda: [r for r in range(self.size) if words[(1 + r) * _LINE] < step],
+            self._call,
+            timeout,
+        )
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        what: object,
+        timeout: float,
+        all_needed: bool = True,
+    ) -> None:
+        """Wait until ``ready()``, without keeping a core busy for longer than a moment.
+
+        Args:
+            awaited: the ranks that it takes and that have not done their part.
+            what: the operation, for error texts.
+            all_needed: whether it takes all of them, or any.
+        """
+        start = time.monotonic()
+        while True:
+            os.sched_yield()  # lets go of the interpreter lock too
+            if ready():
+                return
+            if time.monotonic() - start > _YIELD_S:
+                break
+        nap, check_at = _NAP_FIRST_S, start
+        while not ready():
+            now = time.monotonic()
+            if self.words[_BROKEN]:
+                # A peer that broke it afterwards may have done its part before.
+                if ready():
+                    return
+                raise self.failure(what)
+            if now >= check_at:
+                check_at = now + _CHECK_PEERS_S
+                self._check_peers(ready, awaited(), what, all_needed)
+            if now - start >= timeout:
+                self._late(awaited(), what, timeout)
+            time.sleep(min(nap, max(0.0, start + timeout - now)))
+            nap = min(nap * 1.1, _NAP_LAST_S)
+
+    def _check_peers(
+        self, ready: Callable[[], bool], awaited: Sequence[int], what: object, all_needed: bool
+    ) -> None:
+        gone = {}
+        for rank in awaited:
+            if rank == self.rank:
+                continue
+            if self.words[(1 + rank) * _LINE + _STATE] == _LEFT:
+                gone[rank] = "has closed its communicator"
+            elif not self.segment.alive(rank):
+                # It may have left between the two looks.
+                left = self.words[(1 + rank) * _LINE + _STATE] == _LEFT
+                gone[rank] = (
+                    "has closed its communicator" if left else f"(pid {self.pid(rank)}) has died"
+                )
+        if not gone or not (all_needed or len(gone) == len(awaited)) or ready():
+            return
+        text = "; ".join(
+            f"rank {rank} {fate} (its last call: {self.last_call(rank)})"
+            for rank, fate in gone.items()
+        )
+        ranks = tuple(gone)
+        self.fail(Failure("lost", self.rank, text, ranks))
+        raise PeerLostError(f"{what}: {text} [rank {self.rank}]", ranks)
+
+    def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
+        told = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
+        text = f"waited {timeout:g} s for rank {', '.join(map(str, awaited))}: {told}"
+        self.fail(Failure("timeout", self.rank, text, tuple(awaited)))
+        raise CollectiveTimeoutError(f"{what}: {text} [rank {self.rank}]", tuple(awaited))
+
+    # -- what happened ----------------------------------------------------------------------
+
+    def _tell(self, call: Call) -> int:
+        """Write ``call`` to this rank's table, for peers that wonder what it did last."""
+        entry = self._told_count % _CALLS
+        if self._told_count >= _CALLS:
+            old = next(iter(self._told))
+            entry = self._told.pop(old) - 1
+        self._told_count += 1
+        at = self.layout.calls[self.rank] + entry * _CALL_BYTES
+        self.segment.map[at : at + _CALL_BYTES] = _clip(str(call), _CALL_BYTES).ljust(
+            _CALL_BYTES, b"\0"
+        )
+        self._told[call] = entry + 1
+        return entry + 1
+
+    def last_call(self, rank: int) -> str:
+        """Return the last collective call of ``rank``, as text."""
+        entry = self.words[(1 + rank) * _LINE + _LAST]
+        if not entry:
+            return "no collective call"
+        at = self.layout.calls[rank] + (entry - 1) * _CALL_BYTES
+        return self.segment.map[at : at + _CALL_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def fail(self, failure: Failure) -> None:
+        """Break the communicator for all ranks; the first failure of a rank counts."""
+        words, line = self.words, self._line
+        if not words[line + _FAILED_AT]:
+            text = failure.text
+            if len(text.encode()) > _FAILURE_BYTES // 2:  # the end of a traceback tells most
+                text = "…" + text.encode()[-_FAILURE_BYTES // 2 :].decode(errors="ignore")
+            record: list[Any] = [failure.kind, failure.rank, text, list(failure.ranks)]
+            raw = json.dumps(record, ensure_ascii=False).encode()[:_FAILURE_BYTES]
+            at = self.layout.failures[self.rank]
+            self.segment.map[at : at + len(raw)] = raw
+            words[line + _FAILURE_LENGTH] = len(raw)
+            fence()
+            words[line + _FAILED_AT] = time.monotonic_ns()
+        fence()
+        words[_BROKEN] = 1
+
+    def failure(self, what: object) -> Exception:
+        """Return what to raise now that the communicator is broken: the first cause."""
+        words = self.words
+        found: list[tuple[bool, int, Failure]] = []
+        for rank in range(self.size):
+            line = (1 + rank) * _LINE
+            if at := words[line + _FAILED_AT]:
+                where = self.layout.failures[rank]
+                raw = self.segment.map[where : where + words[line + _FAILURE_LENGTH]]
+                kind, reporter, text, ranks = json.loads(raw)
+                # A rank whose own code raised is a cause; the others may be its echo.
+                found.append((kind != "failed", at, Failure(kind, reporter, text, tuple(ranks))))
+        return min(found)[2].error(str(what), self.rank)
+
+
+def _clip(text: str, nbytes: int) -> bytes:
+    raw = text.encode()
+    return raw if len(raw) <= nbytes else raw[: nbytes - 3].decode(errors="ignore").encode() + b"..."

@@ -1,0 +1,244 @@
+"""Point to point: a ring of bytes for each ordered pair of ranks.
+
+A message is a header and, up to half a ring, its bytes. A longer one is the address of
+the sender's buffer: the receiver fetches it in one copy and acknowledges. Where memory
+of peers cannot be read, long messages stream through the ring as well.
+
+A message whose tag nobody asks for yet is taken off the ring, so that it does not block
+those behind it: its bytes go to the heap, an address stays an address.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .control import Control, fence
+
+__all__ = ["Receiving", "Ring", "Sending"]
+
+Array = np.ndarray[Any, Any]
+
+# Words at the head of a ring. Head and tail on lines of their own: one is written by
+# the sender only, the other by the receiver only.
+_HEAD, _TAIL, _ACKS = 0, 64, 128
+_ACK_SLOTS = 64
+_HEADER = 32  # bytes: length, tag, address or 0, acknowledgement slot
+
+
+class Ring:
+    """One direction between two ranks, seen from either."""
+
+    def __init__(
+        self, control: Control, src: int, dst: int, fetch: Callable[[int, int, Array], None] | None
+    ) -> None:
+        layout = control.layout
+        start = layout.ring(src, dst)
+        self.capacity = layout.ring_bytes
+        self.words = control.words[start // 8 : (start + 4096) // 8]
+        self.data = np.frombuffer(control.segment.map, np.uint8, self.capacity, start + 4096)
+        self.fetch = fetch
+        self.src = src
+        # Sender's side.
+        self.sending = threading.Lock()
+        self.free_acks = deque(range(_ACK_SLOTS))
+        # Receiver's side.
+        self.receiving = threading.Lock()
+        self.unexpected: dict[int, deque[_Arrived]] = {}
+        self._draining: tuple[int, _Arrived] | None = None
+
+    def write(self, source: Array) -> int:
+        """Copy as much of ``source`` (bytes) to the ring as there is room for; return that."""
+        words = self.words
+        head = words[_HEAD]
+        room = self.capacity - (head - words[_TAIL])
+        count = min(source.size, room)
+        if count:
+            at = head % self.capacity
+            first = min(count, self.capacity - at)
+            self.data[at : at + first] = source[:first]
+            if count > first:
+                self.data[: count - first] = source[first:count]
+            fence()
+            words[_HEAD] = head + count
+        return count
+
+    def read(self, out: Array) -> int:
+        """Copy as much from the ring to ``out`` (bytes) as there is; return that."""
+        words = self.words
+        tail = words[_TAIL]
+        count = min(out.size, words[_HEAD] - tail)
+        if count:
+            fence()
+            at = tail % self.capacity
+            first = min(count, self.capacity - at)
+            out[:first] = self.data[at : at + first]
+            if count > first:
+                out[first:count] = self.data[: count - first]
+            fence()
+            words[_TAIL] = tail + count
+        return count
+
+    def match(self, tag: int) -> _Arrived | None:
+        """Return the next message with ``tag`` if there is one; never waits.
+
+        If its bytes still come, the ring is the caller's until it has them.
+        """
+        if not self.receiving.acquire(blocking=False):
+            return None
+        kept = False
+        try:
+            while True:
+                if self._draining is not None:
+                    other, message = self._draining
+                    if not message.advance():
+                        return None
+                    self._draining = None
+                    self.unexpected.setdefault(other, deque()).append(message)
+                waiting = self.unexpected.get(tag)
+                if waiting:
+                    return waiting.popleft()
+                if self.words[_HEAD] - self.words[_TAIL] < _HEADER:
+                    return None
+                header = np.empty(4, np.int64)
+                self.read(header.view(np.uint8))
+                nbytes, found, address, slot = map(int, header)
+                message = _Arrived(self, nbytes, address, slot)
+                if found == tag:
+                    kept = not message.complete
+                    return message
+                message.into(np.empty(0 if address else nbytes, np.uint8))
+                self._draining = (found, message)
+        finally:
+            if not kept:
+                self.receiving.release()
+
+
+class Sending:
+    """A message on its way out; :meth:`advance` until it says that it is over."""
+
+    def __init__(self, ring: Ring, source: Array, tag: int, address: int) -> None:
+        self._ring = ring
+        self._source = source
+        self._header = np.array([source.size, tag, address, 0], np.int64)
+        self._slot = -1
+        self._started = self._announced = self._over = False
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether the source may be changed."""
+        if self._over:
+            return True
+        ring, header = self._ring, self._header
+        remote = bool(header[2])
+        if not self._started:
+            if not ring.sending.acquire(blocking=False):
+                return False
+            if remote and not ring.free_acks:
+                ring.sending.release()
+                return False
+            self._started = True
+            if remote:
+                header[3] = self._slot = ring.free_acks.popleft()
+                ring.words[_ACKS + self._slot] = 0
+        if not self._announced:
+            used = ring.words[_HEAD] - ring.words[_TAIL]
+            if ring.capacity - used < _HEADER:
+                return False
+            ring.write(header.view(np.uint8))
+            self._announced = True
+            if remote:
+                ring.sending.release()
+        if remote:
+            if not ring.words[_ACKS + self._slot]:
+                return False
+            ring.free_acks.append(self._slot)
+        else:
+            while self._source.size:
+                count = ring.write(self._source)
+                if not count:
+                    return False
+                self._source = self._source[count:]
+            ring.sending.release()
+        self._over = True
+        return True
+
+
+class _Arrived:
+    """A message whose header has been read."""
+
+    def __init__(self, ring: Ring, nbytes: int, address: int, slot: int) -> None:
+        self.ring = ring
+        self.nbytes = nbytes
+        self.address = address
+        self.slot = slot
+        #: Whether nothing more of it comes through the ring.
+        self.complete = bool(address) or nbytes == 0
+        self._heap: Array | None = None
+        self._rest: Array | None = None
+
+    def into(self, out: Array) -> None:
+        """Name where the bytes go."""
+        self._heap = self._rest = out
+
+    def advance(self) -> bool:
+        """Take what has come; return whether all of it has."""
+        while not self.complete:
+            assert self._rest is not None
+            count = self.ring.read(self._rest)
+            if not count:
+                return False
+            self._rest = self._rest[count:]
+            self.complete = not self._rest.size
+        return True
+
+    def deliver(self, out: Array) -> None:
+        """Hand a complete message over."""
+        if self.address:
+            assert self.ring.fetch is not None
+            self.ring.fetch(self.ring.src, self.address, out)
+            fence()
+            self.ring.words[_ACKS + self.slot] = 1
+        elif self._heap is not None:
+            out[:] = self._heap
+
+
+class Receiving:
+    """A message asked for, from one of ``rings``; :meth:`advance` until it is there."""
+
+    def __init__(self, rings: list[Ring], out: Array, tag: int) -> None:
+        self._rings = rings
+        self._out = out
+        self._tag = tag
+        self._message: _Arrived | None = None
+        self._streaming = self._over = False
+        self.source = -1
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether the message is complete."""
+        if self._over:
+            return True
+        if self._message is None:
+            for ring in self._rings:
+                message = ring.match(self._tag)
+                if message is not None:
+                    self._message, self.source = message, ring.src
+                    self._streaming = not message.complete
+                    if self._streaming:
+                        message.into(self._out)
+                    break
+            else:
+                return False
+        message = self._message
+        assert message is not None
+        if not message.advance():
+            return False
+        if self._streaming:
+            message.ring.receiving.release()
+        else:
+            message.deliver(self._out)
+        self._over = True
+        return True

@@ -1,0 +1,174 @@
+"""Shared mappings without names: nothing is left behind, whatever is killed.
+
+Where the kernel has memfd_create(2), a segment is anonymous memory that other processes
+of the same user open through ``/proc/PID/fd/N``. It is never in a file system, so it is
+gone with its last process and is not limited by the size of ``/dev/shm``. Elsewhere it
+is a file of mode 0600 in a private directory, deleted once everybody has opened it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+import tempfile
+
+from collective.errors import BackendUnavailableError
+
+__all__ = ["Segment", "process_vm_readv"]
+
+
+class Segment:
+    """A shared mapping.
+
+    Attributes:
+        path: where other processes of this user open it, until :meth:`unlink`.
+        map: the mapping. It is never closed by hand: arrays may still refer to it, and
+            it goes with the last of them.
+    """
+
+    def __init__(self, descriptor: int, path: str, owner: bool) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._unlinkable = owner and not path.startswith("/proc/")
+        self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        # Transparent huge pages: a tenth of the page faults, where the system allows it.
+        if hasattr(mmap, "MADV_HUGEPAGE") and len(self.map) >= 2 << 20:
+            with contextlib.suppress(OSError):
+                self.map.madvise(mmap.MADV_HUGEPAGE)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Return a new segment of zeros.
+
+        Raises:
+            BackendUnavailableError: the system has no memory or no place for it.
+        """
+        path = ""
+        descriptor = -1
+        try:
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("collective", os.MFD_CLOEXEC)
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            else:
+                descriptor, path = tempfile.mkstemp(prefix="collective-")
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+            return cls(descriptor, path, owner=True)
+        except (OSError, ValueError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise BackendUnavailableError(
+                f"shm: a shared segment of {nbytes} bytes cannot be made: {error}. Free memory, "
+                "or use backend='gloo'."
+            ) from error
+
+    @classmethod
+    def open(cls, path: str) -> Segment:
+        """Map a segment that a peer created.
+
+        Raises:
+            OSError: its process is gone, or belongs to another user.
+        """
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, owner=False)
+
+    def unlink(self) -> None:
+        """Take its name away; those who have opened it keep it."""
+        if self._unlinkable:
+            self._unlinkable = False
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def close_descriptor(self) -> None:
+        """Let go of the descriptor; the mapping stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # A process shows that it lives by a lock on a byte of the segment: the kernel drops
+    # it when the process dies, however it dies, before anybody has reaped it, and forked
+    # children do not inherit it. The byte need not exist.
+
+    def lock_alive(self, rank: int) -> None:
+        """Hold byte ``rank`` for as long as this process lives and keeps the descriptor."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    def alive(self, rank: int) -> bool:
+        """Tell whether another process holds byte ``rank``."""
+        if self._descriptor < 0:
+            return True
+        try:
+            # Shared, so that two ranks which ask at once do not take each other for it.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
+        return False
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_PR_SET_PTRACER = 0x59616D61
+
+
+def _load() -> ctypes._CFuncPtr | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    function = getattr(library, "process_vm_readv", None)
+    if function is None:
+        return None
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_IoVec),
+        ctypes.c_ulong,
+        ctypes.POINTER(_IoVec),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+    # Yama's default lets only ancestors read a process; peers are siblings. It never
+    # lets another user's process in.
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as scope:
+        if scope.read().strip() == "1":
+            library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
+    return function  # type: ignore[no-any-return]
+
+
+_function: ctypes._CFuncPtr | None = None
+_loaded = False
+
+
+def process_vm_readv(pid: int, address: int, into: int, nbytes: int) -> bool:
+    """Copy ``nbytes`` from ``address`` of process ``pid`` to address ``into`` of this one.
+
+    One copy by the kernel, process_vm_readv(2). Returns False where the system has no
+    such call or forbids it.
+
+    Raises:
+        ProcessLookupError: the process is gone.
+    """
+    global _function, _loaded
+    if not _loaded:
+        _function, _loaded = _load(), True
+    if _function is None:
+        return False
+    local, remote = _IoVec(into, nbytes), _IoVec(address, nbytes)
+    while nbytes:
+        copied = _function(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if copied == nbytes:
+            return True
+        if copied < 0:
+            if ctypes.get_errno() == 3:  # ESRCH
+                raise ProcessLookupError(3, f"process {pid} is gone")
+            return False
+        # A single call moves at most 2 GiB less a page.
+        nbytes -= copied
+        local = _IoVec(local.base + copied, nbytes)
+        remote = _IoVec(remote.base + copied, nbytes)
+    return True

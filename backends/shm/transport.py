@@ -1,0 +1,375 @@
+"""The ``shm`` transport: collectives and messages over a control segment."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.backend import ANY_SOURCE, Backend, Failure
+from collective.backends.onesided import OneSided, Region
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.capabilities import Capabilities
+from collective.dtypes import BY_NAME
+from collective.errors import BackendError, PeerLostError, RendezvousError, UnsupportedError
+
+from .control import SLOT_BYTES, Control, Layout
+from .ring import Receiving, Ring, Sending
+from .segment import Segment, process_vm_readv
+from .symmetric import Heap, address_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.world import World
+
+__all__ = ["ShmBackend"]
+
+Array = np.ndarray[Any, Any]
+
+_UINT8 = BY_NAME["uint8"]
+_GROUP_TAG = -2
+_PATH_BYTES = 256
+_SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
+
+
+class NeedsMessages(Exception):
+    """Raised on all ranks when peers' memory cannot be read here: use send and recv."""
+
+
+class _Remote(Region):
+    """Ordinary memory of a peer, fetched in one copy by the kernel."""
+
+    __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
+
+    def __init__(self, backend: ShmBackend, rank: int, address: int, itemsize: int) -> None:
+        self._fetch = backend.fetch
+        self._rank = rank
+        self._address = address
+        self._itemsize = itemsize
+
+    def read(self, start: int, stop: int, scratch: Array) -> Array:
+        out = scratch[: stop - start]
+        self.copy(start, stop, out)
+        return out
+
+    def copy(self, start: int, stop: int, out: Array) -> None:
+        self._fetch(self._rank, self._address + start * self._itemsize, out)
+
+
+class ShmBackend(OneSided):
+    """Ranks that are processes of one host; see the package's docstring."""
+
+    name = "shm"
+    capabilities = Capabilities(
+        checks_calls=True,
+        symmetric_memory=True,
+        any_source=True,
+        detects_lost_peers=True,
+    )
+
+    def __init__(self, control: Control) -> None:
+        self.rank = control.rank
+        self.size = control.size
+        self._control = control
+        self._heap = Heap(control)
+        self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._in_slots = True
+        self._source: Array | None = None
+        self._parity = 0
+        self._single_copy = False
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._closed = False
+
+    # -- life -----------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Meet the other processes through ``world.store``; see :meth:`Backend.connect`."""
+        if world.local_size != world.size:
+            raise UnsupportedError(
+                f"shm: {world.size} ranks, of which {world.local_size} are on {world.host}; it "
+                f"works within one host [rank {world.rank}]. Use backend='mpi' or 'gloo'."
+            )
+        deadline = time.monotonic() + timeout
+        store, key = world.store, "shm"
+        if world.rank != 0:
+            segment = _open_published(world, key, deadline, timeout)
+            return cls._attach(segment, world.rank, world.size, deadline - time.monotonic())
+        segment = Segment.create(Layout(world.size).nbytes)
+        if world.size == 1:
+            return cls._attach(segment, 0, 1, timeout)
+        store.set(key, segment.path.encode())
+        try:
+            # Gone before anybody goes on: a second connect must not find it.
+            return cls._attach(segment, 0, world.size, timeout, lambda: store.delete(key))
+        finally:
+            store.delete(key)
+
+    @classmethod
+    def _attach(
+        cls,
+        segment: Segment,
+        rank: int,
+        size: int,
+        timeout: float,
+        last: Callable[[], None] | None = None,
+    ) -> Self:
+        control = Control(segment, rank, size)
+        self = cls(control)
+        try:
+            control.join(timeout, last)
+            self._single_copy = self._probe_single_copy(timeout)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            segment.unlink()
+        fetch = self.fetch if self._single_copy else None
+        for peer in range(size):
+            if peer != rank:
+                for src, dst in ((rank, peer), (peer, rank)):
+                    self._rings[src, dst] = Ring(control, src, dst, fetch)
+        return self
+
+    def _probe_single_copy(self, timeout: float) -> bool:
+        """Find out, alike on all ranks, whether peers' memory can be read."""
+        if self.size == 1:
+            return False
+        control = self._control
+        probe = np.full(1, self.rank, np.int64)
+        control.words[control.place(self.rank, 0) + _SOURCE + 2] = address_of(probe)
+        control.sync(timeout)
+        works = os.environ.get("COLLECTIVE_SHM_SINGLE_COPY", "1") != "0"
+        for rank in range(self.size):
+            if works and rank != self.rank:
+                got = np.full(1, -1, np.int64)
+                address = control.words[control.place(rank, 0) + _SOURCE + 2]
+                works = process_vm_readv(control.pid(rank), address, address_of(got), 8)
+                works = works and got[0] == rank
+        # The probe is alive until everybody has voted, which is after reading it.
+        votes = control.exchange(b"\1" if works else b"\0", timeout)
+        del probe
+        return all(vote == b"\1" for vote in votes)
+
+    def abort(self, failure: Failure) -> None:
+        self._control.fail(failure)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._control.leave()
+
+    def group(self, ranks: Sequence[int], timeout: float) -> ShmBackend:
+        me = list(ranks).index(self.rank)
+        note = np.zeros(_PATH_BYTES, np.uint8)
+        if me == 0:
+            segment = Segment.create(Layout(len(ranks)).nbytes)
+            note[: len(segment.path)] = list(segment.path.encode())
+            for rank in ranks[1:]:
+                self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
+        else:
+            self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
+            segment = Segment.open(note.tobytes().rstrip(b"\0").decode())
+        return self._attach(segment, me, len(ranks), timeout)
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
+        self._control.arrive(call, timeout)
+        return self._heap.empty(nbytes, timeout)
+
+    # -- point to point -----------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        sending = self._sending(src, dst, tag)
+        if not sending.advance():
+            self._control.wait(sending.advance, lambda: (dst,), f"send(tag={tag})", timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        receiving = self._receiving(dst, src, tag)
+        if not self._spin(receiving.advance):
+            sources = [r for r in range(self.size) if r != self.rank and src in (ANY_SOURCE, r)]
+            what = f"recv(tag={tag})"
+            self._control.wait(
+                receiving.advance, lambda: sources, what, timeout, all_needed=False
+            )
+        return receiving.source
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        if to == self.rank and source == self.rank:
+            dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
+            return
+        sending, receiving = self._sending(src, to, tag), self._receiving(dst, source, tag)
+
+        def advance() -> bool:
+            sent = sending.advance()
+            return receiving.advance() and sent
+
+        if not self._spin(advance):
+            self._control.wait(advance, lambda: {to, source}, f"sendrecv(tag={tag})", timeout)
+
+    def _spin(self, advance: Any) -> bool:
+        return any(advance() for _ in range(self._control.polls))
+
+    def _sending(self, src: Buffer, dst: int, tag: int) -> Sending:
+        ring = self._rings[self.rank, dst]
+        raw = src.array.view(np.uint8)
+        long = self._single_copy and raw.size > ring.capacity // 2
+        return Sending(ring, raw, tag, address_of(raw) if long else 0)
+
+    def _receiving(self, dst: Buffer, src: int, tag: int) -> Receiving:
+        sources = range(self.size) if src == ANY_SOURCE else (src,)
+        rings = [self._rings[r, self.rank] for r in sources if r != self.rank]
+        return Receiving(rings, dst.array.view(np.uint8), tag)
+
+    def fetch(self, rank: int, address: int, out: Array) -> None:
+        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
+
+        Raises:
+            PeerLostError: the process is gone.
+            BackendError: the kernel refuses although it allowed it before.
+        """
+        control = self._control
+        pid = control.pid(rank)
+        try:
+            if process_vm_readv(pid, address, address_of(out), out.nbytes):
+                return
+        except ProcessLookupError:
+            pass
+        if control.segment.alive(rank):
+            raise BackendError(
+                f"shm: reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed "
+                f"[rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=0 to do without.",
+                "shm",
+            )
+        text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
+        control.fail(Failure("lost", self.rank, text, (rank,)))
+        raise PeerLostError(f"shm: {text} [rank {self.rank}]", (rank,))
+
+    # -- primitives of the collectives ----------------------------------------------------
+
+    def _open(
+        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+    ) -> bool:
+        control = self._control
+        parity = self._parity = control.step + 1 & 1
+        self._in_slots = largest <= SLOT_BYTES
+        if self._in_slots:
+            if src is not None:
+                self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
+            control.arrive(call, timeout)
+            return True
+        self._source = src
+        words, at = control.words, control.place(self.rank, parity)
+        words[at], words[at + 1], words[at + 2] = self._heap.locate(src)
+        at += _OUTPUT
+        if dst is src:
+            words[at : at + 3] = words[at - _OUTPUT : at]
+        else:
+            words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
+        control.arrive(call, timeout)
+        if not self._single_copy and not (
+            self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
+        ):
+            raise NeedsMessages
+        return False
+
+    def _segment(self, which: int) -> int:
+        """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
+        words, place, parity = self._control.words, self._control.place, self._parity
+        number = words[place(0, parity) + which]
+        for rank in range(self.size):
+            if words[place(rank, parity) + which] != number:
+                return 0
+        return int(number)
+
+    def _peer(self, which: int, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        at = self._control.place(rank, self._parity) + which
+        number, offset, address = self._control.words[at : at + 3]
+        if number:
+            mapped = self._heap.view(number, rank, offset, dtype, count)
+            if mapped is not None:
+                return Region(mapped)
+        return _Remote(self, rank, address, dtype.itemsize)
+
+    def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        if self._in_slots:
+            return Region(self._slots_of(dtype)[self._parity][rank])
+        if rank == self.rank:
+            assert self._source is not None
+            return Region(self._source)
+        return self._peer(_SOURCE, rank, dtype, count)
+
+    def _results(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        return self._peer(_OUTPUT, rank, dtype, count)
+
+    def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
+        number = self._segment(_OUTPUT)
+        if not number:
+            return None
+        words, outputs = self._control.words, []
+        for rank in range(self.size):
+            offset = words[self._control.place(rank, self._parity) + _OUTPUT + 1]
+            mapped = self._heap.view(number, rank, offset, dtype, count)
+            assert mapped is not None  # this rank's own buffer keeps it
+            outputs.append(mapped)
+        return outputs
+
+    def _sync(self, timeout: float) -> None:
+        self._control.sync(timeout)
+
+    def _slots_of(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        found = self._slots.get(dtype)
+        if found is None:
+            count = SLOT_BYTES // dtype.itemsize
+            raw = self._control.segment.map
+            found = self._slots[dtype] = [
+                [np.frombuffer(raw, dtype, count, at) for at in starts]
+                for starts in self._control.layout.slots
+            ]
+        return found
+
+
+def _open_published(world: World, key: str, deadline: float, timeout: float) -> Segment:
+    """Open the segment that rank 0 made; an older one of a dead process is passed over."""
+    while True:
+        try:
+            return Segment.open(world.store.get(key, deadline).decode())
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"shm: rank 0's segment cannot be opened: {error} [rank {world.rank}]. All "
+                    "ranks must belong to one user and see each other's processes."
+                ) from error
+            time.sleep(0.005)
+        except RendezvousError as error:
+            raise RendezvousError(
+                f"shm: after {timeout:g} s rank 0 of {world.size} has not arrived "
+                f"[rank {world.rank}]. Was it started, on this host?"
+            ) from error
+
+
+def _or_messages(name: str) -> Callable[..., None]:
+    """Return operation ``name`` over shared memory, or over messages where that can't be."""
+    shared, messages = getattr(OneSided, name), getattr(Backend, name)
+
+    @functools.wraps(shared)
+    def operation(self: ShmBackend, *args: Any) -> None:
+        try:
+            shared(self, *args)
+        except NeedsMessages:
+            messages(self, *args)
+
+    return operation
+
+
+for _name in (
+    "broadcast reduce all_reduce reduce_scatter scan scatter gather all_gather all_to_all"
+).split():
+    setattr(ShmBackend, _name, _or_messages(_name))

@@ -1,0 +1,274 @@
+"""Ranks that are threads of one process: tests, notebooks, one replica a device.
+
+Nothing is copied that need not be: peers read each other's arrays where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.backend import ANY_SOURCE, Failure
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.capabilities import Capabilities
+from collective.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
+
+from .onesided import OneSided, Region
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.world import World
+
+__all__ = ["ThreadsBackend"]
+
+Array = np.ndarray[Any, Any]
+
+# Where the threads of one world meet: job -> hub. A hub leaves it when it is full.
+_hubs: dict[str, _Hub] = {}
+_hubs_lock = threading.Lock()
+
+
+class _Hub:
+    """What the ranks of one communicator share; ``condition`` guards all of it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.condition = threading.Condition()
+        self.arrived = [0] * size  # how many steps each rank has made
+        self.closed = [False] * size
+        self.last: list[Call | None] = [None] * size
+        # Exposed by each rank, for even and odd steps: a fast rank may open its next
+        # operation while a slow one still reads this one's digests.
+        self.digests = [[0] * size, [0] * size]
+        self.headers: list[bytes] = [b""] * size
+        self.sources: list[Array | None] = [None] * size
+        self.outputs: list[Array | None] = [None] * size
+        self.failure: Failure | None = None
+        self.mail: dict[tuple[int, int, int], deque[_Message]] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], _Hub] = {}
+        self.joined: set[int] = set()
+
+
+class _Message:
+    """A send that waits for its receiver, who copies straight from the sender's array."""
+
+    __slots__ = ("array", "taken")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.taken = False
+
+
+class ThreadsBackend(OneSided):
+    """The transport among threads of this process; see the module's docstring."""
+
+    name = "threads"
+    capabilities = Capabilities(
+        in_process=True,
+        checks_calls=True,
+        symmetric_memory=True,
+        any_source=True,
+        detects_lost_peers=True,
+    )
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self.rank = rank
+        self.size = hub.size
+        self._hub = hub
+        self._steps = 0
+        self._made: dict[tuple[int, ...], int] = {}
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Meet the other threads of ``world.job``; see :meth:`Backend.connect`."""
+        with _hubs_lock:
+            hub = _hubs.setdefault(world.job, _Hub(world.size))
+        self = cls(hub, world.rank)
+        with hub.condition:
+            hub.joined.add(world.rank)
+            hub.condition.notify_all()
+            everyone = hub.condition.wait_for(lambda: len(hub.joined) == hub.size, timeout)
+            missing = sorted(set(range(hub.size)) - hub.joined)
+        with _hubs_lock:
+            if _hubs.get(world.job) is hub:
+                del _hubs[world.job]
+        if not everyone:
+            raise RendezvousError(
+                f"threads: after {timeout:g} s ranks {missing} of {hub.size} have not arrived "
+                f"[rank {world.rank}]. Every rank is a thread of one process; for processes "
+                "use backend='shm'."
+            )
+        return self
+
+    # -- point to point -----------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        hub = self._hub
+        message = _Message(src.array)
+        with hub.condition:
+            box = hub.mail.setdefault((dst, self.rank, tag), deque())
+            box.append(message)
+            hub.condition.notify_all()
+            try:
+                self._wait(lambda: message.taken, lambda: (dst,), f"send(tag={tag})", timeout)
+            finally:
+                if not message.taken and message in box:
+                    box.remove(message)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        hub = self._hub
+        sources = [r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)]
+        found: list[tuple[int, deque[_Message]]] = []
+
+        def arrived() -> bool:
+            for rank in sources:
+                box = hub.mail.get((self.rank, rank, tag))
+                if box:
+                    found.append((rank, box))
+                    return True
+            return False
+
+        with hub.condition:
+            self._wait(arrived, lambda: sources, f"recv(tag={tag})", timeout, all_needed=False)
+            rank, box = found[0]
+            message = box.popleft()
+        dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
+        with hub.condition:
+            message.taken = True
+            hub.condition.notify_all()
+        return rank
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        hub = self._hub
+        message = _Message(src.array)
+        with hub.condition:
+            hub.mail.setdefault((to, self.rank, tag), deque()).append(message)
+            hub.condition.notify_all()
+        self.recv(dst, source, tag, timeout)
+        with hub.condition:
+            self._wait(lambda: message.taken, lambda: (to,), f"sendrecv(tag={tag})", timeout)
+
+    # -- primitives of the collectives ----------------------------------------------------
+
+    def _open(
+        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+    ) -> bool:
+        hub, rank = self._hub, self.rank
+        with hub.condition:
+            hub.sources[rank] = src
+            hub.outputs[rank] = dst
+            hub.last[rank] = call
+            digests = hub.digests[self._steps & 1]
+            digests[rank] = call.digest
+            self._step(timeout, call)
+        if digests.count(call.digest) != self.size:
+            with hub.condition:
+                hub.headers[rank] = call.header()
+                self._step(timeout, call)
+                headers = list(hub.headers)
+                self._step(timeout, call)
+            raise Disagreement(headers)
+        return False
+
+    def _sync(self, timeout: float) -> None:
+        with self._hub.condition:
+            self._step(timeout, self._hub.last[self.rank])
+
+    def _step(self, timeout: float, call: Call | None) -> None:
+        hub = self._hub
+        self._steps = step = self._steps + 1
+        hub.arrived[self.rank] = step
+        if min(hub.arrived) >= step:
+            hub.condition.notify_all()
+        arrived = hub.arrived
+        self._wait(
+            lambda: min(arrived) >= step,
+            lambda: [r for r in range(self.size) if arrived[r] < step],
+            call,
+            timeout,
+        )
+
+    def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        array = self._hub.sources[rank]
+        assert array is not None
+        return Region(array[:count])
+
+    def _results(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
+        array = self._hub.outputs[rank]
+        assert array is not None
+        return Region(array[:count])
+
+    def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
+        return [array for array in self._hub.outputs if array is not None]
+
+    # -- failure, life --------------------------------------------------------------------
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        what: object,
+        timeout: float,
+        all_needed: bool = True,
+    ) -> None:
+        """Wait for ``ready()``, holding the condition.
+
+        Args:
+            awaited: the ranks that it takes and that have not done their part.
+            all_needed: whether it takes all of them, or any.
+        """
+        hub = self._hub
+        end = time.monotonic() + timeout
+        while not ready():
+            if hub.failure is not None:
+                raise hub.failure.error(str(what), self.rank)
+            absent = awaited()
+            left = tuple(r for r in absent if hub.closed[r])
+            if left and (all_needed or len(left) == len(absent)):
+                raise PeerLostError(f"{what}: {self._left(left)} [rank {self.rank}]", left)
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                told = "; ".join(f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent)
+                text = f"waited {timeout:g} s for rank {', '.join(map(str, absent))}: {told}"
+                self.abort(Failure("timeout", self.rank, text, tuple(absent)))
+                raise CollectiveTimeoutError(f"{what}: {text} [rank {self.rank}]", tuple(absent))
+            hub.condition.wait(remaining)
+
+    def _left(self, ranks: Sequence[int]) -> str:
+        return "; ".join(
+            f"rank {r} has closed its communicator (its last call: {self._hub.last[r] or 'none'})"
+            for r in ranks
+        )
+
+    def abort(self, failure: Failure) -> None:
+        hub = self._hub
+        with hub.condition:
+            if hub.failure is None:
+                hub.failure = failure
+            hub.condition.notify_all()
+
+    def close(self) -> None:
+        hub = self._hub
+        with hub.condition:
+            hub.closed[self.rank] = True
+            hub.sources[self.rank] = hub.outputs[self.rank] = None
+            hub.condition.notify_all()
+
+    def group(self, ranks: Sequence[int], timeout: float) -> ThreadsBackend:
+        key = tuple(ranks)
+        self._made[key] = nth = self._made.get(key, 0) + 1
+        with self._hub.condition:
+            hub = self._hub.groups.setdefault((key, nth), _Hub(len(key)))
+            hub.joined.add(self.rank)
+            if len(hub.joined) == len(key):
+                del self._hub.groups[key, nth]
+        return ThreadsBackend(hub, key.index(self.rank))

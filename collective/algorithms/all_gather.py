@@ -1,0 +1,92 @@
+"""All-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from collective.algorithms import costs, pieces
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+
+__all__ = ["all_gather", "collect", "ring"]
+
+
+def all_gather(
+    backend: Backend, src: Buffer, dst: Buffer, counts: Sequence[int], timeout: float
+) -> None:
+    """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
+
+    ``src`` may be its own part of ``dst``. See :func:`collect`.
+    """
+    collect(Messages(backend, timeout), src, dst, counts)
+
+
+def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
+    """Do what :func:`all_gather` does, as part of another operation.
+
+    Short results by Bruck's algorithm, through scratch of ``dst``'s size; long ones
+    around a ring. Both take any counts.
+    """
+    limits = pieces.limits(counts)
+    if costs.forwarding_pays(messages.size, dst.nbytes):
+        _bruck(messages, src, dst, counts)
+    else:
+        pieces.copy(src, dst.part(limits[messages.rank], limits[messages.rank + 1]))
+        ring(messages, dst, limits)
+
+
+def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0) -> None:
+    """Pass pieces around until everybody has all of them.
+
+    Each rank sends to its right neighbour what it last received from its left one: the
+    least that can be carried, (size - 1) / size of the whole. Patarasu & Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+
+    Args:
+        messages: the call's.
+        dst: all pieces; this rank's own is in its place already.
+        limits: where the pieces are in ``dst``.
+        first: the rank that owns piece 0; the others follow in rank order.
+    """
+    size = messages.size
+    right, left = (messages.rank + 1) % size, (messages.rank - 1) % size
+    out = (messages.rank - first) % size
+    for _ in range(size - 1):
+        into = (out - 1) % size
+        messages.exchange(
+            dst.part(limits[out], limits[out + 1]),
+            right,
+            dst.part(limits[into], limits[into + 1]),
+            left,
+        )
+        out = into
+
+
+def _bruck(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
+    """Double what each rank has in every round: its own pieces and the next ranks'.
+
+    Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport
+    Message-Passing Systems" (1997).
+    """
+    rank, size = messages.rank, messages.size
+    # The pieces of ranks rank, rank + 1, …, going round: dst rotated.
+    limits = pieces.limits([*counts[rank:], *counts[:rank]])
+    rotated = Buffer.empty(dst.count, dst.dtype)
+    pieces.copy(src, rotated.part(0, src.count))
+    have = 1
+    while have < size:
+        more = min(have, size - have)
+        messages.exchange(
+            rotated.part(0, limits[more]),
+            (rank - have) % size,
+            rotated.part(limits[have], limits[have + more]),
+            (rank + have) % size,
+        )
+        have += more
+    start, turn = sum(counts[:rank]), limits[size - rank]
+    pieces.copy(rotated.part(0, turn), dst.part(start, dst.count))
+    pieces.copy(rotated.part(turn, dst.count), dst.part(0, start))

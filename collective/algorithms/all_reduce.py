@@ -1,0 +1,46 @@
+"""All-reduce."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collective.algorithms import all_gather, costs, folds, pieces
+from collective.algorithms.folding import Folding
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.ops import ReduceOp
+
+__all__ = ["all_reduce"]
+
+
+@np.errstate(all="ignore")
+def all_reduce(
+    backend: Backend, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, timeout: float
+) -> None:
+    """Fold the ranks' ``src`` into every rank's ``dst``, the same bits on all of them.
+
+    Short arrays are folded whole, by recursive doubling, or in rank order from a
+    collection of all inputs if ``ordered``. Of long ones each rank folds a part, and a
+    ring collects the parts: Rabenseifner, "Optimization of Collective Reduction
+    Operations" (2004), with the exchanges of Thakur, Rabenseifner & Gropp (2005) for any
+    number of ranks.
+    """
+    messages = Messages(backend, timeout)
+    size = messages.size
+    folding = Folding(op, src.dtype, size)
+    if ordered and size > 2 and costs.whole_pays(src.nbytes):
+        values = folds.collected(messages, folding, src)
+        folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)
+        folding.leave(dst)
+    elif (not ordered or size <= 2) and costs.doubling_beats_parts(size, src.nbytes):
+        folds.doubled(messages, folding, src, dst)
+    else:
+        limits = pieces.limits(pieces.even(src.count, size))
+        mine = dst.part(limits[messages.rank], limits[messages.rank + 1])
+        folds.parts(messages, folding, src, mine, limits, ordered or not op.commutative)
+        all_gather.ring(messages, dst, limits)

@@ -1,0 +1,51 @@
+"""Broadcast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from collective.algorithms import all_gather, binomial, costs, pieces
+from collective.algorithms.messages import Messages
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.buffer import Buffer
+
+__all__ = ["broadcast"]
+
+
+def broadcast(backend: Backend, buffer: Buffer, root: int, timeout: float) -> None:
+    """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank.
+
+    Short messages go down a binomial tree. Long ones are scattered down the tree and
+    gathered by all around a ring, which carries them twice rather than log2(size) times:
+    van de Geijn's algorithm, in Thakur, Rabenseifner & Gropp, "Optimization of Collective
+    Communication Operations in MPICH" (2005), section 4.2.
+    """
+    messages = Messages(backend, timeout)
+    if costs.tree_beats_ring(messages.size, buffer.nbytes):
+        _tree(messages, buffer, root)
+    else:
+        _scatter_and_ring(messages, buffer, root)
+
+
+def _tree(messages: Messages, buffer: Buffer, root: int) -> None:
+    size = messages.size
+    node = binomial.node((messages.rank - root) % size, size)
+    if node.parent is not None:
+        messages.recv(buffer, (node.parent + root) % size)
+    for child, _ in reversed(node.children):  # the one with most to pass on first
+        messages.send(buffer, (child + root) % size)
+
+
+def _scatter_and_ring(messages: Messages, buffer: Buffer, root: int) -> None:
+    size = messages.size
+    limits = pieces.limits(pieces.even(buffer.count, size))
+    position = (messages.rank - root) % size
+    node = binomial.node(position, size)
+    if node.parent is not None:
+        mine = buffer.part(limits[position], limits[node.stop])
+        messages.recv(mine, (node.parent + root) % size)
+    for child, stop in reversed(node.children):
+        messages.send(buffer.part(limits[child], limits[stop]), (child + root) % size)
+    all_gather.ring(messages, buffer, limits, root)

@@ -1,0 +1,148 @@
+"""Three ways to fold over the ranks, from which the reductions are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from collective.algorithms import all_gather, pieces
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.algorithms.folding import Folding
+    from collective.algorithms.messages import Messages
+
+__all__ = ["collected", "doubled", "parts"]
+
+
+def collected(messages: Messages, folding: Folding, src: Buffer) -> list[Buffer]:
+    """Return what each rank contributes, in rank order: scratch of ``src``'s size for each."""
+    count, size = src.count, messages.size
+    every = Buffer.empty(count * size, src.dtype)
+    all_gather.collect(messages, folding.enter(src), every, [count] * size)
+    return [every.part(count * rank, count * (rank + 1)) for rank in range(size)]
+
+
+def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> None:
+    """Fold the ranks' ``src`` into every rank's ``dst``, in scratch of that size.
+
+    Recursive doubling: in each round pairs exchange what they have folded so far. Beyond
+    a power of two, the first ranks fold in pairs before and hand the result back after.
+    Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.5. What is folded are neighbouring ranges of ranks, the lower
+    one on the left: operators need not commute, and all ranks get the same bits.
+    """
+    rank, size = messages.rank, messages.size
+    value = folding.enter(src, dst)
+    if size == 1:
+        pieces.copy(value, dst)
+        folding.leave(dst)
+        return
+    power = 1 << (size.bit_length() - 1)
+    extra = size - power  # so many pairs come first
+    if rank < 2 * extra and rank % 2 == 0:
+        messages.send(value, rank + 1)
+        messages.recv(dst, rank + 1)
+        return
+    theirs = Buffer.empty(src.count, src.dtype)
+    if rank < 2 * extra:
+        messages.recv(theirs, rank - 1)
+        folding.join(theirs, value, dst)
+        value = dst
+    position = rank // 2 if rank < 2 * extra else rank - extra
+    bit = 1
+    while bit < power:
+        other = position ^ bit
+        peer = 2 * other + 1 if other < extra else other + extra
+        messages.exchange(value, peer, theirs, peer)
+        left, right = (theirs, value) if position & bit else (value, theirs)
+        folding.join(left, right, dst)
+        value = dst
+        bit *= 2
+    folding.leave(dst)
+    if rank < 2 * extra:
+        messages.send(dst, rank - 1)
+
+
+def parts(
+    messages: Messages,
+    folding: Folding,
+    src: Buffer,
+    dst: Buffer,
+    limits: Sequence[int],
+    in_order: bool,
+) -> None:
+    """Fold part r of the ranks' ``src`` into rank r's ``dst``.
+
+    Pairwise exchange: in step d each rank sends the rank d after it that one's part, so
+    every input is sent as it is and ``src`` stays untouched. Thakur, Rabenseifner &
+    Gropp (2005), section 4.4.
+
+    Args:
+        messages: the call's.
+        folding: the call's.
+        src: this rank's whole input.
+        dst: this rank's part of the result; may be this rank's part of ``src``.
+        limits: where the parts are in ``src``.
+        in_order: fold ``((x0 op x1) op x2) op …``, which takes scratch of one chunk a
+            rank and one more; otherwise as they arrive, with scratch of one chunk, for
+            operators that commute.
+    """
+    if in_order and messages.size > 2:
+        _parts_in_order(messages, folding, src, dst, limits)
+    else:
+        _parts_as_they_come(messages, folding, src, dst, limits, in_order)
+    folding.leave(dst)
+
+
+def _parts_as_they_come(
+    messages: Messages,
+    folding: Folding,
+    src: Buffer,
+    dst: Buffer,
+    limits: Sequence[int],
+    in_order: bool,
+) -> None:
+    rank, size = messages.rank, messages.size
+    step = pieces.chunk(src.dtype.itemsize)
+    value = folding.enter(src.part(limits[rank], limits[rank + 1]), dst)
+    if size == 1:
+        pieces.copy(value, dst)
+    room = Buffer.empty(min(step, dst.count), dst.dtype)
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        start, stop = limits[to], limits[to + 1]
+        for low in range(0, max(stop - start, dst.count), step):
+            out = src.part(min(start + low, stop), min(start + low + step, stop))
+            result = dst.part(low, low + step)
+            theirs = room.part(0, result.count)
+            messages.exchange(folding.enter(out), to, theirs, source)
+            mine = value.part(low, low + step)
+            left, right = (theirs, mine) if in_order and source < rank else (mine, theirs)
+            folding.join(left, right, result)
+        value = dst
+
+
+def _parts_in_order(
+    messages: Messages, folding: Folding, src: Buffer, dst: Buffer, limits: Sequence[int]
+) -> None:
+    rank, size = messages.rank, messages.size
+    longest = max(stop - start for start, stop in pairwise(limits))
+    step = pieces.chunk(src.dtype.itemsize)
+    width = min(step, dst.count)
+    scratch = Buffer.empty((size + 1) * width, dst.dtype)
+    for low in range(0, longest, step):
+        result = dst.part(low, low + step)
+        *values, room = (
+            scratch.part(slot * width, slot * width + result.count) for slot in range(size + 1)
+        )
+        for distance in range(1, size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            start, stop = limits[to], limits[to + 1]
+            out = src.part(min(start + low, stop), min(start + low + step, stop))
+            messages.exchange(folding.enter(out), to, values[source], source)
+        start, stop = limits[rank], limits[rank + 1]
+        mine = src.part(min(start + low, stop), min(start + low + step, stop))
+        values[rank] = folding.enter(mine, values[rank])
+        folding.in_order(values, room, result)

@@ -1,0 +1,88 @@
+"""Gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from collective.algorithms import binomial, costs, pieces
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+
+__all__ = ["collect", "gather", "linear"]
+
+
+def gather(
+    backend: Backend,
+    src: Buffer,
+    dst: Buffer | None,
+    counts: Sequence[int],
+    root: int,
+    timeout: float,
+) -> None:
+    """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``.
+
+    At the root ``src`` may be its own part of ``dst``. See :func:`collect`.
+    """
+    collect(Messages(backend, timeout), src, dst, counts, root)
+
+
+def collect(
+    messages: Messages, src: Buffer, dst: Buffer | None, counts: Sequence[int], root: int
+) -> None:
+    """Do what :func:`gather` does, as part of another operation.
+
+    Short results climb a binomial tree, in scratch of a subtree's size (Thakur,
+    Rabenseifner & Gropp 2005, section 4); long ones go straight to the root.
+    """
+    if costs.forwarding_pays(messages.size, sum(counts) * src.dtype.itemsize):
+        _tree(messages, src, dst, counts, root)
+    else:
+        linear(messages, src, dst, counts, root)
+
+
+def linear(
+    messages: Messages, src: Buffer, dst: Buffer | None, counts: Sequence[int], root: int
+) -> None:
+    """Let every rank send its piece to the root, which takes them in rank order."""
+    if dst is None:
+        messages.send(src, root)
+        return
+    limits = pieces.limits(counts)
+    for rank in range(messages.size):
+        piece = dst.part(limits[rank], limits[rank + 1])
+        if rank == root:
+            pieces.copy(src, piece)
+        else:
+            messages.recv(piece, rank)
+
+
+def _tree(
+    messages: Messages, src: Buffer, dst: Buffer | None, counts: Sequence[int], root: int
+) -> None:
+    size = messages.size
+    position = (messages.rank - root) % size
+    node = binomial.node(position, size)
+    # The pieces in the tree's order: those of ranks root, root + 1, …, going round.
+    limits = pieces.limits([*counts[root:], *counts[:root]])
+    start, stop = limits[position], limits[node.stop]
+    if not node.children:
+        subtree = src
+    elif dst is not None and root == 0:  # the tree's order is rank order
+        subtree = dst
+    else:
+        subtree = Buffer.empty(stop - start, src.dtype)
+    if node.children:
+        pieces.copy(src, subtree.part(0, src.count))
+    for child, end in node.children:
+        piece = subtree.part(limits[child] - start, limits[end] - start)
+        messages.recv(piece, (child + root) % size)
+    if node.parent is not None:
+        messages.send(subtree, (node.parent + root) % size)
+    elif dst is not None and subtree is not dst:
+        first, turn = sum(counts[:root]), limits[size - root]
+        pieces.copy(subtree.part(0, turn), dst.part(first, dst.count))
+        pieces.copy(subtree.part(turn, dst.count), dst.part(0, first))

@@ -1,0 +1,55 @@
+"""How the algorithms send and receive: one tag, one deadline, nothing for nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from collective.algorithms.tags import COLLECTIVE_TAG
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.buffer import Buffer
+
+__all__ = ["Messages"]
+
+
+class Messages:
+    """The messages of one collective call.
+
+    What has no elements is not sent: both sides know the counts.
+
+    Attributes:
+        rank: this rank.
+        size: how many ranks there are.
+    """
+
+    __slots__ = ("_backend", "_end", "rank", "size")
+
+    def __init__(self, backend: Backend, timeout: float) -> None:
+        self._backend = backend
+        self._end = time.monotonic() + timeout
+        self.rank = backend.rank
+        self.size = backend.size
+
+    def send(self, src: Buffer, dst: int) -> None:
+        """Send ``src`` to rank ``dst``."""
+        if src.count:
+            self._backend.send(src, dst, COLLECTIVE_TAG, self._left())
+
+    def recv(self, dst: Buffer, src: int) -> None:
+        """Receive ``dst`` from rank ``src``."""
+        if dst.count:
+            self._backend.recv(dst, src, COLLECTIVE_TAG, self._left())
+
+    def exchange(self, src: Buffer, to: int, dst: Buffer, source: int) -> None:
+        """Send ``src`` to rank ``to`` while receiving ``dst`` from rank ``source``."""
+        if src.count and dst.count:
+            self._backend.sendrecv(src, to, dst, source, COLLECTIVE_TAG, self._left())
+        else:
+            self.send(src, to)
+            self.recv(dst, source)
+
+    def _left(self) -> float:
+        """Return the seconds to the call's deadline."""
+        return max(0.0, self._end - time.monotonic())

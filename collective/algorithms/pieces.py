@@ -1,0 +1,41 @@
+"""Arithmetic on the pieces of a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collective.buffer import Buffer
+
+__all__ = ["CHUNK_BYTES", "chunk", "copy", "even", "limits"]
+
+#: Length of the pieces in which long messages are folded, and so of scratch memory: a
+#: few of them stay in a second-level cache of 1 MiB, and starting a message
+#: (``costs.START_BYTES``) is little beside carrying one.
+CHUNK_BYTES = 256 << 10
+
+
+def chunk(itemsize: int) -> int:
+    """Return how many elements make a chunk."""
+    return max(1, CHUNK_BYTES // itemsize)
+
+
+def even(count: int, size: int) -> list[int]:
+    """Return the lengths of ``size`` pieces as even as possible, longer ones first."""
+    least, longer = divmod(count, size)
+    return [least + (rank < longer) for rank in range(size)]
+
+
+def limits(counts: Sequence[int]) -> list[int]:
+    """Return where each piece starts, and after them where the last one ends."""
+    return [0, *accumulate(counts)]
+
+
+def copy(src: Buffer, dst: Buffer) -> None:
+    """Copy ``src`` to ``dst``, unless they are the same memory."""
+    if src.array is not dst.array and src.address != dst.address:
+        np.copyto(dst.array, src.array)

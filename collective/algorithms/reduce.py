@@ -1,0 +1,106 @@
+"""Reduce."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collective.algorithms import binomial, costs, folds, gather, pieces
+from collective.algorithms.folding import Folding
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.ops import ReduceOp
+
+__all__ = ["reduce"]
+
+
+@np.errstate(all="ignore")
+def reduce(
+    backend: Backend,
+    src: Buffer,
+    dst: Buffer | None,
+    op: ReduceOp,
+    root: int,
+    ordered: bool,
+    timeout: float,
+) -> None:
+    """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
+
+    Short arrays are folded up a binomial tree, or gathered and folded by the root if
+    ``ordered``. Of long ones each rank folds a part and sends it to the root:
+    Rabenseifner, "Optimization of Collective Reduction Operations" (2004), with the
+    exchanges of Thakur, Rabenseifner & Gropp (2005) for any number of ranks.
+    """
+    messages = Messages(backend, timeout)
+    folding = Folding(op, src.dtype, messages.size)
+    if ordered and messages.size > 2:
+        if costs.whole_pays(src.nbytes):
+            _at_root(messages, folding, src, dst, root)
+        else:
+            _by_parts(messages, folding, src, dst, root, in_order=True)
+    elif not costs.doubling_beats_parts(messages.size, src.nbytes):
+        _by_parts(messages, folding, src, dst, root, in_order=ordered or not op.commutative)
+    elif op.commutative and not ordered:
+        _tree(messages, folding, src, dst, root)
+    else:
+        # With its root at rank 0 the tree keeps rank order; one message more moves it.
+        total = dst
+        if messages.rank == 0 and dst is None:
+            total = Buffer.empty(src.count, src.dtype)
+        _tree(messages, folding, src, total if messages.rank == 0 else None, 0)
+        if total is not dst and total is not None:
+            messages.send(total, root)
+        elif dst is not None and root != 0:
+            messages.recv(dst, 0)
+
+
+def _tree(messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None, root: int) -> None:
+    """Fold up a binomial tree; positions are ranks counted from the root."""
+    size = messages.size
+    node = binomial.node((messages.rank - root) % size, size)
+    value = folding.enter(src, dst)
+    if node.children:
+        theirs = Buffer.empty(src.count, src.dtype)
+        total = dst if dst is not None else Buffer.empty(src.count, src.dtype)
+        for child, _ in node.children:
+            messages.recv(theirs, (child + root) % size)
+            folding.join(value, theirs, total)
+            value = total
+    if node.parent is not None:
+        messages.send(value, (node.parent + root) % size)
+    elif dst is not None:
+        pieces.copy(value, dst)
+        folding.leave(dst)
+
+
+def _at_root(
+    messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None, root: int
+) -> None:
+    """Gather the inputs, in scratch for all of them at the root, and fold them there."""
+    count, size = src.count, messages.size
+    every = None if dst is None else Buffer.empty(count * size, src.dtype)
+    gather.collect(messages, folding.enter(src), every, [count] * size, root)
+    if dst is not None and every is not None:
+        values = [every.part(count * rank, count * (rank + 1)) for rank in range(size)]
+        folding.in_order(values, Buffer.empty(count, src.dtype), dst)
+        folding.leave(dst)
+
+
+def _by_parts(
+    messages: Messages,
+    folding: Folding,
+    src: Buffer,
+    dst: Buffer | None,
+    root: int,
+    in_order: bool,
+) -> None:
+    counts = pieces.even(src.count, messages.size)
+    limits = pieces.limits(counts)
+    start, stop = limits[messages.rank], limits[messages.rank + 1]
+    mine = Buffer.empty(stop - start, src.dtype) if dst is None else dst.part(start, stop)
+    folds.parts(messages, folding, src, mine, limits, in_order)
+    gather.linear(messages, mine, dst, counts, root)

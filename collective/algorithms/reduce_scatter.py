@@ -1,0 +1,51 @@
+"""Reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collective.algorithms import costs, folds, pieces
+from collective.algorithms.folding import Folding
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.ops import ReduceOp
+
+__all__ = ["reduce_scatter"]
+
+
+@np.errstate(all="ignore")
+def reduce_scatter(
+    backend: Backend,
+    src: Buffer,
+    dst: Buffer,
+    counts: Sequence[int],
+    op: ReduceOp,
+    ordered: bool,
+    timeout: float,
+) -> None:
+    """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
+
+    ``dst`` may be its own part of ``src``. Long arrays are exchanged pairwise, a part a
+    rank (:func:`folds.parts`). Short ones are folded whole by recursive doubling, or
+    collected and folded in rank order if ``ordered``, in scratch of their size.
+    """
+    messages = Messages(backend, timeout)
+    folding = Folding(op, src.dtype, messages.size)
+    limits = pieces.limits(counts)
+    start, stop = limits[messages.rank], limits[messages.rank + 1]
+    if ordered and messages.size > 2 and costs.whole_pays(src.nbytes):
+        values = [value.part(start, stop) for value in folds.collected(messages, folding, src)]
+        folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)
+        folding.leave(dst)
+    elif not ordered and costs.doubling_beats_pairwise(messages.size, src.nbytes):
+        whole = Buffer.empty(src.count, src.dtype)
+        folds.doubled(messages, folding, src, whole)
+        pieces.copy(whole.part(start, stop), dst)
+    else:
+        folds.parts(messages, folding, src, dst, limits, ordered or not op.commutative)

@@ -1,0 +1,78 @@
+"""Scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from collective.algorithms import binomial, costs, pieces
+from collective.algorithms.messages import Messages
+from collective.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+
+__all__ = ["scatter"]
+
+
+def scatter(
+    backend: Backend,
+    src: Buffer | None,
+    dst: Buffer,
+    counts: Sequence[int],
+    root: int,
+    timeout: float,
+) -> None:
+    """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``.
+
+    At the root ``dst`` may be its own part of ``src``. Short arrays go down a binomial
+    tree, in scratch of a subtree's size (Thakur, Rabenseifner & Gropp 2005, section 4);
+    of long ones the root sends each rank its piece.
+    """
+    messages = Messages(backend, timeout)
+    if costs.forwarding_pays(messages.size, sum(counts) * dst.dtype.itemsize):
+        _tree(messages, src, dst, counts, root)
+    else:
+        _linear(messages, src, dst, counts, root)
+
+
+def _linear(
+    messages: Messages, src: Buffer | None, dst: Buffer, counts: Sequence[int], root: int
+) -> None:
+    if src is None:
+        messages.recv(dst, root)
+        return
+    limits = pieces.limits(counts)
+    for rank in range(messages.size):
+        piece = src.part(limits[rank], limits[rank + 1])
+        if rank == root:
+            pieces.copy(piece, dst)
+        else:
+            messages.send(piece, rank)
+
+
+def _tree(
+    messages: Messages, src: Buffer | None, dst: Buffer, counts: Sequence[int], root: int
+) -> None:
+    size = messages.size
+    position = (messages.rank - root) % size
+    node = binomial.node(position, size)
+    # The pieces in the tree's order: those of ranks root, root + 1, …, going round.
+    limits = pieces.limits([*counts[root:], *counts[:root]])
+    start, stop = limits[position], limits[node.stop]
+    if src is not None and root == 0:  # the tree's order is rank order
+        subtree = src
+    elif not node.children:
+        subtree = dst
+    else:
+        subtree = Buffer.empty(stop - start, dst.dtype)
+    if node.parent is not None:
+        messages.recv(subtree, (node.parent + root) % size)
+    elif src is not None and subtree is not src:
+        first, turn = sum(counts[:root]), limits[size - root]
+        pieces.copy(src.part(first, src.count), subtree.part(0, turn))
+        pieces.copy(src.part(0, first), subtree.part(turn, src.count))
+    for child, end in reversed(node.children):  # the one with most to pass on first
+        piece = subtree.part(limits[child] - start, limits[end] - start)
+        messages.send(piece, (child + root) % size)
+    pieces.copy(subtree.part(0, dst.count), dst)

@@ -1,0 +1,354 @@
+"""The contract that a transport fulfils.
+
+A transport connects ``size`` ranks and moves contiguous memory between them. Two
+methods, :meth:`Backend.send` and :meth:`Backend.recv`, make a complete one: every
+other operation has a default over those two, in :mod:`collective.algorithms`, and a
+transport overrides what it does faster. ``docs/writing-a-backend.md`` is the guide,
+``python -m collective.testing NAME`` the judge.
+
+Rules for every method:
+
+* Buffers are contiguous, aligned and alive until the method returns. ``src`` and
+  ``dst`` of one call are the same memory or do not overlap. A transport never writes
+  to a ``src`` that is not also the ``dst``.
+* The communicator has validated ranks, counts, dtypes and operators; a transport
+  does not check them again.
+* A method returns when the operation is over for this rank: ``dst`` is complete and
+  ``src`` may be changed. (One that has requests of its own may return a ``Work``.)
+* Collective methods are called in one order on all ranks, by one thread at a time.
+  ``send`` and ``recv`` may run in other threads meanwhile, and never get mixed up with
+  the messages of a collective.
+* ``timeout`` is in seconds from the call. When it passes, the method raises
+  ``CollectiveTimeoutError`` naming the ranks that did not come, and the transport is
+  broken from then on for every rank, since nobody can know what those ranks will still
+  send: later calls raise ``CommunicatorAbortedError``.
+* A peer that is gone raises ``PeerLostError``; a peer that aborted, the error that
+  its :class:`Failure` asks for. Nothing waits for ever.
+* The library underneath may raise what it likes: it is turned into one of ours here
+  and nowhere else, ``from`` the original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from collective.algorithms import (
+    agreement,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scan,
+    scatter,
+    sendrecv,
+)
+from collective.errors import (
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    PeerFailedError,
+    PeerLostError,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.buffer import Buffer
+    from collective.call import Call
+    from collective.capabilities import Capabilities
+    from collective.ops import ReduceOp
+    from collective.work import Work
+    from collective.world import World
+
+__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group"]
+
+#: As ``src`` of a receive: whoever sends first.
+ANY_SOURCE = -1
+#: The tag of the default algorithms' messages; a user's tags are 0 to 2**31 - 1.
+COLLECTIVE_TAG = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a communicator is broken, as it is passed from the rank that broke it.
+
+    Attributes:
+        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"`` or ``"aborted"``.
+        rank: who reports it.
+        text: for people; the traceback for ``"failed"``.
+        ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.
+    """
+
+    kind: str
+    rank: int
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    def error(self, where: str, me: int) -> Exception:
+        """Return the exception that rank ``me`` raises in operation ``where``."""
+        if self.kind == "failed":
+            return PeerFailedError(
+                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n{self.text}",
+                self.rank,
+                self.text,
+            )
+        if self.kind == "lost":
+            return PeerLostError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        if self.kind == "timeout" and me not in self.ranks:
+            return CollectiveTimeoutError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        return CommunicatorAbortedError(f"{where}: {self.text} [rank {me}]")
+
+
+class Backend(ABC):
+    """One transport, connected, as one rank sees it.
+
+    Attributes:
+        name: the registered name.
+        capabilities: what it can do.
+        rank: this rank.
+        size: how many ranks there are.
+    """
+
+    name: ClassVar[str]
+    capabilities: Capabilities
+    rank: int
+    size: int
+
+    # -- required -----------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Join the other ranks of ``world`` and return the connected transport.
+
+        Constructors open nothing; this does. On failure it leaves nothing behind: no
+        file, no socket, no thread.
+
+        Raises:
+            BackendUnavailableError: a library is missing; with the install command.
+            RendezvousError: ranks did not arrive within ``timeout``; names them.
+        """
+
+    @abstractmethod
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        """Send ``src`` to rank ``dst``; return when ``src`` may be changed.
+
+        Messages between two ranks with one tag arrive in the order they were sent. It
+        may wait until the receiver has asked for the message, or not. ``dst`` is
+        another rank. ``tag`` is any integer of 64 bits.
+        """
+
+    @abstractmethod
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the source's rank.
+
+        The sender's message has the same length: higher layers see to that. ``src`` may
+        be :data:`ANY_SOURCE` if the capabilities say so.
+        """
+
+    @abstractmethod
+    def abort(self, failure: Failure) -> None:
+        """Break the communicator for every rank: all calls, running and later, raise.
+
+        May be called from any thread and more than once (the first failure counts), and
+        does not wait for anybody.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Peers that still wait for this rank get ``PeerLostError``.
+
+        Waits for nobody; a second close does nothing. Arrays from :meth:`empty` stay
+        valid until they are dropped.
+        """
+
+    # -- over send and recv, unless overridden ---------------------------------------
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, at once.
+
+        Neither waits for the other; a rank may exchange with itself.
+        """
+        sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
+
+    def agree(self, call: Call, timeout: float) -> None:
+        """Compare ``call`` with the other ranks'.
+
+        Raises:
+            Disagreement: the digests differ; on every rank, with all headers.
+        """
+        agreement.agree(self, call, timeout)
+
+    def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
+        """Return when every rank has called it."""
+        return barrier.barrier(self, timeout)
+
+    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
+        """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank."""
+        return broadcast.broadcast(self, buffer, root, timeout)
+
+    def reduce(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        op: ReduceOp,
+        root: int,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
+
+        ``ordered`` asks for ``((x0 op x1) op x2) op …``, element by element.
+        """
+        return reduce.reduce(self, src, dst, op, root, ordered, timeout)
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` into every rank's ``dst``."""
+        return all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
+
+    def reduce_scatter(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        counts: Sequence[int],
+        op: ReduceOp,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
+
+        ``src`` holds ``sum(counts)`` elements, rank 0's part first.
+        """
+        return reduce_scatter.reduce_scatter(self, src, dst, counts, op, ordered, timeout)
+
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
+        return scan.scan(self, src, dst, op, timeout)
+
+    def scatter(
+        self,
+        src: Buffer | None,
+        dst: Buffer,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``."""
+        return scatter.scatter(self, src, dst, counts, root, timeout)
+
+    def gather(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
+        return gather.gather(self, src, dst, counts, root, timeout)
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
+
+        In place: ``src`` may be its own part of ``dst``.
+        """
+        return all_gather.all_gather(self, src, dst, counts, timeout)
+
+    def all_to_all(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
+
+        ``src`` and ``dst`` do not overlap.
+        """
+        return all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
+
+    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
+        """Return a transport among ``ranks``, which become 0, 1, … in that order.
+
+        Called by those ranks only, all of them; ``self.rank`` is one of them.
+        """
+        return Group(self, ranks)
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+        """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
+
+        Aligned to 64 bytes at least, and symmetric where the capabilities say so.
+        """
+        raw = np.empty(nbytes + 63, np.uint8)
+        start = -raw.__array_interface__["data"][0] % 64
+        return raw[start : start + nbytes]
+
+
+class Group(Backend):
+    """Some ranks of another transport, by translation of ranks and tags."""
+
+    def __init__(self, parent: Backend, ranks: Sequence[int]) -> None:
+        # A class attribute elsewhere; here it follows the transport underneath.
+        self.name = parent.name  # type: ignore[misc]
+        self.capabilities = parent.capabilities
+        self.rank = list(ranks).index(parent.rank)
+        self.size = len(ranks)
+        self._parent = parent
+        self._ranks = tuple(ranks)
+        self._context = _context(parent, self._ranks)
+        self._failure: Failure | None = None
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Refuse: a group is made by :meth:`Backend.group`."""
+        raise TypeError("a Group is made by Backend.group(ranks)")
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        self._parent.send(src, self._ranks[dst], self._context + tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        source = ANY_SOURCE if src == ANY_SOURCE else self._ranks[src]
+        return self._ranks.index(self._parent.recv(dst, source, self._context + tag, timeout))
+
+    def abort(self, failure: Failure) -> None:
+        # Its messages share the parent's connections, so there is no breaking one alone.
+        self._parent.abort(failure)
+
+    def close(self) -> None:
+        """Do nothing: the connections are the parent's."""
+
+
+def _context(parent: Backend, ranks: tuple[int, ...]) -> int:
+    """Return the tag offset of a new group: equal on its members, and its own.
+
+    The n-th group of the same members is the n-th on each of them, so they agree on it
+    without a message; a group's tags start at a hash of that, 32 bits up.
+    """
+    made: dict[tuple[int, ...], int] = parent.__dict__.setdefault("_groups_made", {})
+    made[ranks] = nth = made.get(ranks, 0) + 1
+    outer = getattr(parent, "_context", 0)
+    digest = hashlib.blake2b(repr((outer, ranks, nth)).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") >> 1 or 1) << 32

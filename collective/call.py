@@ -1,0 +1,111 @@
+"""What one rank asked for: compared with what the others asked, and told in errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from collective.dtypes import DType
+
+__all__ = ["Call", "Disagreement", "call_site", "describe", "in_thread"]
+
+
+class Call:
+    """One collective call as this rank sees it.
+
+    Two ranks made the same call when their digests are equal. Equal calls share one
+    ``Call`` object a communicator (it is cached), so nothing here is computed twice.
+
+    Attributes:
+        operation: ``"all_reduce"``, …
+        dtype: the element type, None where none is involved or known here.
+        shape: this rank's shape, None where unknown here (an array that only the root has).
+        options: what else has to agree, such as ``root`` and ``op``.
+        digest: 63 bits that are equal on two ranks when everything above is.
+    """
+
+    __slots__ = ("digest", "dtype", "operation", "options", "shape")
+
+    def __init__(
+        self,
+        operation: str,
+        dtype: DType | None = None,
+        shape: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> None:
+        self.operation = operation
+        self.dtype = dtype
+        self.shape = shape
+        self.options = {key: value for key, value in options.items() if value is not None}
+        text = json.dumps(self._fields(), sort_keys=True)
+        # hash() differs from process to process; 63 bits fit a signed word.
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "little") >> 1
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "operation": self.operation,
+            "dtype": None if self.dtype is None else self.dtype.name,
+            "shape": self.shape,
+            "options": self.options,
+        }
+
+    def __str__(self) -> str:
+        return describe(self._fields())
+
+    def header(self) -> bytes:
+        """Return everything the other ranks need to compare or report this call."""
+        return json.dumps({**self._fields(), "site": call_site()}).encode()
+
+
+class Disagreement(Exception):
+    """Raised by a transport on every rank when the ranks' digests differ.
+
+    It never reaches a user: the communicator finds out whether the difference is
+    allowed (shapes of a gather) and raises ``MismatchError`` if not. The transport has
+    moved no data and is ready for the next call.
+
+    Attributes:
+        headers: what each rank asked for, in rank order, from :meth:`Call.header`.
+    """
+
+    def __init__(self, headers: Sequence[bytes]) -> None:
+        super().__init__("ranks disagree")
+        self.headers = [json.loads(header) for header in headers]
+
+
+def describe(header: dict[str, Any]) -> str:
+    """Return a header as a person would write the call."""
+    parts = []
+    if header["dtype"] is not None:
+        shape = "?" if header["shape"] is None else ", ".join(map(str, header["shape"]))
+        parts.append(f"{header['dtype']}[{shape}]")
+    parts.extend(f"{key}={value}" for key, value in header["options"].items())
+    return f"{header['operation']}({', '.join(parts)})"
+
+
+#: In a lane's thread, ``site`` is where the running call was submitted.
+in_thread = threading.local()
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def call_site() -> str:
+    """Return ``file:line in function`` of the innermost frame outside this package.
+
+    For a call that runs in a lane's thread it is the place where it was submitted.
+    """
+    submitted: str | None = getattr(in_thread, "site", None)
+    if submitted is not None:
+        return submitted
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"

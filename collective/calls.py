@@ -1,0 +1,219 @@
+"""What every call of a communicator goes through, whatever it does."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from collective import call as call_module
+from collective.arrays import Adapter, adapter_like, adapter_of
+from collective.backend import Backend, Failure
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement, describe
+from collective.dtypes import DType
+from collective.errors import (
+    CollectiveError,
+    DtypeError,
+    InvalidArgumentError,
+    MismatchError,
+    RankError,
+    ShapeError,
+)
+from collective.work import Lane, Work
+
+__all__ = ["Calls", "Output"]
+
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+# Distinct calls (operation, dtype, shape, options) that are remembered. A program makes
+# some dozens; one whose shapes keep changing must not grow for ever.
+_REMEMBERED = 1024
+
+
+class Output:
+    """Where a result goes: an array of the user's or a new one.
+
+    Attributes:
+        flat: contiguous, of the result's length; what the transport writes to.
+    """
+
+    __slots__ = ("_adapter", "_array", "_dtype", "_given", "flat")
+
+    def __init__(
+        self,
+        what: str,
+        out: Any,
+        adapter: Adapter,
+        shape: tuple[int, ...],
+        dtype: DType,
+    ) -> None:
+        self._given = out
+        self._dtype = dtype
+        self._adapter = adapter
+        if out is None:
+            self._array = np.empty(shape, dtype.storage)
+            self.flat = self._array.ravel()
+            return
+        array, found = adapter_of(out).output(out)
+        if found is not dtype:
+            raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")
+        if array.shape != shape:
+            raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
+        self._array = array
+        if array.flags.carray:
+            self.flat = array.ravel()
+            return
+        if array.size > 1 and 0 in array.strides:
+            raise InvalidArgumentError(
+                f"{what}: out is an expanded view, several of whose elements are one; pass "
+                "an array of its own memory."
+            )
+        self.flat = np.empty(array.size, dtype.storage)
+
+    def finish(self) -> Any:
+        """Return the result as the caller wants it."""
+        if self._given is None:
+            return self._adapter.wrap(self._array, self._dtype)
+        if self.flat.base is not self._array and not np.may_share_memory(self.flat, self._array):
+            self._array[...] = self.flat.reshape(self._array.shape)
+        return self._given
+
+
+class Calls:
+    """State of a communicator and the path of a call through it."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    def __init__(self, backend: Backend, timeout: float, check: str = "auto") -> None:
+        self.rank = backend.rank
+        self.size = backend.size
+        self.timeout = timeout
+        self.capabilities = backend.capabilities
+        self._backend = backend
+        self._check = check
+        # Whether fixed-size calls need a round of their own to be compared.
+        self._agree_first = check == "always" and not backend.capabilities.checks_calls
+        # Whether calls whose sizes may differ do: always, where the transport compares nothing.
+        self._agree_sizes = not backend.capabilities.checks_calls
+        self._plans: dict[Any, Any] = {}
+        self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
+        self._lanes: dict[Any, Lane] = {}
+
+    # -- running ------------------------------------------------------------------------
+
+    def _go(self, what: str, run: Callable[[], T], async_op: bool) -> T | Work[T]:
+        """Run a prepared collective now, or in its turn."""
+        if async_op or not self._lane.idle:
+            work = self._lane.submit(what, _with_site(run))
+            return work if async_op else work.wait()
+        return run()
+
+    def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
+        """Call the transport. What is not one of our errors has left the call half done."""
+        try:
+            work = method(*args)
+            if work is not None:
+                work.wait()
+        except (CollectiveError, Disagreement):
+            raise
+        except BaseException:
+            # Nobody can tell what the peers still expect of this rank.
+            self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
+            raise
+
+    def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:
+        """Make a call on which all ranks have to agree entirely."""
+        try:
+            if self._agree_first:
+                self._transport(self._backend.agree, call, args[-1])
+            self._transport(method, *args)
+        except Disagreement as difference:
+            self._mismatch(difference.headers)
+
+    def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
+        """Compare ``call`` on all ranks; return their headers if they differ."""
+        try:
+            self._transport(self._backend.agree, call, timeout)
+        except Disagreement as difference:
+            return difference.headers
+        return None
+
+    # -- errors ---------------------------------------------------------------------------
+
+    @property
+    def _who(self) -> str:
+        return f"[rank {self.rank} of {self.size}]"
+
+    def _mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
+        told: dict[str, list[int]] = {}
+        for rank, header in enumerate(headers):
+            site = f" at {header['site']}" if header["site"] else ""
+            told.setdefault(describe(header) + site, []).append(rank)
+        lines = [
+            f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in told.items()
+        ]
+        name = headers[self.rank]["operation"]
+        raise MismatchError(
+            f"{name}: the ranks made different calls {self._who}:\n"
+            + "\n".join(lines)
+            + "\nEvery rank must make the same collective calls in the same order."
+        ) from None
+
+    def _rank(self, what: str, name: str, rank: Any) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+            raise RankError(f"{what}: {name} {rank!r} is not an integer {self._who}.")
+        if not 0 <= rank < self.size:
+            raise RankError(
+                f"{what}: {name} {rank}; this communicator has ranks 0 to {self.size - 1} "
+                f"{self._who}."
+            )
+        return int(rank)
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise InvalidArgumentError(f"timeout: {timeout!r}; a positive number of seconds.")
+        return float(timeout)
+
+    def _remember(self, key: Any, plan: T) -> T:
+        if len(self._plans) >= _REMEMBERED:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    # -- arrays ---------------------------------------------------------------------------
+
+    def _adapter(self, like: Any) -> Adapter:
+        return adapter_like("numpy" if like is None else like)
+
+    @staticmethod
+    def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
+        """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
+        flat = array.ravel()
+        if output is not None and given is not None:
+            if given is x:
+                # In place: one buffer, unless the strides made it two.
+                if np.may_share_memory(flat, output.flat):
+                    return Buffer(output.flat, dtype)
+            elif np.may_share_memory(flat, output.flat):
+                flat = flat.copy()
+        return Buffer(flat, dtype)
+
+
+def _with_site(run: Callable[[], T]) -> Callable[[], T]:
+    """Carry the caller's place in the program into the thread that runs the call."""
+    site = call_module.call_site()
+
+    def told() -> T:
+        call_module.in_thread.site = site
+        return run()
+
+    return told

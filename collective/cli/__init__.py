@@ -1,0 +1,1 @@
+"""The command ``collective``: one module a subcommand."""

@@ -1,0 +1,67 @@
+"""``collective run``: start a program as several ranks on this host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from collective.config import settings
+from collective.launch import launch
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start a program as several ranks on this machine",
+        usage="collective run -n N [--backend NAME] [--timeout S] (SCRIPT | -m MODULE) [ARG ...]",
+        description="Start a Python program as N ranks on this machine. Each line of output "
+        "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
+        "its traceback is shown last, and its exit code is ours.",
+    )
+    parser.add_argument("-n", type=_size, required=True, metavar="N", help="how many ranks")
+    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
+    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
+    # Everything from here on is the program's own, whatever it looks like.
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the program; return the exit code."""
+    # A first -- ends our own options, as everywhere; later ones are the program's.
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        return _refuse("no program given; name a script, or -m and a module")
+    if not options.module and not os.path.exists(program[0]):
+        return _refuse(f"script {program[0]!r}: no such file")
+    given = {"backend": options.backend, "timeout": options.timeout}
+    # A misspelt setting is one error here instead of one a rank.
+    found = settings(given)
+    variables = {
+        f"COLLECTIVE_{key.upper()}": str(found[key].value)
+        for key, value in given.items()
+        if value is not None
+    }
+    return launch(["-m"] * options.module + program, options.n, variables)
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
+    return int(text)
+
+
+def _refuse(reason: str) -> int:
+    print(f"collective run: {reason}", file=sys.stderr)
+    return 2

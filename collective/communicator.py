@@ -1,0 +1,326 @@
+"""The object a user holds: ranks that can call each other."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from collective import dtypes, registry
+from collective.backend import Backend, Failure
+from collective.call import Call
+from collective.errors import (
+    CommunicatorAbortedError,
+    CommunicatorClosedError,
+    DtypeError,
+    InvalidArgumentError,
+    PeerFailedError,
+    RankError,
+    ShapeError,
+)
+from collective.object_calls import ObjectCalls
+from collective.reductions import Reductions
+from collective.world import World
+
+__all__ = ["Communicator", "connect"]
+
+
+class Communicator(Reductions, ObjectCalls):
+    """Ranks 0 to ``size - 1``, connected by one transport.
+
+    Collective calls are made by all ranks in one order. One thread uses a communicator at
+    a time; calls with ``async_op=True`` go on in the background, in the order in which they
+    were made. An array passed in is never changed unless it is ``out``.
+
+    As a context manager it is closed at the end of the body. An exception in the body
+    aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
+
+    Attributes:
+        rank, size: which of how many this is.
+        local_rank, local_size: the same among the ranks of this host.
+        host: the name of this host.
+        timeout: seconds that a call may take, unless it says otherwise.
+        capabilities: what the transport can do.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        local_rank: int,
+        local_size: int,
+        host: str,
+        timeout: float,
+        check: str = "auto",
+    ) -> None:
+        super().__init__(backend, timeout, check)
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.host = host
+        self.backend = backend.name
+        self._closed = False
+        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return (
+            f"<Communicator rank {self.rank} of {self.size} over {self.backend} on {self.host} "
+            f"(local rank {self.local_rank} of {self.local_size}){state}>"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", like: Any = None) -> Any:
+        """Return an uninitialised array in memory that the transport reduces without copies.
+
+        On ``shm`` every rank sees the others' parts: collectives on such arrays, and on
+        contiguous views of them, move each byte once. Elsewhere it is ordinary memory. It
+        is freed when the last rank has dropped its array.
+
+        Collective: every rank calls it, with one shape and dtype.
+
+        Args:
+            shape: the array's shape.
+            dtype: a name (``"bfloat16"``), or a NumPy or PyTorch dtype.
+            like: the framework, as its name or an array; NumPy by default.
+
+        Raises:
+            MemoryError: on every rank, if there is not enough.
+            MismatchError: shapes or dtypes differ.
+
+        See Also:
+            MPI_Win_allocate_shared, ncclMemAlloc.
+        """
+        name = str(dtype).rpartition(".")[2] if not isinstance(dtype, type) else dtype.__name__
+        kind = dtypes.BY_NAME.get(name)
+        if kind is None:
+            try:
+                kind = dtypes.from_numpy(np.dtype(dtype))
+            except TypeError:
+                raise DtypeError(f"empty: dtype {dtype!r} {self._who}.") from None
+        try:
+            dimensions = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
+            valid = all(int(n) == n and n >= 0 for n in dimensions)
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ShapeError(f"empty: shape {shape!r} {self._who}.")
+        adapter = self._adapter(like)
+        count = int(np.prod(dimensions, dtype=np.int64))
+        nbytes = count * kind.itemsize
+        call = Call("empty", kind, dimensions)
+        made: list[np.ndarray[Any, Any]] = []
+
+        def run() -> Any:
+            def allocate(call: Call, seconds: float) -> None:
+                made.append(self._backend.empty(nbytes, call, seconds))
+
+            self._collective(allocate, call, call, self.timeout)
+            return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
+
+        return self._go("empty", run, False)
+
+    # -- groups ---------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """Return a communicator among ``ranks``, which become 0, 1, … in that order.
+
+        Collective among ``ranks`` only: the others neither call it nor notice.
+
+        Args:
+            ranks: distinct ranks, this one among them, in the same order everywhere.
+
+        Raises:
+            RankError: a rank is outside, or twice there, or this one is missing.
+            CollectiveTimeoutError: a member did not call it.
+
+        See Also:
+            MPI_Comm_create_group.
+        """
+        members = [self._rank("group", "rank", rank) for rank in ranks]
+        if len(set(members)) != len(members) or self.rank not in members:
+            raise RankError(
+                f"group: ranks {members}; distinct ranks with this one among them {self._who}."
+            )
+
+        def run() -> Communicator:
+            made: list[Backend] = []
+
+            def make() -> None:
+                made.append(self._backend.group(members, self.timeout))
+
+            self._transport(make)
+            return self._child(made[0])
+
+        child: Communicator = self._go("group", run, False)  # type: ignore[assignment]
+        return child
+
+    def _child(self, backend: Backend) -> Communicator:
+        child = Communicator(
+            backend,
+            local_rank=backend.rank,
+            local_size=backend.size,
+            host=self.host,
+            timeout=self.timeout,
+            check=self._check,
+        )
+        if self.capabilities.across_hosts:
+            hosts = child.all_gather_object(self.host)
+            child.local_rank = hosts[: child.rank].count(self.host)
+            child.local_size = hosts.count(self.host)
+        self._children.add(child)
+        return child
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Part the ranks by colour: return the communicator of those with this one's.
+
+        Collective: every rank calls it.
+
+        Args:
+            color: an integer; ranks with the same come together. None takes no part.
+            key: orders the ranks of a colour; ties by rank here.
+
+        Returns:
+            The new communicator, or None if ``color`` is None.
+
+        See Also:
+            MPI_Comm_split.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InvalidArgumentError(f"split: {name} {value!r} is not an integer {self._who}.")
+        mine = np.array([[color is not None, color or 0, key]], np.int64)
+        table = self.all_gather(mine, counts=[1] * self.size)
+        if color is None:
+            return None
+        members = [r for r in range(self.size) if table[r, 0] and table[r, 1] == color]
+        return self.group(sorted(members, key=lambda r: (table[r, 2], r)))
+
+    def split_by_host(self) -> Communicator:
+        """Return the communicator of this host's ranks.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_split_type with MPI_COMM_TYPE_SHARED.
+        """
+        hosts = self.all_gather_object(self.host)
+        return self.group([r for r in range(self.size) if hosts[r] == self.host])
+
+    def dup(self) -> Communicator:
+        """Return a communicator of the same ranks whose calls don't mix with these.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_dup.
+        """
+        return self.group(range(self.size))
+
+    # -- life -----------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Break this communicator and the groups made of it, for every rank, at once.
+
+        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
+        reason. May be called from any thread.
+        """
+        self._abort(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
+
+    def _abort(self, failure: Failure) -> None:
+        for child in list(self._children):
+            child._abort(failure)
+        if not self._closed:
+            self._backend.abort(failure)
+
+    def close(self) -> None:
+        """Leave the communicator and the groups made of it.
+
+        Waits for this rank's own calls in the background, and for nobody else. A second
+        close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
+        """
+        if self._closed:
+            return
+        for child in list(self._children):
+            child.close()
+        for lane in (self._lane, *self._lanes.values()):
+            lane.drain(self.timeout)
+        self._closed = True
+        backend, self._backend = self._backend, _Closed(self._backend)  # type: ignore[assignment]
+        backend.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._tell(error)
+        self.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Pass ``error``, which ended this rank's body, to the peers."""
+        if isinstance(error, CommunicatorAbortedError) and not isinstance(error, PeerFailedError):
+            text = str(error)
+            self._abort(Failure("aborted", self.rank, f"rank {self.rank} gave up: {text}"))
+        elif not isinstance(error, PeerFailedError):  # the peers know of that one
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._abort(Failure("failed", self.rank, text))
+
+
+class _Closed:
+    """Stands where the transport was: every use says that the communicator is closed."""
+
+    def __init__(self, backend: Backend) -> None:
+        object.__setattr__(self, "name", backend.name)
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise CommunicatorClosedError(
+            f"{attribute}: this communicator is closed. Make another with collective.init()."
+        )
+
+
+def connect(
+    world: World,
+    backend: str | type[Backend],
+    *,
+    timeout: float = 300.0,
+    start_timeout: float = 60.0,
+    check: str = "auto",
+) -> Communicator:
+    """Connect the ranks of ``world`` and return this one's communicator.
+
+    Most programs call :func:`collective.init`, which finds out the world and the transport.
+
+    Args:
+        world: who this rank is and where the ranks meet.
+        backend: a registered name, ``module:Class``, or the class itself.
+        timeout: seconds that a call may take.
+        start_timeout: seconds to wait for the other ranks to arrive.
+        check: ``"always"`` compares the ranks' calls on transports that do not by themselves.
+
+    Raises:
+        BackendNotFoundError, BackendUnavailableError, RendezvousError.
+    """
+    kind = registry.find(backend) if isinstance(backend, str) else backend
+    return Communicator(
+        kind.connect(world, start_timeout),
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+        host=world.host,
+        timeout=timeout,
+        check=check,
+    )

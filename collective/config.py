@@ -1,0 +1,317 @@
+"""Settings, and where each came from.
+
+The strongest source that names a setting wins:
+
+1. an argument (of ``collective.init`` or of a command),
+2. the environment variable ``COLLECTIVE_<KEY>``; an empty one counts as unset,
+3. ``collective.toml``, or the table ``[tool.collective]`` of ``pyproject.toml``: the
+   nearest one, from the working directory upwards,
+4. the launcher (``collective run``, torchrun, mpiexec, srun),
+5. the default.
+
+:data:`KEYS` is the whole list. A name that is not on it is an error in each of the
+first three, and in the environment every ``COLLECTIVE_…`` counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collective.errors import ConfigError
+from collective.launchers import Launched, detect
+
+__all__ = ["KEYS", "Config", "Key", "Setting", "load", "settings"]
+
+_PREFIX = "COLLECTIVE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting that exists.
+
+    Attributes:
+        default: its value where no source names it.
+        allowed: the values it takes, in words for an error text.
+        doc: what it is for.
+        parse: turns what a source says into the value; raises ValueError or TypeError.
+    """
+
+    default: str | int | float | None
+    allowed: str
+    doc: str
+    parse: Callable[[Any], str | int | float]
+
+
+class Setting(NamedTuple):
+    """A value and its source."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings of one :func:`load`, as attributes; :data:`KEYS` describes them.
+
+    Attributes:
+        launched: what the launcher of this process said, or None without one.
+    """
+
+    backend: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    timeout: float
+    start_timeout: float
+    check: str
+    store: str | None
+    launched: Launched | None
+    _origins: Mapping[str, str]
+
+    def origin(self, key: str) -> str:
+        """Return where the value of ``key`` came from.
+
+        Returns:
+            ``"argument"``, ``"environment COLLECTIVE_TIMEOUT"``,
+            ``"file /home/me/job/collective.toml"``, ``"launcher torchrun"``,
+            ``"default"``.
+        """
+        return self._origins[key]
+
+
+def load(arguments: Mapping[str, object]) -> Config:
+    """Collect the settings of this process from all sources.
+
+    Args:
+        arguments: key to value; None means not given.
+
+    Raises:
+        ConfigError: a key is unknown, a value is not allowed, a file cannot be read, or
+            rank and size contradict each other; says which source is to be corrected.
+    """
+    launched = detect(os.environ)
+    found = settings(arguments)
+    if launched is not None:
+        origin = f"launcher {launched.launcher}"
+        found.setdefault("rank", Setting(launched.rank, origin))
+        found.setdefault("size", Setting(launched.size, origin))
+        # The launcher's placement is that of the launcher's own ranks: a world of
+        # another shape, arranged by hand within one process of it, is not placed so.
+        if (found["rank"].value, found["size"].value) == (launched.rank, launched.size):
+            found.setdefault("local_rank", Setting(launched.local_rank, origin))
+            found.setdefault("local_size", Setting(launched.local_size, origin))
+    for name, key in KEYS.items():
+        found.setdefault(name, Setting(key.default, "default"))
+    for local, of_all in (("local_rank", "rank"), ("local_size", "size")):
+        if found[local].value is None:
+            found[local] = Setting(found[of_all].value, "default")
+    _check_place(found, "rank", "size")
+    _check_place(found, "local_rank", "local_size")
+    return Config(
+        **{name: setting.value for name, setting in found.items()},
+        launched=launched,
+        _origins={name: setting.origin for name, setting in found.items()},
+    )
+
+
+def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
+    """Collect what arguments, environment and files say, each key from the strongest.
+
+    This is :func:`load` without launchers and defaults.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
+    sources = [
+        {key: Setting(value, "argument") for key, value in arguments.items() if value is not None},
+        {
+            _key_of(name): Setting(value, f"environment {name}")
+            for name, value in os.environ.items()
+            if name.startswith(_PREFIX) and value
+        },
+        _file(),
+    ]
+    found: dict[str, Setting] = {}
+    for source in sources:
+        for name, setting in source.items():
+            value = _parse(name, setting)  # also of a value that a stronger one hides
+            found.setdefault(name, Setting(value, setting.origin))
+    return found
+
+
+def _key_of(variable: str) -> str:
+    suffix = variable[len(_PREFIX) :]
+    return suffix.lower() if suffix.isupper() else suffix  # one spelling: capitals
+
+
+def _parse(name: str, setting: Setting) -> str | int | float:
+    key = KEYS.get(name)
+    environment = setting.origin.startswith("environment ")
+    if key is None:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
+        spelt = (lambda word: _PREFIX + word.upper()) if environment else str
+        raise ConfigError(
+            f"{spelt(name)} ({setting.origin}): no setting of that name; the nearest is "
+            f"{spelt(near)}, all are {', '.join(map(spelt, sorted(KEYS)))}."
+        )
+    try:
+        return key.parse(setting.value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{name}: {setting.value!r} ({setting.origin}); it must be {key.allowed}."
+        ) from None
+
+
+def _check_place(found: Mapping[str, Setting], rank: str, size: str) -> None:
+    if found[rank].value >= found[size].value:
+        raise ConfigError(
+            f"{rank}: {found[rank].value} ({found[rank].origin}) with {size} "
+            f"{found[size].value} ({found[size].origin}); ranks go from 0 to {size} - 1. Give both."
+        )
+
+
+# -- values ------------------------------------------------------------------------
+
+
+def _integer(least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool):
+            raise TypeError
+        number = int(value) if isinstance(value, str) else operator.index(value)
+        if number < least:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (str, Real)):
+        raise TypeError
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError
+    return seconds
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    if not value.strip():
+        raise ValueError
+    return value.strip()
+
+
+def _check(value: Any) -> str:
+    if value not in ("auto", "always", "never"):
+        raise ValueError
+    return str(value)
+
+
+def _directory(value: Any) -> str:
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path:
+        raise TypeError
+    return os.path.abspath(os.path.expanduser(path))
+
+
+#: Every setting there is.
+KEYS: Mapping[str, Key] = {
+    "backend": Key(
+        "auto",
+        "the name of a transport, such as 'shm', or 'auto'",
+        "the transport, or one a device: 'cpu:shm,cuda:nccl'",
+        _word,
+    ),
+    "rank": Key(0, "an integer >= 0", "this process among all", _integer(0)),
+    "size": Key(1, "an integer >= 1", "how many processes there are", _integer(1)),
+    "local_rank": Key(
+        None, "an integer >= 0", "this process among those of its host (default: rank)", _integer(0)
+    ),
+    "local_size": Key(
+        None, "an integer >= 1", "how many processes its host has (default: size)", _integer(1)
+    ),
+    "timeout": Key(300.0, "a number of seconds > 0", "deadline of every call", _seconds),
+    "start_timeout": Key(
+        60.0, "a number of seconds > 0", "how long init waits for all ranks to arrive", _seconds
+    ),
+    "check": Key(
+        "auto",
+        "'auto', 'always' or 'never'",
+        "whether ranks compare their calls (auto: where the transport does so cheaply)",
+        _check,
+    ),
+    "store": Key(
+        None,
+        "a directory",
+        "where the ranks of one launch meet: private, seen by all, used by no other launch",
+        _directory,
+    ),
+}
+
+
+# -- files -------------------------------------------------------------------------
+
+
+def _file() -> dict[str, Setting]:
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the working directory was removed
+        return {}
+    for directory in (here, *here.parents):
+        for name in ("collective.toml", "pyproject.toml"):
+            path = directory / name
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (FileNotFoundError, IsADirectoryError, PermissionError):
+                continue
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}.") from error
+            table = _table(path, text)
+            if table is not None:
+                return {key: _of_file(key, value, path) for key, value in table.items()}
+    return {}
+
+
+def _of_file(key: str, value: Any, path: Path) -> Setting:
+    if key == "store" and isinstance(value, str):
+        value = path.parent / os.path.expanduser(value)  # relative to the file that says it
+    return Setting(value, f"file {path}")
+
+
+def _table(path: Path, text: str) -> dict[str, Any] | None:
+    """Return the settings of a file, or None if it is not about this package."""
+    # Most pyproject.toml say nothing about us; they need no parser and no valid syntax.
+    mentioned = re.search(r"^\s*\[\s*tool\s*\.\s*[\"']?collective\b", text, re.MULTILINE)
+    if path.name == "pyproject.toml" and not mentioned:
+        return None
+    toml = _parser(path)
+    try:
+        content: dict[str, Any] = toml.loads(text)
+    except toml.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from error
+    if path.name == "pyproject.toml":
+        content = content.get("tool", {}).get("collective")
+    return content
+
+
+def _parser(path: Path) -> Any:
+    for module in ("tomllib", "tomli"):  # in the standard library from Python 3.11 on
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue
+    raise ConfigError(
+        f"{path}: reading it takes Python >= 3.11 or the package tomli; pip install tomli"
+    )

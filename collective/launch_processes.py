@@ -1,0 +1,102 @@
+"""Processes that must not outlive their launcher: the Linux calls behind that promise.
+
+Elsewhere than on Linux these do what can be done there: ranks are still signalled by
+process group, but orphans of a rank that was killed are not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["adopt_orphans", "die_with_parent", "end_children"]
+
+# From <sys/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants whose own parent dies.
+
+    So nothing that a rank started can leave the tree: it stays a child of ours, can be
+    found and ended, and its process id cannot be reused before we have reaped it.
+    """
+    if sys.platform == "linux":
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Return what a child runs before exec so that the kernel kills it with this process."""
+    if sys.platform != "linux":
+        return lambda: None
+    # Looked up here: between fork and exec a child should do as little as possible.
+    prctl = _libc().prctl
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return prepare
+
+
+def end_children(patience: float) -> None:
+    """Return when this process has no children left; reap them all.
+
+    Args:
+        patience: seconds they have to leave on their own (a resource tracker that
+            removes what its process left needs some) before SIGTERM, and again before
+            SIGKILL. What ignores even that (waiting for a disk) is given up after five
+            seconds more.
+    """
+    start = time.monotonic()
+    signals = [(start + patience, signal.SIGTERM), (start + 2 * patience, signal.SIGKILL)]
+    while _reap() and time.monotonic() < signals[1][0] + 5:
+        now = time.monotonic()
+        due = [number for at, number in signals if at <= now]
+        if due:
+            for pid in _children():
+                with contextlib.suppress(PermissionError):  # it took on another user's rights
+                    os.kill(pid, due[-1])
+        # A child that dies leaves us its own children, so go on until none is left.
+        time.sleep(0.005)
+
+
+def _reap() -> bool:
+    """Reap the children that have ended; return whether there are others."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    me = str(os.getpid())
+    found = []
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                status = file.read()
+        except OSError:
+            continue
+        if status[status.rindex(b")") + 2 :].split()[1].decode() == me:
+            found.append(pid)
+    return found
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,197 @@
+"""Many ranks' output on one screen: whole lines, each with its rank in front.
+
+Lines end with a newline, or with a carriage return, as progress bars do that rewrite
+their line in place. A bar stays in place for as long as only its own rank writes; when
+another one does, it goes on in a fresh line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import time
+
+__all__ = ["Screen", "Stream"]
+
+# POSIX: a pipe that poll() calls writable takes this many bytes without blocking.
+_CHUNK = select.PIPE_BUF
+# More than this unread by whoever reads the launcher's output, and ranks have to wait.
+_BACKLOG_LIMIT = 1 << 20
+# A line without an end is shown as a line once it is this long.
+_LINE_LIMIT = 1 << 20
+_COLOURS = (36, 33, 32, 35, 34, 31)
+_SEQUENCE = rb"\x1b\[[0-9;?]*[A-Za-z]"
+_LEADING = re.compile(rb"(?:%s)+" % _SEQUENCE)
+_NOTHING = re.compile(rb"(?:%s)*" % _SEQUENCE)
+_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKfhl]")
+_CURSOR = re.compile(rb"\x1b\[\?25[hl]")
+_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+_UP = re.compile(rb"\x1b\[([0-9]*)([AF])")
+
+
+class Screen:
+    """One output of the launcher: a terminal, a pipe or a file.
+
+    Attributes:
+        descriptor: where it goes.
+        terminal: whether that is a terminal.
+        broken: whether whoever read it is gone; what is written then is dropped.
+        hidden: whether a rank has hidden the cursor, perhaps not to show it again.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.terminal = os.isatty(descriptor)
+        self.broken = False
+        self.hidden = False
+        self._backlog = bytearray()
+        # The stream in whose unfinished line the cursor stands; who wrote last; and how
+        # many whole lines above the cursor are all from that one.
+        self._open: Stream | None = None
+        self._last: Stream | None = None
+        self._above = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is yet to be written."""
+        return bool(self._backlog)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is yet to be written that no more should be read."""
+        return len(self._backlog) > _BACKLOG_LIMIT
+
+    def write(self, data: bytes) -> None:
+        """Queue ``data`` for :meth:`flush`."""
+        if not self.broken:
+            self._backlog += data
+
+    def flush(self) -> None:
+        """Write what can be written without waiting."""
+        ready = select.poll()
+        ready.register(self.descriptor, select.POLLOUT)
+        while self._backlog and ready.poll(0):
+            try:
+                done = os.write(self.descriptor, self._backlog[:_CHUNK])
+            except OSError:  # a closed pipe, a terminal that was hung up, a full disk
+                self.broken = True
+                self._backlog.clear()
+                return
+            del self._backlog[:done]
+
+    def fresh_line(self) -> None:
+        """Leave the unfinished line, if there is one."""
+        if self._open is not None:
+            self.write(b"\n")
+            self._open.shown = 0
+            self._open = None
+
+    def restore(self) -> None:
+        """Leave the screen as it was found: in a fresh line, with a cursor."""
+        self.fresh_line()
+        if self.hidden:
+            self.write(_SHOW_CURSOR)
+
+    def put(self, stream: Stream, text: bytes, end: bytes) -> None:
+        """Show a line of ``stream``; ``end`` is a newline or a carriage return."""
+        mine = self._open is stream
+        if mine and stream.shown:
+            self.write(text[stream.shown :] + end)
+        elif _NOTHING.fullmatch(text) and (mine or end == b"\r"):
+            # The newline that finishes a bar in place, or the carriage return before it.
+            self.write(text + end if mine else b"".join(_CURSOR.findall(text)))
+        else:
+            self._begin(stream, text)
+            self.write(end)
+        stream.shown = 0
+        if end == b"\n" and self._open is not None:
+            self._open = None
+            self._above += 1
+
+    def show_unfinished(self, stream: Stream, text: bytes) -> None:
+        """Show a line that has no end yet."""
+        if self._open is stream and stream.shown:
+            self.write(text[stream.shown :])
+        else:
+            self._begin(stream, text)
+        stream.shown = len(text)
+
+    def _begin(self, stream: Stream, text: bytes) -> None:
+        if self._open is not stream:
+            self.fresh_line()
+        if self._last is not stream:
+            self._above = 0
+        leading = _LEADING.match(text)
+        if leading:
+            # What erases the line or moves the cursor comes before the prefix, or would
+            # take it along; colours come after.
+            moves = b"".join(_MOVES.findall(leading[0]))
+            text = _MOVES.sub(b"", leading[0]) + text[leading.end() :]
+            self.write(_UP.sub(self._climb, moves))
+        self.write(stream.prefix + text)
+        self._open = self._last = stream
+
+    def _climb(self, move: re.Match[bytes]) -> bytes:
+        """Let a rank move up in its own lines, and not into those of others."""
+        lines = min(int(move[1] or 1), self._above)
+        self._above -= lines
+        return b"\x1b[%d%s" % (lines, move[2]) if lines else b""
+
+
+class Stream:
+    """The output or the error output of one rank.
+
+    Attributes:
+        shown: how many bytes of the unfinished line stand on the screen.
+        prefix: what stands before each of its lines.
+        silent_since: when it last said something, if that is an unfinished line that
+            the screen does not show whole; on the clock of ``time.monotonic()``.
+    """
+
+    def __init__(self, rank: int, screen: Screen, keep: int) -> None:
+        """Take ``keep`` as the number of bytes to remember for :attr:`tail`."""
+        self.screen = screen
+        self.shown = 0
+        self.silent_since: float | None = None
+        self.prefix = f"[{rank}] ".encode()
+        if screen.terminal and not os.environ.get("NO_COLOR"):
+            colour = _COLOURS[rank % len(_COLOURS)]
+            self.prefix = f"\x1b[{colour}m[{rank}]\x1b[0m ".encode()
+        self._keep = keep
+        self._tail = bytearray()
+        self._line = bytearray()
+
+    @property
+    def tail(self) -> bytes:
+        """The end of what it said."""
+        return bytes(self._tail[-self._keep :]) if self._keep else b""
+
+    def feed(self, data: bytes) -> None:
+        """Take what the rank wrote and show its complete lines."""
+        if self._keep:
+            self._tail += data
+            if len(self._tail) > 2 * self._keep:
+                del self._tail[: -self._keep]
+        for change in _CURSOR.findall(data):
+            self.screen.hidden = change == _HIDE_CURSOR
+        *lines, rest = re.split(rb"([\r\n])", self._line + data)
+        for text, end in zip(lines[::2], lines[1::2], strict=True):
+            self.screen.put(self, text, end)
+        self._line[:] = rest
+        if len(self._line) > _LINE_LIMIT:
+            self.finish()
+        self.silent_since = time.monotonic() if self._line else None
+
+    def show_unfinished(self) -> None:
+        """Show the line that has no end yet, such as a prompt or a bar."""
+        self.screen.show_unfinished(self, bytes(self._line))
+        self.silent_since = None
+
+    def finish(self) -> None:
+        """End the line that has no end, for nothing more will come."""
+        if self._line:
+            bare = _NOTHING.fullmatch(self._line)
+            self.screen.put(self, bytes(self._line), b"\r" if bare else b"\n")
+            self._line.clear()
+        self.silent_since = None

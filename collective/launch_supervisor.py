@@ -1,0 +1,293 @@
+"""The process between the launcher and the ranks: starts them, relays, stops them.
+
+It is the ranks' parent and the adoptive parent of all they start, in a session of its
+own. So it outlives a launcher that is killed together with its process group, learns of
+that from a pipe, and ends everything; and should it be killed itself, the launcher
+adopts what it leaves. Only the launcher gets signals; they arrive here as bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from collective.launch_processes import adopt_orphans, die_with_parent, end_children
+from collective.launch_screen import Screen, Stream
+from collective.launch_verdict import Failure, exit_code, first_in_cause, report
+
+__all__ = ["supervise"]
+
+# After the first failure the others have a moment to notice and to say so. Together
+# with what end_children allows it stays below the two seconds that are promised.
+_AFTER_FAILURE = ((0.75, signal.SIGTERM), (1.25, signal.SIGKILL))
+_ORPHANS_AFTER_FAILURE_S = 0.15
+_ORPHANS_AFTER_SUCCESS_S = 0.5
+# After Ctrl-C or a signal they have as long to clean up.
+_AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
+# Unfinished lines (prompts, bars) appear on a terminal once the rank pauses.
+_PAUSE_S = 0.05
+# Longer than a traceback gets, with the peer's tracebacks that it may carry.
+_TAIL = 256 * 1024
+
+
+def supervise(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    control: int,
+) -> int:
+    """Run one process per environment to the end of all of them.
+
+    Args:
+        command: what each rank executes.
+        environments: each rank's environment variables, by rank.
+        control: the read end of a pipe: each byte is the number of a signal that the
+            launcher got, and its end means that the launcher is gone.
+
+    Returns:
+        The exit code of the whole.
+    """
+    adopt_orphans()
+    return _Supervisor(control).run(command, environments)
+
+
+class _Rank:
+    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        self.number = number
+        self.process = process
+        self.streams: list[Stream] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.process.returncode is None
+
+    def send(self, number: int, *, group: bool) -> None:
+        # Not reaped yet, so neither its process id nor its group can be another's.
+        if self.runs:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if group else os.kill)(self.process.pid, number)
+
+
+class _Supervisor:
+    def __init__(self, control: int) -> None:
+        self._control = control
+        self._ranks: list[_Rank] = []
+        self._pipes: dict[int, Stream] = {}  # those still open at the other end
+        self._failed: list[_Rank] = []
+        # What is to be sent when, once the run is ending; the signal that ended it, if
+        # one did; and whether ranks were signalled, so that how they end tells nothing.
+        self._stopping = False
+        self._schedule: list[tuple[float, int]] = []
+        self._signal: int | None = None
+        self._signalled = False
+        self._hurried = False
+        self._selector = selectors.PollSelector()  # unlike epoll it takes regular files
+        self._out = self._error = Screen(1)
+        if not os.path.samestat(os.fstat(1), os.fstat(2)):
+            self._error = Screen(2)
+
+    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+        # Waited for as a descriptor, so that no signal slips in before the wait.
+        wake, wake_end = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wake_end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        self._watch(wake, lambda: self._reap(wake))
+        self._watch(self._control, self._obey)
+        prepare = die_with_parent()
+        for number, environment in enumerate(environments):
+            self._start(number, command, environment, prepare)
+        while any(rank.runs for rank in self._ranks):
+            self._step()
+        return self._conclude()
+
+    # -- events --------------------------------------------------------------------
+
+    def _watch(self, descriptor: int, react: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, react)
+
+    def _step(self) -> None:
+        """Wait for something to happen, and do what follows from it."""
+        screens = {self._out, self._error}
+        writing = [screen for screen in screens if screen.waiting]
+        for screen in writing:
+            self._selector.register(screen.descriptor, selectors.EVENT_WRITE, screen.flush)
+        # A reader who is slower than the ranks slows them down.
+        held = list(self._pipes) if any(screen.full for screen in screens) else []
+        for pipe in held:
+            self._selector.unregister(pipe)
+        events = self._selector.select(self._time_left())
+        for screen in writing:
+            self._selector.unregister(screen.descriptor)
+        for pipe in held:
+            self._watch(pipe, partial(self._relay, pipe))
+        for key, _ in events:
+            key.data()
+        if self._out.broken and not self._stopping:
+            self._stop(signal.SIGPIPE, _AFTER_FAILURE)
+        self._keep_schedule()
+
+    def _time_left(self) -> float | None:
+        due = [at for at, _ in self._schedule]
+        due += [since + _PAUSE_S for since, _ in self._unfinished()]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _unfinished(self) -> list[tuple[float, Stream]]:
+        streams = [stream for rank in self._ranks for stream in rank.streams]
+        return [(s.silent_since, s) for s in streams if s.screen.terminal and s.silent_since]
+
+    def _keep_schedule(self) -> None:
+        now = time.monotonic()
+        while self._schedule and self._schedule[0][0] <= now:
+            _, number = self._schedule.pop(0)
+            self._signalled = True
+            for rank in self._ranks:
+                rank.send(number, group=True)
+                rank.send(signal.SIGCONT, group=True)  # a stopped one cannot heed it
+        for since, stream in self._unfinished():
+            if since + _PAUSE_S <= now:
+                stream.show_unfinished()
+
+    # -- ranks ---------------------------------------------------------------------
+
+    def _start(
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        prepare: Callable[[], None],
+    ) -> None:
+        # A terminal cannot be read from another session; a pipe or file goes to rank 0.
+        to_rank_0 = number == 0 and not os.isatty(0)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=None if to_rank_0 else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=prepare,  # safe: this process has one thread
+        )
+        rank = _Rank(number, process)
+        self._ranks.append(rank)
+        for file, screen, keep in (
+            (process.stdout, self._out, 0),
+            (process.stderr, self._error, _TAIL),
+        ):
+            assert file is not None
+            os.set_blocking(file.fileno(), False)
+            stream = Stream(number, screen, keep)
+            rank.streams.append(stream)
+            self._pipes[file.fileno()] = stream
+            self._watch(file.fileno(), partial(self._relay, file.fileno()))
+
+    def _relay(self, pipe: int) -> bool:
+        """Pass on what a rank wrote; return whether there may be more at once."""
+        try:
+            data = os.read(pipe, 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            self._pipes[pipe].feed(data)
+        else:
+            self._selector.unregister(pipe)
+            self._pipes.pop(pipe).finish()
+        return bool(data)
+
+    def _reap(self, wake: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(wake, 4096):
+                pass
+        ranks = {rank.process.pid: rank for rank in self._ranks}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in ranks:  # or else an orphan that we adopted
+                self._ended(ranks[pid], os.waitstatus_to_exitcode(status))
+
+    def _ended(self, rank: _Rank, code: int) -> None:
+        rank.process.returncode = code
+        if code == 0 or self._signalled:
+            return
+        self._failed.append(rank)
+        if not self._stopping:
+            self._stopping = True
+            now = time.monotonic()
+            self._schedule = [(now + after, number) for after, number in _AFTER_FAILURE]
+
+    # -- the end -------------------------------------------------------------------
+
+    def _obey(self) -> None:
+        try:
+            numbers = os.read(self._control, 64)
+        except BlockingIOError:
+            return
+        if not numbers:
+            self._selector.unregister(self._control)
+            self._stop(signal.SIGKILL, ())
+        for number in numbers:
+            if number == signal.SIGTSTP:
+                for rank in self._ranks:
+                    rank.send(signal.SIGSTOP, group=True)
+            elif number == signal.SIGCONT:
+                for rank in self._ranks:
+                    rank.send(signal.SIGCONT, group=True)
+            else:
+                self._stop(number, _AFTER_SIGNAL)
+
+    def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
+        """End the run because of signal ``number``; at once if it is ending already."""
+        now = time.monotonic()
+        if self._stopping or not schedule:
+            self._hurried = True
+            self._schedule = [(now, signal.SIGKILL)]
+        else:
+            self._signalled = True
+            self._schedule = [(now + after, later) for after, later in schedule]
+            for rank in self._ranks:
+                # The rank alone: it knows best how to end what it has started.
+                rank.send(number, group=False)
+                rank.send(signal.SIGCONT, group=True)
+        if not self._stopping:
+            self._signal = number
+        self._stopping = True
+
+    def _conclude(self) -> int:
+        code = 0 if self._signal is None else 128 + self._signal
+        patience = _ORPHANS_AFTER_FAILURE_S if self._stopping else _ORPHANS_AFTER_SUCCESS_S
+        end_children(0.0 if self._hurried else patience)
+        self._drain()
+        if self._failed:
+            first = first_in_cause(
+                [
+                    Failure(rank.number, rank.process.returncode, rank.streams[1].tail)
+                    for rank in self._failed
+                ]
+            )
+            self._error.write(report(first).encode(errors="replace"))
+            code = exit_code(first)
+        # Whoever reads our output may be slow; a signal ends our patience with that.
+        self._stopping = True
+        while not self._hurried and (self._out.waiting or self._error.waiting):
+            self._step()
+        return code
+
+    def _drain(self) -> None:
+        """Take what is left in the ranks' pipes; nobody writes to them any more."""
+        for pipe, stream in list(self._pipes.items()):
+            while self._relay(pipe):
+                pass
+            stream.finish()
+        self._out.restore()
+        self._error.restore()

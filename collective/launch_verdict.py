@@ -1,0 +1,106 @@
+"""Which rank failed first in cause, and what it said.
+
+When one rank fails, the others fail soon after because it did: they find it gone, get
+its failure passed on, or wait in vain. Such a failure is told by its exception, and the
+one to show is the earliest that is not such a consequence.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Failure", "exit_code", "first_in_cause", "report"]
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+# A timeout comes before what it causes, so it ranks between a cause and a consequence.
+_TIMED_OUT = re.compile(r"(?:\w+\.)*CollectiveTimeoutError\b")
+_CONSEQUENCE = re.compile(r"(?:\w+\.)*(?:PeerLostError|PeerFailedError|CommunicatorAbortedError)\b")
+# Enough for a message of an extension or of the dynamic linker.
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rank that failed.
+
+    Attributes:
+        rank: which.
+        code: as ``subprocess`` gives it: the exit code, or minus the signal's number.
+        stderr: the end of what it wrote there.
+    """
+
+    rank: int
+    code: int
+    stderr: bytes
+
+
+def first_in_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that the others follow from.
+
+    Args:
+        failures: at least one, in the order in which the ranks ended.
+    """
+    return min(failures, key=_distance)  # min keeps the order among equals
+
+
+def exit_code(failure: Failure) -> int:
+    """Return the code a shell would give: 128 + n for a process killed by signal n."""
+    return failure.code if failure.code >= 0 else 128 - failure.code
+
+
+def report(failure: Failure) -> str:
+    """Return the last words of a run that failed."""
+    how = f"exit code {failure.code}"
+    if failure.code < 0:
+        try:
+            how = f"killed by {signal.Signals(-failure.code).name}"
+        except ValueError:  # a real-time signal
+            how = f"killed by signal {-failure.code}"
+    head = f"collective run: rank {failure.rank} failed first ({how})"
+    text = failure.stderr.decode(errors="replace")
+    lines = text.splitlines()
+    start = _traceback_start([_COLOUR.sub("", line) for line in lines])
+    if start is not None:
+        return "\n".join([f"{head}; its traceback:", *lines[start:]]) + "\n"
+    if text.strip():
+        last = lines[-_LAST_LINES:]
+        return "\n".join([f"{head}; the last lines of its standard error:", *last]) + "\n"
+    return f"{head}; it wrote nothing to its standard error.\n"
+
+
+def _distance(failure: Failure) -> int:
+    """Return 0 for a cause, more for what follows from another rank's failure."""
+    if failure.code < 0:
+        return 0
+    lines = _COLOUR.sub("", failure.stderr.decode(errors="replace")).splitlines()
+    # Not only the last exception: one of these may carry its peer's traceback in its
+    # text, and code that handles it may fail in turn.
+    if any(_CONSEQUENCE.match(line) for line in lines):
+        return 2
+    return 1 if any(_TIMED_OUT.match(line) for line in lines) else 0
+
+
+def _traceback_start(lines: Sequence[str]) -> int | None:
+    """Return where the last traceback begins, with all that it is chained to."""
+    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    if not headers:
+        return None
+    start = headers[-1]
+    for header in reversed(headers[:-1]):
+        # What stands between the frames of one traceback and the header of the next:
+        # its exception, perhaps with a text of several lines, and what joins them.
+        end = next((n for n in range(header + 1, start) if not lines[n].startswith("  ")), start)
+        between = lines[end:start]
+        carried = any(_CONSEQUENCE.match(line) for line in between[:1])
+        if not carried and not any(line in _CHAINED for line in between):
+            break
+        start = header
+    return start

@@ -1,0 +1,145 @@
+"""The calls that carry Python objects instead of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective import objects
+from collective.errors import InvalidArgumentError
+from collective.movements import Movements
+from collective.point_to_point import PointToPoint
+
+__all__ = ["ObjectCalls"]
+
+
+class ObjectCalls(Movements, PointToPoint):
+    """The part of a communicator for objects.
+
+    By default an object is plain data: None, bool, int, float, complex, str, bytes, list,
+    tuple, dict, set, and arrays, nested at will. ``pickle=True`` carries anything, and has
+    to be given by sender *and* receiver: reading a pickle runs code that its writer chose.
+    """
+
+    def broadcast_object(
+        self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Give every rank the object of ``root``.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            obj: the object at the root; ignored elsewhere.
+            root: the rank whose object it is.
+            pickle: see the class.
+            timeout: seconds; the communicator's by default.
+
+        Returns:
+            At the root ``obj`` itself, elsewhere a copy.
+        """
+        mine = objects.encode(obj, pickle) if self.rank == root else None
+        raw = self.broadcast(mine, root=root, timeout=timeout)
+        return obj if self.rank == root else objects.decode(raw, pickle)
+
+    def gather_object(
+        self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> list[Any] | None:
+        """Give ``root`` the list of the ranks' objects, in rank order; None elsewhere.
+
+        Collective: every rank calls it, with one root. Args as in :meth:`broadcast_object`.
+        """
+        raw = objects.encode(obj, pickle)
+        joined = self.gather(_framed(raw), root=root, timeout=timeout)
+        return None if joined is None else _unframed(joined, self.size, pickle)
+
+    def all_gather_object(
+        self, obj: Any, *, pickle: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """Give every rank the list of the ranks' objects, in rank order.
+
+        Collective: every rank calls it. Args as in :meth:`broadcast_object`.
+        """
+        raw = objects.encode(obj, pickle)
+        return _unframed(self.all_gather(_framed(raw), timeout=timeout), self.size, pickle)
+
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None,
+        *,
+        root: int = 0,
+        pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Give each rank its item of a sequence that ``root`` has.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            objs: at the root, one object for each rank; ignored elsewhere.
+            root, pickle, timeout: as in :meth:`broadcast_object`.
+
+        Raises:
+            InvalidArgumentError: at the root, the sequence has another length (nothing is
+                sent, and the other ranks keep waiting for a call that is right).
+        """
+        joined, counts = None, None
+        if self.rank == root:
+            if objs is None or len(objs) != self.size:
+                found = None if objs is None else len(objs)
+                raise InvalidArgumentError(
+                    f"scatter_object: {found} objects for {self.size} ranks {self._who}."
+                )
+            encoded = [objects.encode(obj, pickle) for obj in objs]
+            counts = [raw.size for raw in encoded]
+            joined = np.concatenate(encoded)
+        raw = self.scatter(joined, root=root, counts=counts, timeout=timeout)
+        return objects.decode(raw, pickle)
+
+    def send_object(
+        self,
+        obj: Any,
+        dst: int,
+        *,
+        tag: int = 0,
+        pickle: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Send an object to rank ``dst``, who calls :meth:`recv_object`.
+
+        Args:
+            obj: the object.
+            dst, tag, timeout: as in :meth:`send`.
+            pickle: see the class.
+        """
+        self.send(objects.encode(obj, pickle), dst, tag=tag, timeout=timeout)
+
+    def recv_object(
+        self, src: int, *, tag: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive an object that rank ``src`` sent with :meth:`send_object`.
+
+        Args:
+            src, tag, timeout: as in :meth:`recv`.
+            pickle: see the class.
+
+        Raises:
+            InvalidArgumentError: the sender used pickle and this call does not; the message
+                is gone and was not read.
+        """
+        return objects.decode(self.recv(None, src, tag=tag, timeout=timeout), pickle)
+
+
+def _framed(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Put the length before the bytes: what is gathered does not tell where ranks part."""
+    return np.concatenate([np.array([raw.size], np.int64).view(np.uint8), raw])
+
+
+def _unframed(joined: np.ndarray[Any, Any], size: int, pickle: bool) -> list[Any]:
+    found, at = [], 0
+    for _ in range(size):
+        length = int(joined[at : at + 8].copy().view(np.int64)[0])
+        found.append(objects.decode(joined[at + 8 : at + 8 + length], pickle))
+        at += 8 + length
+    return found

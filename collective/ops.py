@@ -1,0 +1,110 @@
+"""Reduction operators, named as in MPI and NCCL.
+
+A transport sees a :class:`ReduceOp`; a user writes its name (``"sum"``), or calls
+:func:`premul_sum` or :func:`user_op`. The arithmetic itself is in
+:mod:`collective.reduction`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collective.errors import InvalidArgumentError
+
+__all__ = ["NAMES", "ReduceOp", "as_op", "premul_sum", "user_op"]
+
+NAMES = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor")
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """How the ranks' elements become one.
+
+    Attributes:
+        name: one of :data:`NAMES`, ``"premul_sum"`` or ``"user"``.
+        factor: for ``premul_sum``, what each rank multiplies its input by first.
+        function: for ``"user"``, ``f(a, b)`` on two one-dimensional arrays.
+        label: for ``"user"``, the name that error texts and the mismatch check use.
+        commutative: whether the fold may leave rank order. Every operator is taken to
+            be associative; one that is not wants ``order="rank"``.
+    """
+
+    name: str
+    factor: float | None = None
+    function: Callable[[Array, Array], Array] | None = None
+    label: str = ""
+    commutative: bool = True
+
+    def __str__(self) -> str:
+        if self.factor is not None:
+            return f"{self.name}({self.factor!r})"
+        return f"user_op({self.label})" if self.function is not None else self.name
+
+
+_NAMED = {name: ReduceOp(name) for name in NAMES}
+
+
+def as_op(op: str | ReduceOp) -> ReduceOp:
+    """Return the operator that ``op`` names.
+
+    Raises:
+        InvalidArgumentError: no such operator; the text lists them.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    found = _NAMED.get(op) if isinstance(op, str) else None
+    if found is None:
+        raise InvalidArgumentError(
+            f"op: {op!r} is not a reduction; one of {', '.join(NAMES)}, or "
+            "collective.premul_sum(factor) or collective.user_op(function)."
+        )
+    return found
+
+
+def premul_sum(factor: float) -> ReduceOp:
+    """Return the operator that sums ``factor * x`` over the ranks (``ncclRedOpCreatePreMulSum``).
+
+    Args:
+        factor: a finite number; ranks may each give their own. It is rounded to the
+            arrays' dtype before it multiplies.
+
+    Raises:
+        InvalidArgumentError: it is no real number, infinite or NaN.
+    """
+    real = (int, float, np.integer, np.floating)
+    if isinstance(factor, bool) or not isinstance(factor, real):
+        raise InvalidArgumentError(f"premul_sum: factor {factor!r} is not a real number.")
+    try:
+        finite = math.isfinite(factor)
+    except OverflowError:  # an int beyond float
+        finite = False
+    if not finite:
+        raise InvalidArgumentError(f"premul_sum: factor {factor!r} is not finite.")
+    return ReduceOp("premul_sum", factor=float(factor))
+
+
+def user_op(function: Callable[[Array, Array], Array], *, commutative: bool = False) -> ReduceOp:
+    """Return an operator that folds with ``function`` (``MPI_Op_create``).
+
+    Args:
+        function: ``f(a, b) -> c`` on NumPy arrays of one dimension, equal length and
+            dtype; ``a`` comes from the lower ranks. It must return an array of the
+            same length, which is cast to the arrays' dtype, must not change its
+            inputs, and must be associative and elementwise (an array may arrive in
+            pieces). bfloat16 arrives as float32.
+        commutative: say True to allow any order of the ranks, which can be faster.
+
+    Raises:
+        InvalidArgumentError: ``function`` is not callable.
+    """
+    if not callable(function):
+        raise InvalidArgumentError(f"user_op: {function!r} is not callable.")
+    label = getattr(function, "__name__", type(function).__name__)
+    return ReduceOp("user", function=function, label=label, commutative=commutative)

@@ -1,0 +1,276 @@
+"""The calls between two ranks: send, recv, sendrecv."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collective import dtypes, objects, tree
+from collective.arrays import adapter_of
+from collective.backend import ANY_SOURCE
+from collective.buffer import Buffer
+from collective.calls import Calls, Output, _with_site
+from collective.errors import (
+    InvalidArgumentError,
+    RankError,
+    ShapeError,
+    UnsupportedError,
+)
+from collective.work import Lane
+
+__all__ = ["PointToPoint"]
+
+_UINT8, _INT64 = dtypes.BY_NAME["uint8"], dtypes.BY_NAME["int64"]
+# Every message is announced by 16 words: kind, dtype code, bytes, dimensions, shape.
+_WORDS = 16
+_MAX_DIMENSIONS = _WORDS - 4
+_ARRAY, _OBJECT = 0, 1
+_TAGS = 2**31
+_BY_CODE = {dtype.code: dtype for dtype in dtypes.BY_NAME.values()}
+
+
+class PointToPoint(Calls):
+    """The part of a communicator for messages between two ranks."""
+
+    def send(
+        self,
+        x: Any,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send an array to rank ``dst``; return when ``x`` may be changed.
+
+        The receiver may have to ask for it first. Messages to one rank with one tag
+        arrive in the order in which they were sent.
+
+        Args:
+            x: an array of at most 12 dimensions, or a nested list, tuple or dict of
+                arrays, which is one message.
+            dst: another rank.
+            tag: an integer from 0 to 2**31 - 1 that the receiver has to give too.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Raises:
+            RankError, InvalidArgumentError: refused; nothing was sent.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: it may have arrived.
+
+        See Also:
+            MPI_Send.
+        """
+        dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
+        words, payload = self._message(x)
+
+        def run() -> None:
+            self._transport(self._backend.send, words, dst, tag, seconds)
+            if payload.count:
+                self._transport(self._backend.send, payload, dst, tag, seconds)
+
+        return self._post(("send", dst, tag), run, async_op)
+
+    def recv(
+        self,
+        out: Any,
+        src: int,
+        *,
+        tag: int = 0,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Receive an array from rank ``src``.
+
+        Args:
+            out: where it goes, of the sender's shape and dtype (or a structure like the
+                sender's); or None, to take whatever comes.
+            src: another rank, or ``collective.ANY_SOURCE``.
+            tag: the sender's.
+            like: the framework of the result where ``out`` is None: its name, or an array.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or a new array.
+
+        Raises:
+            ShapeError, DtypeError: what came does not fit ``out``. The message is gone,
+                ``out`` is untouched, the communicator stays usable.
+
+        See Also:
+            MPI_Recv.
+        """
+        if src != ANY_SOURCE:
+            src = self._peer("recv", "src", src)
+        elif not self.capabilities.any_source:
+            raise UnsupportedError(
+                f"recv: ANY_SOURCE is not supported by backend {self._backend.name!r} "
+                f"{self._who}. Name the source, or use backend='shm' or 'threads'."
+            )
+        tag, seconds = _tag(tag), self._seconds(timeout)
+        self._check_out(out)
+
+        def run() -> Any:
+            deadline = time.monotonic() + seconds
+            words = Buffer.empty(_WORDS, _INT64)
+            source = self._receive(words, src, tag, seconds)
+            payload = Buffer.empty(int(words.array[2]), _UINT8)
+            direct = self._direct(words.array, out)
+            if payload.count:
+                rest = max(0.001, deadline - time.monotonic())
+                self._receive(direct or payload, source, tag, rest)
+            return out if direct is not None else self._arrived(words.array, payload, out, like)
+
+        return self._post(("recv", src, tag), run, async_op)
+
+    def sendrecv(
+        self,
+        x: Any,
+        dst: int,
+        src: int,
+        *,
+        out: Any = None,
+        tag: int = 0,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
+
+        The ranks that take part all call ``sendrecv``, so that everyone who sends is
+        received from. A rank may exchange with itself.
+
+        Args:
+            x, dst, tag: as in :meth:`send`.
+            src, out, like: as in :meth:`recv`, without ANY_SOURCE.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or a new array.
+
+        See Also:
+            MPI_Sendrecv.
+        """
+        dst, src = self._rank("sendrecv", "dst", dst), self._rank("sendrecv", "src", src)
+        if (dst == self.rank) != (src == self.rank):
+            raise RankError(
+                f"sendrecv: dst {dst}, src {src}; a rank that sends to itself receives from "
+                f"itself {self._who}."
+            )
+        tag, seconds = _tag(tag), self._seconds(timeout)
+        self._check_out(out)
+        words, payload = self._message(x)
+
+        def run() -> Any:
+            exchange = self._backend.sendrecv
+            coming = Buffer.empty(_WORDS, _INT64)
+            self._transport(exchange, words, dst, coming, src, tag, seconds)
+            received = Buffer.empty(int(coming.array[2]), _UINT8)
+            self._transport(exchange, payload, dst, received, src, tag, seconds)
+            return self._arrived(coming.array, received, out, like)
+
+        return self._post(("sendrecv", dst, src, tag), run, async_op)
+
+    # -- shared ---------------------------------------------------------------------------
+
+    def _peer(self, what: str, name: str, rank: Any) -> int:
+        rank = self._rank(what, name, rank)
+        if rank == self.rank:
+            raise RankError(
+                f"{what}: {name} {rank} is this rank itself; it would wait for ever {self._who}. "
+                "Use sendrecv, or an assignment."
+            )
+        return int(rank)
+
+    def _post(self, key: Any, run: Callable[[], Any], async_op: bool) -> Any:
+        """Run a message now or in its lane: one a direction, peer and tag, in order."""
+        lane = self._lanes.get(key)
+        if not async_op and (lane is None or lane.idle):
+            return run()
+        if lane is None:
+            lane = self._lanes[key] = Lane(f"collective-{'-'.join(map(str, key))}")
+        work = lane.submit(f"{key[0]}(tag={key[-1]})", _with_site(run))
+        return work if async_op else work.wait()
+
+    def _receive(self, buffer: Buffer, src: int, tag: int, seconds: float) -> int:
+        sources: list[int] = []
+
+        def receive() -> None:
+            sources.append(self._backend.recv(buffer, src, tag, seconds))
+
+        self._transport(receive)
+        return sources[0]
+
+    def _message(self, x: Any) -> tuple[Buffer, Buffer]:
+        """Return the announcement and the bytes of ``x``."""
+        words = Buffer(np.zeros(_WORDS, np.int64), _INT64)
+        if tree.is_tree(x):
+            tree.flatten(x)  # refuses keys that cannot be sorted
+            payload = Buffer(objects.encode(x), _UINT8)
+            words.array[:3] = _OBJECT, 0, payload.count
+            return words, payload
+        array, dtype = adapter_of(x).view(x)
+        if array.ndim > _MAX_DIMENSIONS:
+            raise ShapeError(
+                f"send: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
+            )
+        words.array[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
+        words.array[4 : 4 + array.ndim] = array.shape
+        return words, Buffer(array.ravel(), dtype).bytes()
+
+    def _check_out(self, out: Any) -> None:
+        if out is not None and not tree.is_tree(out):
+            adapter_of(out).output(out)
+
+    def _direct(self, words: np.ndarray[Any, Any], out: Any) -> Buffer | None:
+        """Return ``out`` as bytes, if the message can be received right into it."""
+        if out is None or tree.is_tree(out) or words[0] != _ARRAY:
+            return None
+        array, dtype = adapter_of(out).output(out)
+        if not array.flags.carray or _shape(words) != array.shape or dtype.code != words[1]:
+            return None
+        return Buffer(array.ravel(), dtype).bytes()
+
+    def _arrived(
+        self, words: np.ndarray[Any, Any], payload: Buffer, out: Any, like: Any
+    ) -> Any:
+        if words[0] == _OBJECT:
+            value = objects.decode(payload.array)
+            return value if out is None else _fill(out, value)
+        if out is not None and tree.is_tree(out):
+            raise InvalidArgumentError(
+                f"recv: a single array came; out is a structure {self._who}."
+            )
+        dtype, shape = _BY_CODE[int(words[1])], _shape(words)
+        adapter = adapter_of(out) if out is not None else self._adapter(like)
+        output = Output("recv", out, adapter, shape, dtype)
+        output.flat[:] = payload.array.view(dtype.storage)
+        return output.finish()
+
+
+def _shape(words: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    return tuple(map(int, words[4 : 4 + int(words[3])]))
+
+
+def _fill(out: Any, value: Any) -> Any:
+    """Copy the arrays of ``value`` to those of ``out``, if they fit."""
+    if tree.skeleton(out) != tree.skeleton(value):
+        raise InvalidArgumentError("recv: out is nested differently from what came.")
+    outputs = []
+    for target, leaf in zip(tree.flatten(out), tree.flatten(value)):
+        array, dtype = adapter_of(leaf).view(leaf)
+        output = Output("recv", target, adapter_of(target), array.shape, dtype)
+        outputs.append((output, array))
+    for output, array in outputs:
+        output.flat[:] = array.ravel()
+        output.finish()
+    return out
+
+
+def _tag(tag: Any) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < _TAGS:
+        raise InvalidArgumentError(f"tag: {tag!r}; an integer from 0 to {_TAGS - 1}.")
+    return int(tag)

@@ -1,0 +1,420 @@
+"""The calls that compute: all_reduce, reduce, reduce_scatter, scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective import reduction, tree
+from collective.arrays import adapter_of
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.calls import Array, Calls, Output
+from collective.dtypes import DType
+from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError
+from collective.ops import ReduceOp, as_op
+from collective.rows import Rows, split_sizes
+
+__all__ = ["Reductions"]
+
+_TREES = (list, tuple, dict)
+
+
+class _Plan:
+    """A reduction that has been validated once and is then repeated."""
+
+    __slots__ = ("call", "op", "ordered")
+
+    def __init__(self, op: ReduceOp, ordered: bool, call: Call) -> None:
+        self.op = op
+        self.ordered = ordered
+        self.call = call
+
+
+class Reductions(Calls):
+    """The computing part of a communicator."""
+
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give every rank the result.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x: an array of any strides, or a nested list, tuple or dict of arrays, which
+                travel together.
+            op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
+                ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
+                ``collective.premul_sum`` or ``collective.user_op`` return.
+            out: where the result goes, of the shape and dtype of ``x``; may be ``x``. For
+                a structure, one of the same nesting.
+            order: ``"rank"`` folds ``((x0 op x1) op x2) …``, so that the result has the
+                same bits on every transport and in every run.
+            timeout: seconds; the communicator's by default.
+            async_op: return a ``Work`` at once; the arrays must not be touched until its
+                ``wait()`` has returned.
+
+        Returns:
+            ``out``, or a new array of the framework, shape and dtype of ``x``.
+
+        Raises:
+            DtypeError: the op is not defined for the dtype.
+            MismatchError: the ranks' calls differ; nothing was written.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
+                holds some, all or none of the result.
+
+        See Also:
+            MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
+        """
+        if type(x) in _TREES:
+            run = self._tree_reduction("all_reduce", x, op, out, order, timeout, None)
+            return self._go("all_reduce", run, async_op)
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        shape = array.shape
+        key = ("all_reduce", dtype, shape, op, order)
+        plan = self._plans.get(key) or self._plan(key, None)
+        output = Output("all_reduce", out, adapter, shape, dtype)
+        src = self._input(array, dtype, output, out, x)
+        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+
+        def run() -> Any:
+            self._collective(
+                self._backend.all_reduce, plan.call, src, dst, plan.op, plan.ordered, plan.call,
+                seconds,
+            )  # fmt: skip
+            return output.finish()
+
+        return self._go("all_reduce", run, async_op)
+
+    def reduce(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give the result to ``root``.
+
+        Collective: every rank calls it, with one root, op, shape and dtype.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            root: the rank that gets the result.
+            out: at the root, where the result goes; ignored elsewhere.
+
+        Returns:
+            At the root ``out`` or a new array; None elsewhere.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Reduce, ncclReduce.
+        """
+        root = self._rank("reduce", "root", root)
+        if self.rank != root:
+            out = None
+        if type(x) in _TREES:
+            run = self._tree_reduction("reduce", x, op, out, order, timeout, root)
+            return self._go("reduce", run, async_op)
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        key = ("reduce", dtype, array.shape, op, order, root)
+        plan = self._plans.get(key) or self._plan(key, root)
+        seconds = self._seconds(timeout)
+        output = None
+        dst = None
+        if self.rank == root:
+            output = Output("reduce", out, adapter, array.shape, dtype)
+        src = self._input(array, dtype, output, out, x)
+        if output is not None:
+            dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+
+        def run() -> Any:
+            self._collective(
+                self._backend.reduce, plan.call, src, dst, plan.op, root, plan.ordered, plan.call,
+                seconds,
+            )  # fmt: skip
+            return None if output is None else output.finish()
+
+        return self._go("reduce", run, async_op)
+
+    def scan(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the arrays of ranks 0 to this one, inclusive, in rank order.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x, out, timeout, async_op: as in :meth:`all_reduce`.
+            op: as there, but for ``"avg"``: an average over a varying number of ranks
+                is not one operation.
+
+        Returns:
+            ``x0 op x1 … op x_rank``, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Scan.
+        """
+        if as_op(op).name == "avg":
+            raise InvalidArgumentError(
+                f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
+            )
+        if type(x) in _TREES:
+            run = self._tree_reduction("scan", x, op, out, None, timeout, None)
+            return self._go("scan", run, async_op)
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        key = ("scan", dtype, array.shape, op, None)
+        plan = self._plans.get(key) or self._plan(key, None)
+        output = Output("scan", out, adapter, array.shape, dtype)
+        src = self._input(array, dtype, output, out, x)
+        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+        seconds = self._seconds(timeout)
+
+        def run() -> Any:
+            self._collective(
+                self._backend.scan, plan.call, src, dst, plan.op, plan.call, seconds
+            )
+            return output.finish()
+
+        return self._go("scan", run, async_op)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give each rank one piece of the result.
+
+        Collective: every rank calls it, with one op, shape, dtype, axis and counts.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            counts: lengths of the ranks' pieces along ``axis``; by default as
+                ``numpy.array_split`` cuts.
+            axis: the axis that is cut.
+            out: where this rank's piece goes, of the piece's shape.
+
+        Returns:
+            Piece ``rank`` of the result, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`. ShapeError: the counts do not add up to the axis.
+
+        See Also:
+            MPI_Reduce_scatter, ncclReduceScatter.
+        """
+        if type(x) in _TREES:
+            # Each leaf is cut by itself; what a rank gets of all leaves is one message.
+            return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        rows = Rows("reduce_scatter", array, axis)
+        sizes = split_sizes("reduce_scatter", rows.length, self.size, counts)
+        key = ("reduce_scatter", dtype, array.shape, op, order, rows.axis, tuple(sizes))
+        plan = self._plans.get(key) or self._plan(key, None, axis=rows.axis, counts=counts)
+        output = Output("reduce_scatter", out, adapter, rows.shape_with(sizes[self.rank]), dtype)
+        piece = rows.target(output.flat, sizes[self.rank])
+        src = self._input(rows.array, dtype, output, out, None)
+        seconds = self._seconds(timeout)
+        elements = [size * rows.inner for size in sizes]
+
+        def run() -> Any:
+            self._collective(
+                self._backend.reduce_scatter, plan.call, src, Buffer(piece, dtype), elements,
+                plan.op, plan.ordered, plan.call, seconds,
+            )  # fmt: skip
+            rows.restore(piece, output.flat, sizes[self.rank])
+            return output.finish()
+
+        return self._go("reduce_scatter", run, async_op)
+
+    # -- shared ---------------------------------------------------------------------------
+
+    def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
+        what, dtype, shape, op, order = key[:5]
+        reducer = self._operator(what, op, dtype)
+        if order not in (None, "rank"):
+            raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {self._who}.")
+        # A factor is each rank's own affair; that there is one is not.
+        name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
+        if options.get("counts") is not None:
+            options["counts"] = list(map(int, options["counts"]))
+        call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
+        return self._remember(key, _Plan(reducer, order == "rank", call))
+
+    def _operator(self, what: str, op: str | ReduceOp, dtype: DType) -> ReduceOp:
+        reducer = as_op(op)
+        try:
+            reduction.check(reducer, dtype)
+        except DtypeError as error:
+            raise DtypeError(f"{what}: {error} {self._who}") from None
+        able = self.capabilities
+        if reducer.name not in able.ops or dtype.name not in able.dtypes:
+            raise UnsupportedError(
+                f"{what}: op {reducer} on {dtype} is not supported by backend "
+                f"{self._backend.name!r} (ops {', '.join(sorted(able.ops))}; dtypes "
+                f"{', '.join(sorted(able.dtypes))}) {self._who}. Use backend='shm' or 'threads'."
+            )
+        return reducer
+
+    def _tree_reduction(
+        self,
+        what: str,
+        x: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        root: int | None,
+    ) -> Callable[[], Any]:
+        """Return the reduction of a structure: one message for each dtype in it."""
+        leaves = tree.flatten(x)
+        adapters = [adapter_of(leaf) for leaf in leaves]
+        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
+        nesting = tree.skeleton(x)
+        receives = root is None or root == self.rank
+        outputs: list[Output] | None = None
+        if receives:
+            outs = [None] * len(leaves) if out is None else self._leaves_like(what, out, nesting)
+            outputs = [
+                Output(what, given, adapter, array.shape, dtype)
+                for given, adapter, (array, dtype) in zip(outs, adapters, views)
+            ]
+        shapes = [[dtype.name, *array.shape] for array, dtype in views]
+        by_dtype: dict[DType, list[int]] = {}
+        for index, (_, dtype) in enumerate(views):
+            by_dtype.setdefault(dtype, []).append(index)
+        seconds = self._seconds(timeout)
+        groups = []
+        for dtype, members in by_dtype.items():
+            count = sum(views[i][0].size for i in members)
+            key = (what, dtype, (count,), op, order, root, str(nesting), str(shapes))
+            plan = self._plans.get(key) or self._plan(key, root, leaves=shapes, nesting=nesting)
+            groups.append((dtype, members, count, plan))
+
+        def run() -> Any:
+            method = getattr(self._backend, what)
+            for dtype, members, count, plan in groups:
+                src = Buffer.empty(count, dtype)
+                np.concatenate([views[i][0].ravel() for i in members], out=src.array)
+                dst = src if receives else None
+                ends: tuple[Any, ...] = (plan.ordered, plan.call, seconds)
+                if what == "reduce":
+                    ends = (root, *ends)
+                elif what == "scan":
+                    ends = ends[1:]
+                self._collective(method, plan.call, src, dst, plan.op, *ends)
+                if outputs is not None:
+                    start = 0
+                    for i in members:
+                        stop = start + views[i][0].size
+                        outputs[i].flat[:] = src.array[start:stop]
+                        start = stop
+            if outputs is None:
+                return None
+            return tree.rebuild(x, iter([output.finish() for output in outputs]))
+
+        return run
+
+    def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
+        if tree.skeleton(out) != nesting:
+            raise InvalidArgumentError(
+                f"{what}: out is nested differently from the input {self._who}."
+            )
+        return tree.flatten(out)
+
+    def _tree_reduce_scatter(
+        self,
+        x: Any,
+        op: str | ReduceOp,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        leaves = tree.flatten(x)
+        nesting = tree.skeleton(x)
+        outs = (
+            [None] * len(leaves) if out is None else self._leaves_like("reduce_scatter", out, nesting)
+        )
+        adapters = [adapter_of(leaf) for leaf in leaves]
+        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
+        rows = [Rows("reduce_scatter", array, axis) for array, _ in views]
+        sizes = [split_sizes("reduce_scatter", r.length, self.size, counts) for r in rows]
+        outputs = [
+            Output("reduce_scatter", given, adapter, r.shape_with(s[self.rank]), dtype)
+            for given, adapter, r, s, (_, dtype) in zip(outs, adapters, rows, sizes, views)
+        ]
+        shapes = [[dtype.name, *array.shape] for array, dtype in views]
+        by_dtype: dict[DType, list[int]] = {}
+        for index, (_, dtype) in enumerate(views):
+            by_dtype.setdefault(dtype, []).append(index)
+        seconds = self._seconds(timeout)
+        groups = []
+        for dtype, members in by_dtype.items():
+            key = ("reduce_scatter", dtype, (), op, order, axis, str(nesting), str(shapes), str(counts))
+            plan = self._plans.get(key) or self._plan(
+                key, None, axis=axis, counts=counts, leaves=shapes, nesting=nesting
+            )
+            groups.append((dtype, members, plan))
+
+        def run() -> Any:
+            for dtype, members, plan in groups:
+                pieces: list[Array] = []
+                elements = []
+                for rank in range(self.size):
+                    cut = [rows[i].piece(sizes[i], rank) for i in members]
+                    elements.append(sum(piece.size for piece in cut))
+                    pieces.extend(cut)
+                src = Buffer(np.concatenate(pieces), dtype)
+                dst = Buffer.empty(elements[self.rank], dtype)
+                self._collective(
+                    self._backend.reduce_scatter, plan.call, src, dst, elements, plan.op,
+                    plan.ordered, plan.call, seconds,
+                )  # fmt: skip
+                start = 0
+                for i in members:
+                    count = sizes[i][self.rank]
+                    stop = start + count * rows[i].inner
+                    rows[i].restore(dst.array[start:stop], outputs[i].flat, count)
+                    start = stop
+            return tree.rebuild(x, iter([output.finish() for output in outputs]))
+
+        return self._go("reduce_scatter", run, async_op)

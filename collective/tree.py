@@ -1,0 +1,69 @@
+"""Nested lists, tuples and dicts of arrays, as a flat list of leaves and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from collective.errors import InvalidArgumentError
+
+__all__ = ["flatten", "is_tree", "rebuild", "skeleton"]
+
+
+def is_tree(x: Any) -> bool:
+    """Tell whether ``x`` is a container of arrays."""
+    return isinstance(x, (list, tuple, dict))
+
+
+def flatten(tree: Any) -> list[Any]:
+    """Return the leaves, dicts in the order of their sorted keys.
+
+    Raises:
+        InvalidArgumentError: a dict's keys cannot be sorted.
+    """
+    leaves: list[Any] = []
+    _walk(tree, leaves.append)
+    return leaves
+
+
+def _walk(tree: Any, visit: Callable[[Any], Any]) -> None:
+    if isinstance(tree, dict):
+        for key in _keys(tree):
+            _walk(tree[key], visit)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _walk(item, visit)
+    else:
+        visit(tree)
+
+
+def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Return a container like ``tree`` with ``leaves`` in the places of its own."""
+    if isinstance(tree, dict):
+        built = {key: rebuild(tree[key], leaves) for key in _keys(tree)}
+        return {key: built[key] for key in tree}
+    if isinstance(tree, tuple):
+        items = [rebuild(item, leaves) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, list):
+        return [rebuild(item, leaves) for item in tree]
+    return next(leaves)
+
+
+def skeleton(tree: Any) -> Any:
+    """Return the nesting alone, as JSON can hold it: what ranks must agree on."""
+    if isinstance(tree, dict):
+        return {str(key): skeleton(tree[key]) for key in _keys(tree)}
+    if isinstance(tree, (list, tuple)):
+        return [skeleton(item) for item in tree]
+    return 0
+
+
+def _keys(tree: dict[Any, Any]) -> list[Any]:
+    try:
+        return sorted(tree)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"structure: the keys {list(tree)[:4]} cannot be sorted, so ranks could not agree "
+            "on their order; use strings."
+        ) from None

@@ -1,0 +1,131 @@
+"""Handles of operations that may still run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from collective.errors import CollectiveTimeoutError
+
+__all__ = ["Lane", "Work"]
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation on its way, as returned with ``async_op=True``.
+
+    Buffers of the operation must not be touched until :meth:`wait` has returned.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._finished = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait until the operation is over and return its result.
+
+        Args:
+            timeout: seconds; None waits for as long as the operation's own deadline
+                allows. A wait that times out cancels nothing: wait again.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` passed and the operation still runs.
+            CollectiveError: whatever the operation itself raised.
+        """
+        if not self._finished.wait(timeout):
+            raise CollectiveTimeoutError(
+                f"wait: {self._what} is still running after {timeout:g} s; wait again, or "
+                "abort() the communicator."
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set before _finished
+
+    def done(self) -> bool:
+        """Tell whether the operation is over, well or badly, without waiting."""
+        return self._finished.is_set()
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, or None if it is running or went well."""
+        return self._error
+
+    def _run(self, function: Callable[[], T]) -> None:
+        try:
+            self._result = function()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._finished.set()
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._error else "done"
+        return f"<Work {self._what}: {state}>"
+
+
+# How long an idle lane keeps its thread: longer than a training step, so that a
+# loop does not start one a step.
+_LINGER_S = 5.0
+
+
+class Lane:
+    """Runs functions one after the other, in the order of submission, in a thread.
+
+    The thread starts with the first submission and leaves after some idle seconds. It
+    is a daemon: an interpreter that wants to exit is not held up by a peer that never
+    comes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._queue: list[tuple[Work[Any], Callable[[], Any]]] = []
+        self._running: Work[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return self._running is None and not self._queue
+
+    def submit(self, what: str, function: Callable[[], T]) -> Work[T]:
+        """Queue ``function``; ``what`` names it in error texts."""
+        work: Work[T] = Work(what)
+        with self._condition:
+            self._queue.append((work, function))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._condition.notify()
+        return work
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the lane is idle; return whether it is within ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while not self.idle:
+            with self._condition:
+                last = self._queue[-1][0] if self._queue else self._running
+            if last is not None and not last._finished.wait(max(0.0, end - time.monotonic())):
+                return False
+        return True
+
+    def _serve(self) -> None:
+        while True:
+            with self._condition:
+                if not self._queue and not self._condition.wait_for(
+                    lambda: bool(self._queue), _LINGER_S
+                ):
+                    self._thread = None
+                    return
+                work, function = self._queue.pop(0)
+                self._running = work
+            # No reference to the call may outlive it: it holds the user's arrays.
+            try:
+                work._run(function)
+            finally:
+                with self._condition:
+                    self._running = None
+                del work, function
