@@ -24,15 +24,18 @@ class Buffer:
         dtype: the element type.
         count: the number of elements.
         device: ``"cpu"``.
+        memo: where the buffer will be used again, a dict in which a transport keeps what it
+            found out about the memory; else None.
     """
 
-    __slots__ = ("array", "count", "device", "dtype")
+    __slots__ = ("array", "count", "device", "dtype", "memo")
 
     def __init__(self, array: np.ndarray[Any, Any], dtype: DType, device: str = "cpu") -> None:
         self.array = array
         self.dtype = dtype
         self.count = array.size
         self.device = device
+        self.memo: dict[Any, Any] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -55,6 +55,19 @@ class Call:
             "options": self.options,
         }
 
+    def at(self, *place: int) -> Call:
+        """Return the same call with a digest that also depends on ``place``.
+
+        A transport that wants all ranks to have their buffers in corresponding places
+        finds out by the comparison of digests that takes place anyway.
+        """
+        other = Call(self.operation, self.dtype, self.shape, **self.options)
+        text = f"{self.digest} {place}"
+        other.digest = int.from_bytes(
+            hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
+        ) >> 1  # fmt: skip
+        return other
+
     def __str__(self) -> str:
         return describe(self._fields())
 
@@ -77,6 +90,12 @@ class Disagreement(Exception):
     def __init__(self, headers: Sequence[bytes]) -> None:
         super().__init__("ranks disagree")
         self.headers = [json.loads(header) for header in headers]
+
+    @property
+    def alike(self) -> bool:
+        """Whether the ranks asked for the same: then their transports saw it differently."""
+        first, *rest = [{**header, "site": ""} for header in self.headers]
+        return all(header == first for header in rest)
 
 
 def describe(header: dict[str, Any]) -> str:

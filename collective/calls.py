@@ -102,6 +102,7 @@ class Calls:
         # Whether calls whose sizes may differ do: always, where the transport compares nothing.
         self._agree_sizes = not backend.capabilities.checks_calls
         self._plans: dict[Any, Any] = {}
+        self._repeated: dict[Any, Any] = {}
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
 
@@ -115,7 +116,7 @@ class Calls:
         return run()
 
     def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
-        """Call the transport. What is not one of our errors has left the call half done."""
+        """Call the transport."""
         try:
             work = method(*args)
             if work is not None:
@@ -123,18 +124,29 @@ class Calls:
         except (CollectiveError, Disagreement):
             raise
         except BaseException:
-            # Nobody can tell what the peers still expect of this rank.
-            self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
+            self._half_done()
             raise
 
+    def _half_done(self) -> None:
+        """Break the communicator: nobody can tell what the peers still expect of this rank."""
+        self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
+
     def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:
-        """Make a call on which all ranks have to agree entirely."""
+        """Call the transport for something on which all ranks have to agree entirely."""
+        # _transport once more, not called: this is on the path of every small message.
         try:
             if self._agree_first:
                 self._transport(self._backend.agree, call, args[-1])
-            self._transport(method, *args)
+            work = method(*args)
+            if work is not None:
+                work.wait()
         except Disagreement as difference:
             self._mismatch(difference.headers)
+        except CollectiveError:
+            raise
+        except BaseException:
+            self._half_done()
+            raise
 
     def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""

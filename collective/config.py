@@ -136,7 +136,7 @@ def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
     sources = [
         {key: Setting(value, "argument") for key, value in arguments.items() if value is not None},
         {
-            _key_of(name): Setting(value, f"environment {name}")
+            name[len(_PREFIX) :].lower(): Setting(value, f"environment {name}")
             for name, value in os.environ.items()
             if name.startswith(_PREFIX) and value
         },
@@ -150,19 +150,21 @@ def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
     return found
 
 
-def _key_of(variable: str) -> str:
-    suffix = variable[len(_PREFIX) :]
-    return suffix.lower() if suffix.isupper() else suffix  # one spelling: capitals
+def _variable(key: str) -> str:
+    return _PREFIX + key.upper()
 
 
 def _parse(name: str, setting: Setting) -> str | int | float:
     key = KEYS.get(name)
-    environment = setting.origin.startswith("environment ")
-    if key is None:
+    spelt: Callable[[str], str] = str
+    said = name
+    if setting.origin.startswith("environment "):
+        spelt = _variable
+        said = setting.origin.removeprefix("environment ")
+    if key is None or said != spelt(name):  # one spelling: COLLECTIVE_timeout is another name
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
-        spelt = (lambda word: _PREFIX + word.upper()) if environment else str
         raise ConfigError(
-            f"{spelt(name)} ({setting.origin}): no setting of that name; the nearest is "
+            f"{said} ({setting.origin}): no setting of that name; the nearest is "
             f"{spelt(near)}, all are {', '.join(map(spelt, sorted(KEYS)))}."
         )
     try:

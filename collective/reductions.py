@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,15 @@ class _Plan:
         self.op = op
         self.ordered = ordered
         self.call = call
+
+
+class _Repeated(NamedTuple):
+    """An in-place reduction that has been made before with the same array."""
+
+    array: weakref.ref[Array]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    arguments: tuple[Any, ...]
 
 
 class Reductions(Calls):
@@ -76,6 +86,12 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
+        if out is x:
+            repeated = self._repeated.get((id(x), op, order))
+            if repeated is not None and repeated.array() is x and not async_op and timeout is None:
+                if x.dtype is repeated.dtype and x.shape == repeated.shape and self._lane.idle:
+                    self._collective(self._backend.all_reduce, *repeated.arguments, self.timeout)
+                    return out
         if type(x) in _TREES:
             run = self._tree_reduction("all_reduce", x, op, out, order, timeout, None)
             return self._go("all_reduce", run, async_op)
@@ -84,10 +100,21 @@ class Reductions(Calls):
         shape = array.shape
         key = ("all_reduce", dtype, shape, op, order)
         plan = self._plans.get(key) or self._plan(key, None)
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+        if out is x and type(x) is np.ndarray and x.flags.carray:
+            # In place, as training loops do it: nothing to allocate and nothing to compare.
+            src = dst = Buffer(array.ravel(), dtype)
+            if src.array.base is not x:
+                self._repeat((id(x), op, order), x, src, plan)
+            if not async_op and self._lane.idle:
+                self._collective(
+                    self._backend.all_reduce, plan.call, src, dst, plan.op, plan.ordered,
+                    plan.call, seconds,
+                )  # fmt: skip
+                return out
         output = Output("all_reduce", out, adapter, shape, dtype)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-        seconds = self.timeout if timeout is None else self._seconds(timeout)
 
         def run() -> Any:
             self._collective(
@@ -264,6 +291,17 @@ class Reductions(Calls):
         return self._go("reduce_scatter", run, async_op)
 
     # -- shared ---------------------------------------------------------------------------
+
+    def _repeat(self, key: Any, x: Array, buffer: Buffer, plan: _Plan) -> None:
+        """Keep what it took to reduce ``x`` in place, for as long as ``x`` lives.
+
+        Only for views, such as symmetric memory: a buffer over an array that owns its
+        memory would keep it alive. Such a view cannot be moved or resized either.
+        """
+        buffer.memo = {}
+        gone = weakref.ref(x, lambda _: self._repeated.pop(key, None))
+        arguments = (plan.call, buffer, buffer, plan.op, plan.ordered, plan.call)
+        self._repeated[key] = _Repeated(gone, x.dtype, x.shape, arguments)
 
     def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
         what, dtype, shape, op, order = key[:5]

@@ -44,9 +44,13 @@ def join(name: str) -> tuple[Path, int]:
     path = parent / name
     try:
         while True:
-            path.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            if _lock_alone(descriptor):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue  # the last one of an earlier run has just left
+            if _lock_alone(descriptor) and _is_still(path, descriptor):
                 _empty(path)
             # Not atomic, but all that can slip in between is another process that
             # finds the directory as empty as we left it, or removes it.

@@ -20,7 +20,7 @@ __all__ = ["SLOT_BYTES", "Control", "Layout", "fence"]
 
 #: Messages up to here are copied through a slot: below it two copies in cache cost less
 #: than a second wait.
-SLOT_BYTES = 32 << 10
+SLOT_BYTES = 256 << 10
 
 # A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches. Where a
 # fast peer may already write the next step's value there are two, for even and odd steps.

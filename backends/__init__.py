@@ -1,0 +1,11 @@
+"""The transports, one module or package each; chosen by name, see :mod:`collective.registry`."""
+
+from __future__ import annotations
+
+if __name__ != "collective.backends":
+    # A second import of the same files would make a second Backend class.
+    raise ImportError(
+        f"import {__name__}: the folder is part of the package collective; "
+        "import collective.backends instead",
+        name=__name__,
+    )

@@ -1,0 +1,127 @@
+"""What `run_ranks` raises: every rank's failure in one exception, the cause first."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
+
+__all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "RemoteError"]
+
+
+class RankDiedError(Exception):
+    """A rank ended without a word: its process is gone, or a fault killed it.
+
+    Attributes:
+        exitcode: the process's exit code, negative for a signal; None for a thread.
+    """
+
+    def __init__(self, message: str, exitcode: int | None = None) -> None:
+        super().__init__(message)
+        self.exitcode = exitcode
+
+
+class RankHungError(Exception):
+    """A rank had not returned when the time was over; the text shows where it was.
+
+    Attributes:
+        stack: the stacks of the rank's threads as text; empty if it could not be had.
+    """
+
+    def __init__(self, message: str, stack: str = "") -> None:
+        super().__init__(message)
+        self.stack = stack
+
+    def __str__(self) -> str:
+        message = str(self.args[0])
+        return f"{message}; it was here:\n{self.stack}" if self.stack else message
+
+
+class RemoteError(Exception):
+    """Stands for an exception of a rank's process that could not be pickled."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank's part of a job ended.
+
+    Attributes:
+        value: what the function returned.
+        error: what it raised, or None.
+        traceback: the traceback as text.
+        when: when it ended, on the clock of ``time.monotonic()``.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    when: float = field(default_factory=monotonic)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Outcome:
+        """Return the outcome of a rank that raised ``error``."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(error=error, traceback=text)
+
+
+class RanksFailedError(Exception):
+    """Ranks of a job failed.
+
+    Its text shows all tracebacks: first the rank that failed by itself, then those that
+    failed because of it.
+
+    Attributes:
+        errors: rank -> exception, the cause first.
+        tracebacks: rank -> its traceback as text.
+        size: how many ranks the job had.
+    """
+
+    def __init__(
+        self,
+        errors: Mapping[int, BaseException],
+        tracebacks: Mapping[int, str],
+        size: int,
+    ) -> None:
+        super().__init__(dict(errors), dict(tracebacks), size)
+        self.errors: dict[int, BaseException] = dict(errors)
+        self.tracebacks: dict[int, str] = dict(tracebacks)
+        self.size = size
+
+    @classmethod
+    def of(cls, outcomes: Mapping[int, Outcome], size: int) -> RanksFailedError | None:
+        """Return the exception for the ranks that failed, or None if all went well."""
+        failed = {rank: out for rank, out in outcomes.items() if out.error is not None}
+        if not failed:
+            return None
+        ranks = sorted(failed, key=lambda rank: (_weight(failed[rank].error), failed[rank].when))
+        errors = {rank: failed[rank].error for rank in ranks}
+        return cls(errors, {rank: failed[rank].traceback for rank in ranks}, size)  # type: ignore[arg-type]
+
+    @property
+    def cause(self) -> BaseException:
+        """The exception that the others most likely follow from."""
+        return next(iter(self.errors.values()))
+
+    def __str__(self) -> str:
+        first, *others = self.errors
+        which = f"rank {first} of {self.size} failed"
+        if others:
+            which += f", then rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        parts = [which]
+        for rank, error in self.errors.items():
+            told = self.tracebacks.get(rank) or f"{type(error).__name__}: {error}"
+            parts.append(f"----- rank {rank} -----\n{told.rstrip()}")
+        return "\n".join(parts)
+
+
+def _weight(error: BaseException | None) -> int:
+    """Order failures: what happens by itself before what follows from it."""
+    if isinstance(error, CommunicatorAbortedError):
+        return 3
+    if isinstance(error, CollectiveTimeoutError):
+        return 2
+    return 1 if isinstance(error, RankHungError) else 0

@@ -1,0 +1,186 @@
+"""Things that go wrong on purpose, over any transport.
+
+::
+
+    from collective.testing import faults, run_ranks
+
+    run_ranks(4, train, backend="shm", faults=[faults.kill(1, at_call=3)])
+
+A *call* is an operation of the transport: each collective, send, recv or ``empty`` of a
+communicator, counted from 1 on each rank; a structure makes one for every dtype in it. The
+comparison that goes before a call on transports that need one is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from collective.backend import Backend, Failure
+
+if TYPE_CHECKING:
+    import numpy as np
+    from typing_extensions import Self
+
+    from collective.buffer import Buffer
+    from collective.call import Call
+    from collective.world import World
+
+__all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
+
+T = TypeVar("T")
+
+
+class RankKilled(BaseException):
+    """Ends a rank that is a thread, where a process would have been killed.
+
+    No ``Exception``: code that handles errors must not survive it.
+    """
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong on one rank at one call.
+
+    Attributes:
+        kind: ``"kill"``, ``"delay"`` or ``"fail"``.
+        rank: on which rank.
+        at_call: before its how-manieth call, from 1; None for every call (of a delay).
+        seconds: how long a delay is; how long after the beginning of the call a kill comes.
+        error: what a failing rank raises.
+    """
+
+    kind: str
+    rank: int
+    at_call: int | None = None
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+
+def kill(rank: int, *, at_call: int, after: float = 0.0) -> Fault:
+    """Kill ``rank`` at its ``at_call``-th call: SIGKILL for a process, which cannot object.
+
+    A rank that is a thread cannot be killed; it leaves its communicator without a word and
+    raises :class:`RankKilled`.
+
+    Args:
+        rank: who.
+        at_call: at which call, counted from 1.
+        after: seconds after the beginning of the call, to hit the middle of it; 0 is before
+            it. Processes only.
+    """
+    return Fault("kill", rank, at_call, after)
+
+
+def delay(rank: int, seconds: float, *, at_call: int | None = None) -> Fault:
+    """Let ``rank`` come ``seconds`` late to its ``at_call``-th call, or to every call."""
+    return Fault("delay", rank, at_call, seconds)
+
+
+def fail(rank: int, error: BaseException, *, at_call: int) -> Fault:
+    """Raise ``error`` on ``rank`` in place of its ``at_call``-th call, as a broken library would."""
+    return Fault("fail", rank, at_call, error=error)
+
+
+class FaultyBackend(Backend):
+    """Another transport, with faults.
+
+    Args:
+        inner: the transport, connected.
+        plan: the faults of all ranks; this one takes its own.
+    """
+
+    def __init__(self, inner: Backend, plan: Sequence[Fault]) -> None:
+        self.name = inner.name  # type: ignore[misc]  # of the class elsewhere
+        self.capabilities = inner.capabilities
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+        self._plan = [fault for fault in plan if fault.rank == inner.rank]
+        self._calls = 0
+        self._counting = threading.Lock()
+        self._killed = False
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Refuse: this wraps a transport that is connected."""
+        raise TypeError("a FaultyBackend is made of a connected transport and a plan")
+
+    def _called(self) -> None:
+        """Count a call and let happen what is planned for it."""
+        with self._counting:
+            self._calls += 1
+            number = self._calls
+        for fault in self._plan:
+            if fault.at_call not in (None, number):
+                continue
+            if fault.kind == "delay":
+                time.sleep(fault.seconds)
+            elif fault.kind == "fail":
+                assert fault.error is not None
+                raise fault.error
+            elif fault.seconds and not self.capabilities.in_process:
+                timer = threading.Timer(fault.seconds, _kill_process)
+                timer.daemon = True
+                timer.start()
+            else:
+                self._die(number)
+
+    def _die(self, number: int) -> None:
+        if not self.capabilities.in_process:
+            _kill_process()
+        self._inner.close()
+        self._killed = True
+        raise RankKilled(f"rank {self.rank} was killed at call {number}, as planned")
+
+    def _after(self, operation: Callable[..., T], *args: Any) -> T:
+        self._called()
+        return operation(*args)
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        self._after(self._inner.send, src, dst, tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        return self._after(self._inner.recv, dst, src, tag, timeout)
+
+    def abort(self, failure: Failure) -> None:
+        if not self._killed:  # the dead tell nothing
+            self._inner.abort(failure)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def agree(self, call: Call, timeout: float) -> None:
+        self._inner.agree(call, timeout)
+
+    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
+        return self._inner.group(ranks, timeout)
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+        return self._after(self._inner.empty, nbytes, call, timeout)
+
+
+def _kill_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def operation(self: FaultyBackend, *args: Any) -> Any:
+        self._called()
+        return getattr(self._inner, name)(*args)
+
+    operation.__name__ = name
+    operation.__doc__ = f"Do what is planned, then :meth:`Backend.{name}` of the inner transport."
+    return operation
+
+
+for _name in (
+    "sendrecv barrier broadcast reduce all_reduce reduce_scatter scan scatter gather "
+    "all_gather all_to_all"
+).split():
+    setattr(FaultyBackend, _name, _counted(_name))
