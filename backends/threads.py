@@ -124,7 +124,9 @@ class ThreadsBackend(OneSided):
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         hub = self._hub
-        sources = [r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)]
+        sources = [
+            r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
+        ]
         found: list[tuple[int, deque[_Message]]] = []
 
         def arrived() -> bool:

@@ -97,7 +97,7 @@ class Failure:
         """Return the exception that rank ``me`` raises in operation ``where``."""
         if self.kind == "failed":
             return PeerFailedError(
-                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n{self.text}",
+                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n{self.text.rstrip()}",
                 self.rank,
                 self.text,
             )

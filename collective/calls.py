@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -83,6 +84,18 @@ class Output:
         return self._given
 
 
+class _Kept(NamedTuple):
+    """A call on views that has been made before: what it took to make it."""
+
+    x: weakref.ref[Array]
+    x_dtype: np.dtype[Any]
+    x_shape: tuple[int, ...]
+    out: weakref.ref[Array]
+    out_dtype: np.dtype[Any]
+    out_shape: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
 class Calls:
     """State of a communicator and the path of a call through it."""
 
@@ -102,7 +115,7 @@ class Calls:
         # Whether calls whose sizes may differ do: always, where the transport compares nothing.
         self._agree_sizes = not backend.capabilities.checks_calls
         self._plans: dict[Any, Any] = {}
-        self._repeated: dict[Any, Any] = {}
+        self._repeated: dict[Any, _Kept] = {}
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
 
@@ -200,6 +213,43 @@ class Calls:
             self._plans.clear()
         self._plans[key] = plan
         return plan
+
+    # -- repeated calls -------------------------------------------------------------------
+    # A training step makes the same calls on the same buffers again and again. Where both
+    # arrays are contiguous views (of symmetric memory, say), what a call was prepared with
+    # is kept for as long as they live: such a view can be neither moved nor resized. An
+    # array that owns its memory could, and a buffer over it would keep it alive.
+
+    def _kept(self, key: Any, x: Any, out: Any) -> tuple[Any, ...] | None:
+        """Return what was kept for this call, if the arrays are still the same."""
+        kept = self._repeated.get(key)
+        if kept is None or kept.x() is not x or kept.out() is not out:
+            return None
+        if x.dtype is not kept.x_dtype or x.shape != kept.x_shape:
+            return None
+        if out is not x and (out.dtype is not kept.out_dtype or out.shape != kept.out_shape):
+            return None
+        return kept.arguments
+
+    def _keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, *rest: Any) -> None:
+        """Keep ``rest`` for the next such call, if both arrays are views; see above."""
+        for array, buffer in ((x, src), (out, dst)):
+            if type(array) is not np.ndarray or not array.flags.carray:
+                return
+            base = buffer.array.base
+            if base is None or base is x or base is out or base is not array.base:
+                return
+        if len(self._repeated) >= _REMEMBERED:
+            self._repeated.clear()
+        src.memo, dst.memo = {}, {}
+
+        def forget(_: object) -> None:
+            self._repeated.pop(key, None)
+
+        self._repeated[key] = _Kept(
+            weakref.ref(x, forget), x.dtype, x.shape,
+            weakref.ref(out, forget), out.dtype, out.shape, rest,
+        )  # fmt: skip
 
     # -- arrays ---------------------------------------------------------------------------
 

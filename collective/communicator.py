@@ -197,7 +197,9 @@ class Communicator(Reductions, ObjectCalls):
         """
         for name, value in (("color", color), ("key", key)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InvalidArgumentError(f"split: {name} {value!r} is not an integer {self._who}.")
+                raise InvalidArgumentError(
+                    f"split: {name} {value!r} is not an integer {self._who}."
+                )
         mine = np.array([[color is not None, color or 0, key]], np.int64)
         table = self.all_gather(mine, counts=[1] * self.size)
         if color is None:

@@ -88,6 +88,13 @@ class Movements(Calls):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
+        again = ("broadcast", id(x), id(out), root)
+        plain = timeout is None and not async_op and out is x
+        kept = self._kept(again, x, out) if plain else None
+        if kept is not None and self._lane.idle:
+            self._known_at_root(kept[-1], lambda: (self._backend.broadcast, *kept, self.timeout),
+                                self.timeout)  # fmt: skip
+            return out
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
         template = out if x is None and out is not None else x
@@ -113,6 +120,8 @@ class Movements(Calls):
         else:
             assert output is not None
             buffer = Buffer(output.flat, dtype)
+        if plain:
+            self._keep(again, x, out, buffer, buffer, buffer, root, call)
 
         def run() -> Any:
             self._known_at_root(
@@ -120,7 +129,7 @@ class Movements(Calls):
             )
             if output is None:
                 return x
-            if self.rank == root and output.flat.ctypes.data != buffer.address:
+            if self.rank == root and out is not x:
                 output.flat[:] = buffer.array
             return output.finish()
 
@@ -188,9 +197,7 @@ class Movements(Calls):
                 for given, adapter, (array, dtype) in zip(outs, adapters, views)
             ]
         nbytes = sum(array.nbytes for array, _ in views)
-        call = Call(
-            "broadcast", _UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting
-        )
+        call = Call("broadcast", _UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting)
 
         def run() -> Any:
             packed = Buffer.empty(nbytes, _UINT8)
@@ -293,9 +300,7 @@ class Movements(Calls):
                 )
             mine = Buffer.empty(nbytes[self.rank], _UINT8)
             agreed = Call(what, root=root, sizes=nbytes)
-            self._transport(
-                self._backend.scatter, packed, mine, nbytes, root, agreed, seconds
-            )
+            self._transport(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
             kept = likes if len(likes) == len(names) else [likes[0]] * len(names)
             return self._assemble(what, [mine.array], results, kept, out, options["nesting"], x)
@@ -380,11 +385,22 @@ class Movements(Calls):
         timeout: float | None,
         async_op: bool,
     ) -> Any:
+        method = self._backend.all_gather if root is None else self._backend.gather
+        again = (what, id(x), id(out), root)
+        plain = timeout is None and axis == 0 and counts is None and not async_op
+        plain = plain and not self._agree_sizes and out is not None
+        kept = self._kept(again, x, out) if plain else None
+        differ: list[Header] | None = None
+        if kept is not None and self._lane.idle:
+            try:
+                self._transport(method, *kept, self.timeout)
+                return out
+            except Disagreement as difference:
+                differ = difference.headers
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
         leaves = [_Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
         receives = root is None or root == self.rank
-        method = self._backend.all_gather if root is None else self._backend.gather
         known: list[list[int]] | None = None
         if counts is not None:
             lengths = check_counts(what, counts, self.size)
@@ -400,8 +416,12 @@ class Movements(Calls):
         def send(rows: list[list[int]], agreed: Call) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
             ends = (agreed, seconds) if root is None else (root, agreed, seconds)
-            if len(leaves) == 1:
-                return self._collect_one(what, method, leaves[0], rows[0], receives, out, ends, x)
+            if nesting == 0:
+                elements = [length * leaves[0].rows.inner for length in rows[0]]
+                return self._move_one(
+                    what, method, leaves[0], sum(rows[0]), sum(elements[: self.rank]), receives,
+                    out, (elements, *ends), (again, x) if plain and agreed is call else None,
+                )  # fmt: skip
             nbytes = [
                 sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
                 for k in range(self.size)
@@ -417,12 +437,14 @@ class Movements(Calls):
 
         def run() -> Any:
             even = known or [[leaf.rows.length] * self.size for leaf in leaves]
-            try:
-                if self._agree_first or (self._agree_sizes and known is None):
-                    self._transport(self._backend.agree, call, seconds)
-                return send(even, call)
-            except Disagreement as difference:
-                headers = difference.headers
+            headers = differ
+            if headers is None:
+                try:
+                    if self._agree_first or (self._agree_sizes and known is None):
+                        self._transport(self._backend.agree, call, seconds)
+                    return send(even, call)
+                except Disagreement as difference:
+                    headers = difference.headers
             if known is not None:
                 self._mismatch(headers)
             rows = self._rows_of(headers, len(leaves))
@@ -430,20 +452,27 @@ class Movements(Calls):
 
         return self._go(what, run, async_op)
 
-    def _collect_one(
+    def _move_one(
         self,
         what: str,
         method: Any,
         leaf: _Leaf,
-        lengths: list[int],
+        total: int,
+        at: int | None,
         receives: bool,
         out: Any,
-        ends: tuple[Any, ...],
-        x: Any,
+        rest: tuple[Any, ...],
+        again: tuple[Any, Any] | None,
     ) -> Any:
+        """Move one array, straight from where it is and to where it goes.
+
+        Args:
+            total: rows of the result.
+            at: where this rank's own piece is in the result, if the call may be in place.
+            rest: what the transport wants to know besides the buffers.
+            again: the key under which to keep the call, and x.
+        """
         rows, dtype = leaf.rows, leaf.dtype
-        elements = [length * rows.inner for length in lengths]
-        total = sum(lengths)
         fits: Exception | None = None
         output = None
         if receives:
@@ -458,12 +487,15 @@ class Movements(Calls):
         dst = None
         if output is not None:
             target = rows.target(output.flat, total)
-            own = sum(elements[: self.rank])
-            mine = target[own : own + src.size]
-            if np.may_share_memory(src, target) and not _same(src, mine):
+            if np.may_share_memory(src, target) and (
+                at is None or not _same(src, target[at : at + src.size])
+            ):
                 src = src.copy()
             dst = Buffer(target, dtype)
-        self._transport(method, Buffer(src, dtype), dst, elements, *ends)
+        source = Buffer(src, dtype)
+        if again is not None and dst is not None and fits is None:
+            self._keep(*again, out, source, dst, source, dst, *rest[:-1])
+        self._transport(method, source, dst, *rest)
         if fits is not None:
             raise fits
         if output is None:
@@ -506,7 +538,18 @@ class Movements(Calls):
         See Also:
             MPI_Alltoallv, ncclAlltoAll.
         """
-        what = "all_to_all"
+        what, method = "all_to_all", self._backend.all_to_all
+        again = (what, id(x), id(out))
+        plain = timeout is None and axis == 0 and counts is None and not async_op
+        plain = plain and not self._agree_sizes and out is not None
+        kept = self._kept(again, x, out) if plain else None
+        differ: list[Header] | None = None
+        if kept is not None and self._lane.idle:
+            try:
+                self._transport(method, *kept, self.timeout)
+                return out
+            except Disagreement as difference:
+                differ = difference.headers
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
         leaves = [_Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
@@ -515,21 +558,29 @@ class Movements(Calls):
 
         def run() -> Any:
             # What a rank receives is written in the others' headers, or like its own.
-            try:
-                if self._agree_sizes:
-                    self._transport(self._backend.agree, call, seconds)
-                return send([[s[self.rank]] * self.size for s in sends], call)
-            except Disagreement as difference:
-                headers = difference.headers
+            headers = differ
+            if headers is None:
+                try:
+                    if self._agree_sizes:
+                        self._transport(self._backend.agree, call, seconds)
+                    return send([[s[self.rank]] * self.size for s in sends], call)
+                except Disagreement as difference:
+                    headers = difference.headers
             self._rows_of(headers, len(leaves))
             table = [header["options"]["sizes"] for header in headers]
             receives = [
-                [table[rank][k][self.rank] for rank in range(self.size)]
-                for k in range(len(leaves))
+                [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
             ]
             return send(receives, Call(what, sizes=table))
 
         def send(receives: list[list[int]], agreed: Call) -> Any:
+            if nesting == 0:
+                inner = leaves[0].rows.inner
+                elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
+                return self._move_one(
+                    what, method, leaves[0], sum(receives[0]), None, True, out,
+                    (*elements, agreed, seconds), (again, x) if plain and agreed is call else None,
+                )  # fmt: skip
             to, coming = (
                 [
                     sum(n[r] * leaf.rows.inner * leaf.dtype.itemsize
@@ -538,24 +589,16 @@ class Movements(Calls):
                 ]
                 for counts in (sends, receives)
             )  # fmt: skip
-            if len(leaves) == 1:
-                source = leaves[0].rows.array.ravel().view(np.uint8)
-            else:
-                source = _packed(
-                    [
-                        leaf.rows.piece(cut, rank)
-                        for rank in range(self.size)
-                        for leaf, cut in zip(leaves, sends)
-                    ]
-                )
-            dst = Buffer.empty(sum(coming), _UINT8)
-            self._transport(
-                self._backend.all_to_all, Buffer(source, _UINT8), dst, to, coming, agreed, seconds
+            source = _packed(
+                [
+                    leaf.rows.piece(cut, rank)
+                    for rank in range(self.size)
+                    for leaf, cut in zip(leaves, sends)
+                ]
             )
+            dst = Buffer.empty(sum(coming), _UINT8)
+            self._transport(method, Buffer(source, _UINT8), dst, to, coming, agreed, seconds)
             parts = np.split(dst.array, list(accumulate(coming))[:-1])
-            if len(leaves) == 1:
-                parts = [dst.array]
-                receives = [[sum(receives[0])]]
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)
 

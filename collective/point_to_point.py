@@ -234,9 +234,7 @@ class PointToPoint(Calls):
             return None
         return Buffer(array.ravel(), dtype).bytes()
 
-    def _arrived(
-        self, words: np.ndarray[Any, Any], payload: Buffer, out: Any, like: Any
-    ) -> Any:
+    def _arrived(self, words: np.ndarray[Any, Any], payload: Buffer, out: Any, like: Any) -> Any:
         if words[0] == _OBJECT:
             value = objects.decode(payload.array)
             return value if out is None else _fill(out, value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +31,6 @@ class _Plan:
         self.op = op
         self.ordered = ordered
         self.call = call
-
-
-class _Repeated(NamedTuple):
-    """An in-place reduction that has been made before with the same array."""
-
-    array: weakref.ref[Array]
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    arguments: tuple[Any, ...]
 
 
 class Reductions(Calls):
@@ -86,12 +76,11 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        if out is x:
-            repeated = self._repeated.get((id(x), op, order))
-            if repeated is not None and repeated.array() is x and not async_op and timeout is None:
-                if x.dtype is repeated.dtype and x.shape == repeated.shape and self._lane.idle:
-                    self._collective(self._backend.all_reduce, *repeated.arguments, self.timeout)
-                    return out
+        again = ("all_reduce", id(x), id(out), op, order)
+        kept = None if async_op or timeout is not None else self._kept(again, x, out)
+        if kept is not None and self._lane.idle:
+            self._collective(self._backend.all_reduce, *kept, self.timeout)
+            return out
         if type(x) in _TREES:
             run = self._tree_reduction("all_reduce", x, op, out, order, timeout, None)
             return self._go("all_reduce", run, async_op)
@@ -101,26 +90,14 @@ class Reductions(Calls):
         key = ("all_reduce", dtype, shape, op, order)
         plan = self._plans.get(key) or self._plan(key, None)
         seconds = self.timeout if timeout is None else self._seconds(timeout)
-        if out is x and type(x) is np.ndarray and x.flags.carray:
-            # In place, as training loops do it: nothing to allocate and nothing to compare.
-            src = dst = Buffer(array.ravel(), dtype)
-            if src.array.base is not x:
-                self._repeat((id(x), op, order), x, src, plan)
-            if not async_op and self._lane.idle:
-                self._collective(
-                    self._backend.all_reduce, plan.call, src, dst, plan.op, plan.ordered,
-                    plan.call, seconds,
-                )  # fmt: skip
-                return out
         output = Output("all_reduce", out, adapter, shape, dtype)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+        ends = (plan.op, plan.ordered, plan.call)
+        self._keep(again, x, out, src, dst, plan.call, src, dst, *ends)
 
         def run() -> Any:
-            self._collective(
-                self._backend.all_reduce, plan.call, src, dst, plan.op, plan.ordered, plan.call,
-                seconds,
-            )  # fmt: skip
+            self._collective(self._backend.all_reduce, plan.call, src, dst, *ends, seconds)
             return output.finish()
 
         return self._go("all_reduce", run, async_op)
@@ -226,9 +203,7 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
 
         def run() -> Any:
-            self._collective(
-                self._backend.scan, plan.call, src, dst, plan.op, plan.call, seconds
-            )
+            self._collective(self._backend.scan, plan.call, src, dst, plan.op, plan.call, seconds)
             return output.finish()
 
         return self._go("scan", run, async_op)
@@ -265,6 +240,12 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
+        again = ("reduce_scatter", id(x), id(out), op, order)
+        plain = timeout is None and axis == 0 and counts is None and not async_op
+        kept = self._kept(again, x, out) if plain else None
+        if kept is not None and self._lane.idle:
+            self._collective(self._backend.reduce_scatter, *kept, self.timeout)
+            return out
         if type(x) in _TREES:
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
@@ -278,30 +259,19 @@ class Reductions(Calls):
         piece = rows.target(output.flat, sizes[self.rank])
         src = self._input(rows.array, dtype, output, out, None)
         seconds = self._seconds(timeout)
-        elements = [size * rows.inner for size in sizes]
+        dst = Buffer(piece, dtype)
+        ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
+        if plain:
+            self._keep(again, x, out, src, dst, plan.call, src, dst, *ends)
 
         def run() -> Any:
-            self._collective(
-                self._backend.reduce_scatter, plan.call, src, Buffer(piece, dtype), elements,
-                plan.op, plan.ordered, plan.call, seconds,
-            )  # fmt: skip
+            self._collective(self._backend.reduce_scatter, plan.call, src, dst, *ends, seconds)
             rows.restore(piece, output.flat, sizes[self.rank])
             return output.finish()
 
         return self._go("reduce_scatter", run, async_op)
 
     # -- shared ---------------------------------------------------------------------------
-
-    def _repeat(self, key: Any, x: Array, buffer: Buffer, plan: _Plan) -> None:
-        """Keep what it took to reduce ``x`` in place, for as long as ``x`` lives.
-
-        Only for views, such as symmetric memory: a buffer over an array that owns its
-        memory would keep it alive. Such a view cannot be moved or resized either.
-        """
-        buffer.memo = {}
-        gone = weakref.ref(x, lambda _: self._repeated.pop(key, None))
-        arguments = (plan.call, buffer, buffer, plan.op, plan.ordered, plan.call)
-        self._repeated[key] = _Repeated(gone, x.dtype, x.shape, arguments)
 
     def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
         what, dtype, shape, op, order = key[:5]
@@ -410,7 +380,9 @@ class Reductions(Calls):
         leaves = tree.flatten(x)
         nesting = tree.skeleton(x)
         outs = (
-            [None] * len(leaves) if out is None else self._leaves_like("reduce_scatter", out, nesting)
+            [None] * len(leaves)
+            if out is None
+            else self._leaves_like("reduce_scatter", out, nesting)
         )
         adapters = [adapter_of(leaf) for leaf in leaves]
         views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
@@ -427,7 +399,17 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
         groups = []
         for dtype, members in by_dtype.items():
-            key = ("reduce_scatter", dtype, (), op, order, axis, str(nesting), str(shapes), str(counts))
+            key = (
+                "reduce_scatter",
+                dtype,
+                (),
+                op,
+                order,
+                axis,
+                str(nesting),
+                str(shapes),
+                str(counts),
+            )
             plan = self._plans.get(key) or self._plan(
                 key, None, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )

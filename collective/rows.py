@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,16 +32,14 @@ class Rows:
         if self._scalar:
             array = array.reshape(1)
         if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
-            raise ShapeError(
-                f"{what}: axis {axis!r} of an array of {array.ndim} dimensions."
-            )
+            raise ShapeError(f"{what}: axis {axis!r} of an array of {array.ndim} dimensions.")
         self.axis = axis % array.ndim
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)
         self.array = np.ascontiguousarray(array)
         self.length = array.shape[0]
         self._rest = array.shape[1:]
-        self.inner = int(np.prod(self._rest, dtype=np.int64))
+        self.inner = math.prod(self._rest)
 
     def shape_with(self, length: int) -> tuple[int, ...]:
         """Return the shape that the array has with another length of its axis."""

@@ -15,7 +15,7 @@ from collective.config import Config, load
 from collective.errors import CommunicatorClosedError, ConfigError, UnsupportedError
 from collective.world import World, build
 
-__all__ = ["choose", "current", "init", "set_current", "settings", "thread_world"]
+__all__ = ["choose", "current", "init", "leave_thread", "set_current", "settings", "thread_world"]
 
 # The current communicator: a thread's own where ranks are threads, else the process's.
 _of_thread = threading.local()
@@ -153,6 +153,15 @@ def set_current(comm: Communicator) -> None:
 def thread_world(world: World | None) -> None:
     """Make ``init()`` in this thread join ``world``: launchers of ranks as threads say this."""
     _of_thread.world = world
+
+
+def leave_thread(failure: Failure | None) -> None:
+    """Close what this thread's ``init()`` opened, telling the peers of a failure."""
+    comm: Communicator | None = getattr(_of_thread, "communicator", None)
+    if comm is not None and not comm.closed:
+        if failure is not None:
+            comm._abort(failure)
+        comm._backend.close()
 
 
 @atexit.register

@@ -366,4 +366,6 @@ class Control:
 
 def _clip(text: str, nbytes: int) -> bytes:
     raw = text.encode()
-    return raw if len(raw) <= nbytes else raw[: nbytes - 3].decode(errors="ignore").encode() + b"..."
+    return (
+        raw if len(raw) <= nbytes else raw[: nbytes - 3].decode(errors="ignore").encode() + b"..."
+    )

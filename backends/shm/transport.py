@@ -23,7 +23,7 @@ from collective.reduction import Fold, Scale
 from .control import SLOT_BYTES, Control, Layout
 from .ring import Receiving, Ring, Sending
 from .segment import Segment, process_vm_readv
-from .inplace import IN_PLACE_BYTES, InPlace
+from .prepared import PREPARED_BYTES, Prepared, prepare
 from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ Array = np.ndarray[Any, Any]
 _UINT8 = BY_NAME["uint8"]
 _GROUP_TAG = -2
 _PATH_BYTES = 256
+_PREPARABLE = ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _SMALL_KEPT = 1024
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
 
@@ -208,9 +209,7 @@ class ShmBackend(OneSided):
         if not self._spin(receiving.advance):
             sources = [r for r in range(self.size) if r != self.rank and src in (ANY_SOURCE, r)]
             what = f"recv(tag={tag})"
-            self._control.wait(
-                receiving.advance, lambda: sources, what, timeout, all_needed=False
-            )
+            self._control.wait(receiving.advance, lambda: sources, what, timeout, all_needed=False)
         return receiving.source
 
     def sendrecv(
@@ -271,31 +270,9 @@ class ShmBackend(OneSided):
     def all_reduce(
         self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
     ) -> None:
-        if src.memo is not None and src is dst and src.array.nbytes >= IN_PLACE_BYTES:
-            place = src.memo.get(call)
-            if place is None:
-                place = src.memo[call] = InPlace.prepare(self._heap, self._control, src, op, call)
-            if place:
-                try:
-                    place.run(self._control, timeout)
-                    return
-                except Disagreement as difference:
-                    if not difference.alike:
-                        raise
-        try:
-            self._all_reduce(src, dst, op, ordered, call, timeout)
-        except Disagreement as difference:
-            # A peer has its buffer in symmetric memory and tried that first.
-            if not difference.alike:
-                raise
-            self._all_reduce(src, dst, op, ordered, call, timeout)
-
-    def _all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
-    ) -> None:
         source = src.array
         if source.nbytes > SLOT_BYTES:
-            _all_reduce_large(self, src, dst, op, ordered, call, timeout)
+            super().all_reduce(src, dst, op, ordered, call, timeout)
             return
         # The general path does the same in 3 µs more: it matters below a few KiB only.
         small = self._small.get(call) or self._prepare_small(call, op, src)
@@ -315,6 +292,12 @@ class ShmBackend(OneSided):
                 small.fold(out, view, out=out)
         if small.post is not None:
             small.post(out, out)
+
+    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Prepared | None:
+        """Return an operation that will be repeated, prepared, or None."""
+        if name not in _PREPARABLE or arguments[0].nbytes < PREPARED_BYTES:
+            return None
+        return prepare(self._heap, self._control, name, arguments[:-1])
 
     def _prepare_small(self, call: Call, op: ReduceOp, src: Buffer) -> _Small:
         if len(self._small) >= _SMALL_KEPT:
@@ -431,22 +414,41 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
             ) from error
 
 
-def _or_messages(name: str) -> Callable[..., None]:
-    """Return operation ``name`` over shared memory, or over messages where that can't be."""
-    shared, messages = getattr(OneSided, name), getattr(Backend, name)
+def _with_choice(name: str) -> Callable[..., None]:
+    """Return operation ``name``: prepared if it can be, else general, else over messages.
 
-    @functools.wraps(shared)
-    def operation(self: ShmBackend, *args: Any) -> None:
+    Which way it goes has to be the same on all ranks. Prepared calls have other digests,
+    so if some ranks prepared and others did not, or at other places, all of them find out
+    together that they asked for the same and differ in that only, and go the general way.
+    """
+    general, messages = getattr(ShmBackend, name), getattr(Backend, name)
+
+    @functools.wraps(general)
+    def operation(self: ShmBackend, *arguments: Any) -> None:
+        memo = arguments[0].memo if arguments[0] is not None else None
         try:
-            shared(self, *args)
+            if memo is not None:
+                prepared = memo.get(name, self)
+                if prepared is self:
+                    prepared = memo[name] = self.prepare(name, arguments)
+                if prepared is not None:
+                    prepared.run(arguments[-1])
+                    return
+            general(self, *arguments)
         except NeedsMessages:
-            messages(self, *args)
+            messages(self, *arguments)
+        except Disagreement as difference:
+            if not difference.alike:
+                raise
+            try:
+                general(self, *arguments)
+            except NeedsMessages:
+                messages(self, *arguments)
 
     return operation
 
 
-_all_reduce_large = _or_messages("all_reduce")
 for _name in (
-    "broadcast reduce reduce_scatter scan scatter gather all_gather all_to_all"
+    "broadcast reduce all_reduce reduce_scatter scan scatter gather all_gather all_to_all"
 ).split():
-    setattr(ShmBackend, _name, _or_messages(_name))
+    setattr(ShmBackend, _name, _with_choice(_name))

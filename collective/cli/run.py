@@ -53,7 +53,14 @@ def execute(options: argparse.Namespace) -> int:
         for key, value in given.items()
         if value is not None
     }
-    return launch(["-m"] * options.module + program, options.n, variables)
+    arguments = ["-m"] * options.module + program
+    if "backend" in found and found["backend"].value == "threads":
+        os.environ.update(variables)
+        # Here and not above: it brings NumPy and the transports along.
+        from collective import launch_threads
+
+        return launch_threads.main([str(options.n), *arguments])
+    return launch(arguments, options.n, variables)
 
 
 def _size(text: str) -> int:

@@ -64,7 +64,10 @@ class Outcome:
     @classmethod
     def failed(cls, error: BaseException) -> Outcome:
         """Return the outcome of a rank that raised ``error``."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        trace = error.__traceback__
+        # The first frame is the pool's own.
+        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+        text = "".join(traceback.format_exception(type(error), error, trace))
         return cls(error=error, traceback=text)
 
 
@@ -77,6 +80,7 @@ class RanksFailedError(Exception):
     Attributes:
         errors: rank -> exception, the cause first.
         tracebacks: rank -> its traceback as text.
+        results: rank -> what it returned, for the ranks that did not fail.
         size: how many ranks the job had.
     """
 
@@ -84,22 +88,31 @@ class RanksFailedError(Exception):
         self,
         errors: Mapping[int, BaseException],
         tracebacks: Mapping[int, str],
+        results: Mapping[int, Any],
         size: int,
     ) -> None:
-        super().__init__(dict(errors), dict(tracebacks), size)
+        super().__init__(dict(errors), dict(tracebacks), dict(results), size)
         self.errors: dict[int, BaseException] = dict(errors)
         self.tracebacks: dict[int, str] = dict(tracebacks)
+        self.results: dict[int, Any] = dict(results)
         self.size = size
 
     @classmethod
     def of(cls, outcomes: Mapping[int, Outcome], size: int) -> RanksFailedError | None:
         """Return the exception for the ranks that failed, or None if all went well."""
-        failed = {rank: out for rank, out in outcomes.items() if out.error is not None}
+        failed: dict[int, tuple[int, float, BaseException]] = {}
+        for rank, outcome in outcomes.items():
+            if outcome.error is not None:
+                failed[rank] = (_weight(outcome.error), outcome.when, outcome.error)
         if not failed:
             return None
-        ranks = sorted(failed, key=lambda rank: (_weight(failed[rank].error), failed[rank].when))
-        errors = {rank: failed[rank].error for rank in ranks}
-        return cls(errors, {rank: failed[rank].traceback for rank in ranks}, size)  # type: ignore[arg-type]
+        ranks = sorted(failed, key=lambda rank: failed[rank][:2])
+        return cls(
+            {rank: failed[rank][2] for rank in ranks},
+            {rank: outcomes[rank].traceback for rank in ranks},
+            {rank: out.value for rank, out in sorted(outcomes.items()) if out.error is None},
+            size,
+        )
 
     @property
     def cause(self) -> BaseException:

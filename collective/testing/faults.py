@@ -8,7 +8,8 @@
 
 A *call* is an operation of the transport: each collective, send, recv or ``empty`` of a
 communicator, counted from 1 on each rank; a structure makes one for every dtype in it. The
-comparison that goes before a call on transports that need one is not counted.
+comparison that goes before a call on transports that need one is not counted, and groups
+made of the communicator go without faults.
 """
 
 from __future__ import annotations

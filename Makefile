@@ -1,0 +1,76 @@
+# Everything is built into .venv on first use; later calls find it there.
+#
+#   make demo     train LeNet on MNIST digits on 4 ranks over shared memory
+#   make test     run the tests
+#   make check    formatter, linter, types and tests
+#   make bench    compare with MPI and Gloo
+#   make clean    remove all that was built
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+# The first Python that is new enough and can make a virtual environment.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
+	2>/dev/null; then echo $$p; break; fi; done)
+# Asked for by itself, as other versions bring gigabytes for GPUs that nothing here uses.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+# pip notes at length which of the configured places it did not look in.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
+
+.PHONY: demo test check format lint types bench clean
+.DEFAULT_GOAL := demo
+
+demo: .venv/.demo
+	$(BIN)/collective run -n 4 --backend shm examples/mnist_sgd.py
+
+test: .venv/.dev
+	$(BIN)/python -m pytest
+
+# The tests last: the quick checks fail first, and the output ends with the tests' count.
+check: format lint types test
+
+format: .venv/.dev
+	$(BIN)/ruff format --check .
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+
+types: .venv/.dev
+	$(BIN)/mypy --strict -p collective
+
+bench: .venv/.bench
+	$(BIN)/python benchmarks/compare.py
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
+	"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Building .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+
+.venv/.demo: pyproject.toml | .venv/bin/python
+	@echo "Installing $(TORCH)"
+	@$(PIP) '$(TORCH)' $(QUIETLY)
+	@echo "Installing collective[torch,examples]"
+	@$(PIP) --editable '.[torch,examples]' $(QUIETLY)
+	@touch $@
+
+.venv/.dev: .venv/.demo
+	@echo "Installing collective[dev]"
+	@$(PIP) --editable '.[dev]' $(QUIETLY)
+	@touch $@
+
+.venv/.bench: .venv/.demo
+	@echo "Installing collective[bench]"
+	@$(PIP) --editable '.[bench]' $(QUIETLY)
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""PyTorch: its tensors as arrays of ``collective``."""

@@ -1,0 +1,172 @@
+"""Operations in symmetric memory, prepared once and repeated: the fastest path.
+
+With all ranks' buffers at corresponding places of one segment, an operation is: arrive,
+fold or copy some slices, depart. The slices are made the first time; a repetition is two
+waits and a NumPy call or two for each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collective import reduction
+from collective.backends.onesided import CHUNK_BYTES
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.ops import ReduceOp
+
+from .control import Control
+from .symmetric import Heap
+
+__all__ = ["PREPARED_BYTES", "Prepared", "prepare"]
+
+Array = np.ndarray[Any, Any]
+# To fold: the ranks' slices, in rank order, and where the result goes, the first of them
+# being where it is made.
+Piece = tuple[list[Array], list[Array]]
+
+#: Below this a copy through the slots costs less than a second wait.
+PREPARED_BYTES = 24 << 10
+
+
+class Prepared:
+    """One operation on given buffers.
+
+    The call's digest is made to depend on the place of the source: if the ranks' places do
+    not correspond, the comparison of digests says so before anything is touched.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        call: Call,
+        place: tuple[int, int],
+        copies: Sequence[tuple[Array, Array]] = (),
+        pieces: Sequence[Piece] = (),
+    ) -> None:
+        self._control = control
+        self._call = call.at(*place)
+        self._copies = [(to, source) for to, source in copies if to.size]
+        self._pieces = pieces
+        self._whole: Array | None = None
+        self._pre: reduction.Scale | None = None
+
+    def folding(self, op: ReduceOp, buffer: Buffer) -> Prepared:
+        """Set the arithmetic of the pieces."""
+        size = self._control.size
+        self._fold = reduction.fold(op, buffer.dtype)
+        self._pre = reduction.pre(op, buffer.dtype, size)
+        self._post = reduction.post(op, buffer.dtype, size)
+        self._whole = buffer.array
+        longest = max((targets[0].size for _, targets in self._pieces), default=0)
+        self._scratch = np.empty(longest if size > 2 else 0, buffer.array.dtype)
+        return self
+
+    def run(self, timeout: float) -> None:
+        """Do it.
+
+        Raises:
+            Disagreement: the ranks' calls or places differ; nothing was written.
+        """
+        control = self._control
+        control.arrive(self._call, timeout)
+        if self._pre is not None:
+            self._pre(self._whole, self._whole)
+            control.sync(timeout)
+        for slices, targets in self._pieces:
+            self._fold_piece(slices, targets)
+        for to, source in self._copies:
+            to[:] = source
+        control.sync(timeout)
+
+    def _fold_piece(self, slices: list[Array], targets: list[Array]) -> None:
+        fold, first = self._fold, targets[0]
+        if len(slices) == 2:
+            fold(slices[0], slices[1], out=first)
+        elif len(slices) > 2:
+            partial = self._scratch[: first.size]
+            fold(slices[0], slices[1], out=partial)
+            for piece in slices[2:-1]:
+                fold(partial, piece, out=partial)
+            fold(partial, slices[-1], out=first)
+        else:
+            first[:] = slices[0]
+        if self._post is not None:
+            self._post(first, first)
+        for target in targets[1:]:
+            target[:] = first
+
+
+def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...]) -> Prepared | None:
+    """Return operation ``name`` of a transport, prepared, or None if that cannot be.
+
+    Args:
+        arguments: what the transport was called with, but for the timeout.
+    """
+    src: Buffer = arguments[0]
+    call: Call = arguments[-1]
+    rank, size = control.rank, control.size
+    number, offset, _ = heap.locate(src.array)
+    if not number:
+        return None
+    place = (number, offset)
+
+    def views(counts: Sequence[int]) -> list[Array]:
+        found = [heap.view(number, r, offset, src.array.dtype, counts[r]) for r in range(size)]
+        return [view for view in found if view is not None]  # src itself keeps them mapped
+
+    if name == "broadcast":
+        root = arguments[1]
+        whole = views([src.count] * size)
+        copies = [(src.array, whole[root])] if rank != root else []
+        return Prepared(control, call, place, copies)
+    dst: Buffer = arguments[1]
+    if name == "all_gather":
+        counts: Sequence[int] = arguments[2]
+        starts = [0, *accumulate(counts)]
+        order = [(rank + step) % size for step in range(size)]
+        parts = views(counts)
+        copies = [(dst.array[starts[r] : starts[r + 1]], parts[r]) for r in order]
+        if dst.array[starts[rank] :].ctypes.data == src.address:
+            copies = copies[1:]
+        return Prepared(control, call, place, copies)
+    whole = views([src.count] * size)
+    if name == "all_to_all":
+        sends, receives = arguments[2], arguments[3]
+        if len({*sends, *receives}) > 1:
+            return None  # where a piece starts in the peer's buffer is not known here
+        count = sends[0]
+        order = [(rank + step) % size for step in range(size)]
+        mine = slice(rank * count, (rank + 1) * count)
+        copies = [(dst.array[r * count : (r + 1) * count], whole[r][mine]) for r in order]
+        return Prepared(control, call, place, copies)
+    if name == "reduce_scatter":
+        counts, op = arguments[2], arguments[3]
+        start = sum(counts[:rank])
+        pieces = _pieces(whole, start, start + counts[rank], [dst.array], start)
+        prepared = Prepared(control, call, place, pieces=pieces).folding(op, src)
+        return None if prepared._pre is not None else prepared  # it would change src
+    assert name == "all_reduce"
+    if dst is not src:
+        return None
+    start, stop = (src.count * r // size for r in (rank, rank + 1))
+    targets = [whole[(rank + step) % size] for step in range(size)]
+    pieces = _pieces(whole, start, stop, targets, 0)
+    return Prepared(control, call, place, pieces=pieces).folding(arguments[2], src)
+
+
+def _pieces(
+    sources: list[Array], start: int, stop: int, targets: list[Array], shift: int
+) -> list[Piece]:
+    step = max(1, CHUNK_BYTES // sources[0].itemsize)
+    return [
+        (
+            [source[low : min(low + step, stop)] for source in sources],
+            [target[low - shift : min(low + step, stop) - shift] for target in targets],
+        )
+        for low in range(start, stop, step)
+    ]

@@ -1,0 +1,111 @@
+"""Tables for people, with rich where it is installed, and JSON for everybody else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Progress", "duration", "machine", "parse_size", "print_table", "size_name", "write"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Return bytes for ``"4"``, ``"64K"``, ``"16M"``."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = 0 if match is None else int(match[1]) * _UNITS[match[2].upper()]
+    if nbytes < 4:
+        raise argparse.ArgumentTypeError(f"{text!r}; at least 4 bytes, such as 4, 64K or 16M")
+    return nbytes
+
+
+def size_name(nbytes: int) -> str:
+    """Return bytes as ``"64 KiB"``."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as microseconds of three digits, without an exponent."""
+    us = seconds * 1e6
+    return f"{us:.0f}" if us >= 100 else f"{us:.3g}"
+
+
+def machine() -> dict[str, Any]:
+    """Return what has to be known about the place of a measurement."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        model = found[1] if found else model
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: all but the first column to the right if they are figures."""
+    if importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+
+        # Into a pipe or file it must not be cut to the width of a terminal.
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        table = Table(title=title, title_justify="left")
+        for index, name in enumerate(header):
+            figures = index > 0 and all(_is_figure(row[index]) for row in rows)
+            table.add_column(name, justify="right" if figures else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    print(title)
+    for row in [header, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell in "-–"
+
+
+class Progress:
+    """Says on standard error what is being measured: one line that is written over."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._shown:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def write(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Write JSON, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,62 @@
+"""The barrier before each timed call: the same for every library."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+__all__ = ["StartLine"]
+
+_LINE = 64  # words between two ranks' counters, to keep them off one cache line
+_POLLS = 50  # before the processor is yielded, for more ranks than cores
+_PATIENCE_S = 60.0
+
+
+class StartLine:
+    """Words in a shared file: a rank writes how often it came, and waits for the others'.
+
+    A library's own barrier would let its ranks go at different times, and charge the
+    difference to the operation that follows.
+
+    Args:
+        path: a file of :meth:`create`, the same on all ranks.
+        rank, size: which of how many this is.
+    """
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        with open(path, "r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._mine = rank * _LINE
+        self._others = [other * _LINE for other in range(size) if other != rank]
+        self._step = 0
+
+    @staticmethod
+    def create(path: Path, size: int) -> None:
+        """Make the file."""
+        path.write_bytes(bytes(size * _LINE * 8))
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here as often as this one.
+
+        Raises:
+            TimeoutError: one of them has not, for a minute.
+        """
+        words = self._words
+        self._step = step = self._step + 1
+        words[self._mine] = step
+        for other in self._others:
+            if words[other] < step:
+                self._wait_for(other, step)
+
+    def _wait_for(self, other: int, step: int) -> None:
+        words = self._words
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            for _ in range(_POLLS):
+                if words[other] >= step:
+                    return
+            os.sched_yield()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {other // _LINE} did not come to the start line")

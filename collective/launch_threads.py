@@ -1,0 +1,206 @@
+"""``collective run --backend threads``: the ranks are threads of one process.
+
+Each thread runs the program in a namespace of its own, as ``__main__``. What the ranks
+print is prefixed as if they were processes. Modules, ``sys.argv`` and the environment
+are shared, as between any threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any, TextIO
+
+from collective import session
+from collective.backend import Failure
+from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
+from collective.store import Store
+from collective.world import World
+
+__all__ = ["main"]
+
+# How long the other ranks may take to end once one has failed.
+_GRACE_S = 1.5
+
+
+class _Nowhere(Store):
+    """Threads meet in memory."""
+
+    def set(self, key: str, value: bytes) -> None:
+        raise NotImplementedError("ranks that are threads need no store")
+
+    def get(self, key: str, deadline: float) -> bytes:
+        raise NotImplementedError("ranks that are threads need no store")
+
+    def try_get(self, key: str) -> bytes | None:
+        return None
+
+    def delete(self, key: str) -> None:
+        return None
+
+
+class _Prefixed:
+    """A text stream that puts the writing thread's rank before each line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._rests: dict[int, str] = {}
+        self._rank = threading.local()
+
+    def begin(self, rank: int) -> None:
+        """Take what this thread writes from now on for the output of ``rank``."""
+        self._rank.value = rank
+
+    def write(self, text: str) -> int:
+        """Write whole lines, and keep the rest until the line ends."""
+        rank = getattr(self._rank, "value", None)
+        with self._lock:
+            if rank is None:
+                return self._stream.write(text)
+            whole, found, rest = (self._rests.get(rank, "") + text).rpartition("\n")
+            self._rests[rank] = rest
+            if found:
+                lines = [f"[{rank}] {line.rpartition(chr(13))[2]}\n" for line in whole.split("\n")]
+                self._stream.write("".join(lines))
+                self._stream.flush()
+        return len(text)
+
+    def finish(self) -> None:
+        """Write the line that this thread has not ended."""
+        if self._rests.get(getattr(self._rank, "value", -1)):
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        """Say no: several ranks share the terminal."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Ranks:
+    """The running ranks and how they ended."""
+
+    def __init__(self, size: int, code: CodeType, path: str, package: str | None) -> None:
+        self.size = size
+        self.codes: dict[int, int] = {}
+        self.failures: list[tuple[bool, int, str]] = []
+        self.failed = threading.Event()
+        self._code = code
+        self._path = path
+        self._package = package
+        self._job = f"threads-{secrets.token_hex(8)}"
+
+    def run(self, rank: int, streams: Sequence[_Prefixed]) -> None:
+        """Run the program as ``rank``."""
+        for stream in streams:
+            stream.begin(rank)
+        world = World(
+            rank, self.size, rank, self.size, socket.gethostname(), "collective", self._job,
+            _Nowhere(),
+        )  # fmt: skip
+        session.thread_world(world)
+        namespace = {
+            "__name__": "__main__",
+            "__file__": self._path,
+            "__package__": self._package,
+            "__builtins__": __builtins__,
+        }
+        code = 0
+        try:
+            exec(self._code, namespace)
+        except SystemExit as leave:
+            code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+            if isinstance(leave.code, str):
+                print(leave.code, file=sys.stderr)
+        except BaseException as error:
+            code = 1
+            # The launcher's own frames come first and tell nothing.
+            trace = error.__traceback__.tb_next if error.__traceback__ else None
+            text = "".join(traceback.format_exception(type(error), error, trace))
+            echo = isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError))
+            self.failures.append((echo, rank, text))
+        with contextlib.suppress(Exception):
+            session.leave_thread(
+                Failure("failed", rank, self.failures[-1][2]) if code and self.failures else None
+            )
+        self.codes[rank] = code
+        for stream in streams:
+            stream.finish()
+        if code:
+            self.failed.set()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code."""
+    size, program = int(arguments[0]), list(arguments[1:])
+    code, path, package = _load(program)
+    streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    ranks = _Ranks(size, code, path, package)
+    # Daemons: a rank that hangs must not outlive the grace that it is given.
+    threads = [
+        threading.Thread(target=ranks.run, args=(rank, streams), name=f"rank-{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    result = 0
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not ranks.failed.is_set():
+                thread.join(0.1)
+        if ranks.failed.is_set():
+            for thread in threads:
+                thread.join(_GRACE_S / size)
+    except KeyboardInterrupt:
+        result = 130
+    if ranks.failed.is_set() and not result:
+        first = min(ranks.failures, default=None)
+        rank = first[1] if first else next(r for r, c in ranks.codes.items() if c)
+        result = ranks.codes.get(rank, 1)
+        print(
+            f"collective run: rank {rank} failed first (exit code {result})"
+            + ("; its traceback:" if first else "."),
+            file=sys.stderr,
+        )
+        if first:
+            print(first[2], end="", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.is_alive() for thread in threads):
+        os._exit(result)
+    return result
+
+
+def _load(program: list[str]) -> tuple[CodeType, str, str | None]:
+    """Return the program's code, its path and its package, and set ``sys.argv``."""
+    if program[0] == "-m":
+        spec = importlib.util.find_spec(program[1])
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{program[1]}.__main__")
+        code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
+        if spec is None or code is None or spec.origin is None:
+            sys.exit(f"collective run: no module named {program[1]!r}")
+        sys.argv = [spec.origin, *program[2:]]
+        sys.path.insert(0, os.getcwd())
+        return code, spec.origin, spec.parent
+    path = program[0]
+    with open(path, "rb") as file:
+        source = file.read()
+    sys.argv = program
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    return compile(source, path, "exec"), path, None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

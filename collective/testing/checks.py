@@ -1,0 +1,182 @@
+"""What a check is, and where it gets its ranks.
+
+A check holds one property of a transport. It is called with a :class:`RankFactory` and a
+number of ranks, knows nothing of pytest, and raises ``AssertionError`` with a text that
+says what is wrong::
+
+    with RankFactory("shm") as factory:
+        check_broadcast(factory, 3)            # every case
+        check_broadcast(factory, 3, root=1)    # one
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from collective.backend import Backend
+from collective.capabilities import Capabilities
+from collective.testing.failed import RanksFailedError
+from collective.testing.faults import Fault
+from collective.testing.ranks import RankPool
+from collective.testing.seat import backend_class
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Case", "Check", "RankFactory", "check", "registered", "roots"]
+
+#: The arguments of one case of a check.
+Case = dict[str, Any]
+#: Why a check does not apply to a transport of these capabilities, or None if it does.
+Needs = Callable[[Capabilities], "str | None"]
+
+# Long enough for processes to start on a busy machine, short enough to wait for a hang.
+_TIMEOUT_S = 30.0
+
+
+class RankFactory:
+    """Gives checks the ranks of one transport, and keeps them from check to check.
+
+    Args:
+        backend: a registered name, ``module:Class``, or a ``Backend`` class.
+        timeout: seconds that a check's ranks may take until they count as hung.
+    """
+
+    def __init__(self, backend: str | type[Backend], *, timeout: float = _TIMEOUT_S) -> None:
+        self.backend = backend
+        self.timeout = timeout
+        self.capabilities = backend_class(backend).capabilities
+        self.name = backend if isinstance(backend, str) else backend.name
+        self._pool: RankPool | None = None
+
+    def run(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        fresh: bool = False,
+        check: str = "auto",
+        call_timeout: float | None = None,
+        faults: Sequence[Fault] = (),
+    ) -> list[Any]:
+        """Run ``function(comm, *args)`` on ``size`` ranks and return their results.
+
+        Args:
+            fresh: use a new communicator; by default checks share one, until one fails.
+            check, call_timeout, faults: as in :meth:`RankPool.run`.
+
+        Raises:
+            RanksFailedError: a rank raised, died or hung.
+        """
+        if self._pool is not None and self._pool.size != size:
+            self.close()
+        if self._pool is None:
+            self._pool = RankPool(size, self.backend, timeout=self.timeout)
+        shared = not fresh and not faults
+        return self._pool.run(
+            function, *args, shared=shared, check=check, call_timeout=call_timeout, faults=faults
+        )
+
+    def close(self) -> None:
+        """End the ranks; the next run starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Check:
+    """One property; call it with a factory, a size and, for one case, its arguments.
+
+    Attributes:
+        name: the function's name.
+        at_least: the smallest number of ranks with which it says anything.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        cases: Callable[[int], Sequence[Case]],
+        at_least: int,
+        needs: Needs,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = function.__name__
+        self.at_least = at_least
+        self._function = function
+        self._cases = cases
+        self._needs = needs
+
+    def cases(self, size: int) -> list[Case]:
+        """Return the arguments of each case with ``size`` ranks."""
+        return [dict(case) for case in self._cases(size)]
+
+    def skip_reason(self, capabilities: Capabilities, size: int) -> str | None:
+        """Return why the check does not apply, or None if it does."""
+        if size < self.at_least:
+            return f"needs {self.at_least} ranks"
+        return self._needs(capabilities)
+
+    def __call__(self, factory: RankFactory, size: int, **case: Any) -> None:
+        """Hold the property.
+
+        Raises:
+            AssertionError: it does not hold.
+        """
+        for arguments in [case] if case else self.cases(size):
+            try:
+                self._function(factory, size, **arguments)
+            except RanksFailedError as failure:
+                what = f"{self.title(arguments)} on {size} ranks"
+                cause = f"{type(failure.cause).__name__}: {failure.cause}"
+                raise AssertionError(f"{what}: {cause}\n{failure}") from failure
+
+    def title(self, case: Case) -> str:
+        """Return ``check_broadcast[root=1]``."""
+        told = ",".join(f"{key}={value}" for key, value in case.items())
+        return f"{self.name}[{told}]" if told else self.name
+
+    def __repr__(self) -> str:
+        return f"<Check {self.name}>"
+
+
+_registered: dict[str, Check] = {}
+
+
+def check(
+    cases: Callable[[int], Sequence[Case]] | Sequence[Case] = ({},),
+    *,
+    at_least: int = 1,
+    needs: Needs = lambda capabilities: None,
+) -> Callable[[Callable[..., None]], Check]:
+    """Make a function ``check_*(factory, size, **case)`` a :class:`Check` of the suite.
+
+    Args:
+        cases: the cases, or a function of the size that returns them.
+        at_least: the smallest number of ranks.
+        needs: returns why it does not apply to a transport of some capabilities, or None.
+    """
+
+    def make(function: Callable[..., None]) -> Check:
+        found = Check(function, cases if callable(cases) else lambda size: cases, at_least, needs)
+        _registered[found.name] = found
+        return found
+
+    return make
+
+
+def registered() -> dict[str, Check]:
+    """Return the checks of the modules imported so far, by name."""
+    return dict(_registered)
+
+
+def roots(size: int) -> list[Case]:
+    """Return a case for every root."""
+    return [{"root": root} for root in range(size)]

@@ -1,0 +1,241 @@
+"""Checks of what happens to memory: nothing is aliased, stale, lost or of another framework."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import LARGE, Array, assert_same, expected, has, plain, values
+
+#: A few elements, more than a slot of shared memory holds, and more than a mebibyte.
+_COUNTS: list[Case] = [{"count": count} for count in (12, 24_000, LARGE)]
+
+
+def _needs_torch(capabilities: Capabilities) -> str | None:
+    return None if has("torch") else "torch is not installed"
+
+
+def _every_call(comm: Communicator, x: Array, root: int) -> dict[str, Any]:
+    """Return the result of each collective of ``x``, whose rows ``size`` divides."""
+    return {
+        "broadcast": comm.broadcast(x, root=root),
+        "scatter": comm.scatter(x, root=root),
+        "gather": comm.gather(x, root=root),
+        "all_gather": comm.all_gather(x),
+        "reduce": comm.reduce(x, root=root),
+        "all_reduce": comm.all_reduce(x),
+        "reduce_scatter": comm.reduce_scatter(x),
+        "all_to_all": comm.all_to_all(x),
+        "scan": comm.scan(x),
+    }
+
+
+def _wanted(size: int, rank: int, inputs: list[Array], root: int) -> dict[str, Any]:
+    total = expected("sum", inputs)
+    pieces = [np.split(x, size) for x in inputs]
+    return {
+        "broadcast": inputs[root],
+        "scatter": pieces[root][rank],
+        "gather": np.concatenate(inputs) if rank == root else None,
+        "all_gather": np.concatenate(inputs),
+        "reduce": total if rank == root else None,
+        "all_reduce": total,
+        "reduce_scatter": np.split(total, size)[rank],
+        "all_to_all": np.concatenate([piece[rank] for piece in pieces]),
+        "scan": expected("sum", inputs[: rank + 1]),
+    }
+
+
+def _hold_all(found: dict[str, Any], wanted: dict[str, Any], when: str) -> None:
+    for call, result in wanted.items():
+        if result is not None:
+            assert_same(found[call], result, f"{call} {when}")
+
+
+@check(_COUNTS, at_least=2)
+def check_inputs_untouched(factory: RankFactory, size: int, *, count: int) -> None:
+    """No call changes its input, here or on a peer."""
+    factory.run(size, _inputs_untouched, count)
+
+
+def _inputs_untouched(comm: Communicator, count: int) -> None:
+    count -= count % comm.size
+    for root in {0, comm.size - 1}:
+        mine = values("float32", count, comm.rank, 50)
+        before = mine.copy()
+        _every_call(comm, mine, root)
+        comm.barrier()
+        assert_same(mine, before, f"the input of {count} elements after every call")
+
+
+@check(_COUNTS, at_least=2)
+def check_results_alias_nothing(factory: RankFactory, size: int, *, count: int) -> None:
+    """A result is the caller's own: writing to it changes no input and no peer's result."""
+    factory.run(size, _results_alias_nothing, count)
+
+
+def _results_alias_nothing(comm: Communicator, count: int) -> None:
+    count -= count % comm.size
+    root = comm.size - 1
+    inputs = [values("float32", count, rank, 51) for rank in range(comm.size)]
+    mine = inputs[comm.rank].copy()
+    wanted = _wanted(comm.size, comm.rank, inputs, root)
+    found = _every_call(comm, mine, root)
+    if comm.rank == root:
+        found["broadcast"] = found["broadcast"].copy()  # the root gets its own array back
+    for victim in range(comm.size):
+        comm.barrier()
+        if comm.rank == victim:
+            for result in found.values():
+                if result is not None:
+                    result[...] = -99
+        comm.barrier()
+        assert_same(mine, inputs[comm.rank], f"an input after rank {victim} wrote to its results")
+        if comm.rank > victim:
+            _hold_all(found, wanted, f"after rank {victim} wrote to its results")
+
+
+@check([{"count": 12}, {"count": 24_000}])
+def check_repeated(factory: RankFactory, size: int, *, count: int) -> None:
+    """The same calls with other data, many times, give the other data's results each time."""
+    factory.run(size, _repeated, count)
+
+
+def _repeated(comm: Communicator, count: int) -> None:
+    count -= count % comm.size
+    turns = 50 if count < 1000 else 8
+    mine = np.empty(count, np.float32)
+    for turn in range(turns):
+        inputs = [values("float32", count, rank, 100 + turn) for rank in range(comm.size)]
+        mine[:] = inputs[comm.rank]
+        root = turn % comm.size
+        found = _every_call(comm, mine, root)
+        # The input is the caller's again; what was said must have been read.
+        mine[:] = 77
+        _hold_all(found, _wanted(comm.size, comm.rank, inputs, root), f"in turn {turn}")
+
+
+@check(at_least=2)
+def check_sender_may_overwrite(factory: RankFactory, size: int) -> None:
+    """When a call has returned, its input may be changed, whatever the peers still do."""
+    factory.run(size, _sender_may_overwrite)
+
+
+def _sender_may_overwrite(comm: Communicator) -> None:
+    for turn, count in enumerate((1, 100, 9000, 120_000) * 3):
+        root = turn % comm.size
+        mine = np.full(count, turn, np.int64)
+        found = comm.broadcast(mine, root=root)
+        if comm.rank == root:
+            mine[:] = -1
+        else:
+            assert_same(found, np.full(count, turn, np.int64), f"broadcast of {count} in a row")
+        piece = np.full(count * comm.size, turn + comm.rank, np.int64)
+        found = comm.all_gather(piece[:count])
+        piece[:] = -1
+        wanted = np.repeat(np.arange(comm.size) + turn, count)
+        assert_same(found, wanted, f"all_gather of {count} in a row")
+
+
+@check()
+def check_structures(factory: RankFactory, size: int) -> None:
+    """Nested lists, tuples and dicts of several dtypes go through every call."""
+    factory.run(size, _structures)
+
+
+def _structure(size: int, rank: int) -> dict[str, Any]:
+    return {
+        "w": values("float32", (2 * size, 3), rank, 52),
+        "b": [values("float64", size, rank, 53), (values("int32", 3 * size, rank, 54),)],
+        "empty": values("float32", 0, rank, 55),
+    }
+
+
+def _leaves(tree: dict[str, Any]) -> list[Array]:
+    return [tree["w"], tree["b"][0], tree["b"][1][0], tree["empty"]]
+
+
+def _structures(comm: Communicator) -> None:
+    size, rank, root = comm.size, comm.rank, comm.size - 1
+    trees = [_structure(size, r) for r in range(size)]
+    mine = trees[rank]
+    inputs = [[_leaves(tree)[k] for tree in trees] for k in range(4)]
+    found = _every_call(comm, mine, root)  # type: ignore[arg-type]
+    for call in found:
+        if found[call] is None:
+            continue
+        assert type(found[call]) is dict and list(found[call]) == list(mine), (
+            f"{call} of a structure: {found[call]!r} is not nested like its input"
+        )
+        assert type(found[call]["b"][1]) is type(mine["b"][1]) or call == "scatter"
+        for k, leaf in enumerate(_leaves(found[call])):
+            wanted = _wanted(size, rank, inputs[k], root)[call]
+            if wanted is not None:
+                assert_same(leaf, wanted, f"leaf {k} of {call} of a structure")
+    out = _structure(size, rank)
+    comm.all_reduce(out, out=out)
+    for k, leaf in enumerate(_leaves(out)):
+        assert_same(leaf, expected("sum", inputs[k]), f"leaf {k} of all_reduce in place")
+
+
+@check(needs=_needs_torch)
+def check_frameworks(factory: RankFactory, size: int) -> None:
+    """PyTorch and NumPy ranks take part in one call, and each gets its own kind back."""
+    factory.run(size, _frameworks)
+
+
+def _frameworks(comm: Communicator) -> None:
+    torch = importlib.import_module("torch")
+    wrap = torch.from_numpy if comm.rank % 2 else np.asarray
+    kind = torch.Tensor if comm.rank % 2 else np.ndarray
+    count = 6 * comm.size
+    inputs = [values("float32", count, rank, 56) for rank in range(comm.size)]
+    mine = wrap(inputs[comm.rank].copy())
+    found = _every_call(comm, mine, 0)
+    wanted = _wanted(comm.size, comm.rank, inputs, 0)
+    for call, result in found.items():
+        if result is not None:
+            assert isinstance(result, kind), f"{call}: {type(result)} on a rank of {kind}"
+            assert_same(result, wanted[call], f"{call} of PyTorch and NumPy")
+    taken = comm.broadcast(mine if comm.rank == 0 else None, root=0, like="torch")
+    assert comm.rank == 0 or isinstance(taken, torch.Tensor), f"like='torch' gave {type(taken)}"
+    if "bfloat16" in comm.capabilities.dtypes:
+        half = torch.arange(count, dtype=torch.bfloat16)[::2] * (comm.rank + 1)
+        total = comm.all_reduce(half)
+        wanted_half = plain(torch.arange(count)[::2]) * (comm.size * (comm.size + 1) // 2)
+        assert total.dtype is torch.bfloat16, f"all_reduce of bfloat16 gave {total.dtype}"
+        rounded = plain(torch.from_numpy(wanted_half).to(torch.bfloat16))
+        assert np.allclose(plain(total), rounded, rtol=2e-2), "all_reduce of strided bfloat16"
+
+
+class Exporter:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+@check()
+def check_dlpack(factory: RankFactory, size: int) -> None:
+    """Any CPU array that speaks DLPack is taken."""
+    factory.run(size, _dlpack)
+
+
+def _dlpack(comm: Communicator) -> None:
+    inputs = [values("float32", 6 * comm.size, rank, 57) for rank in range(comm.size)]
+    foreign: Any = Exporter(inputs[comm.rank].copy())
+    found = _every_call(comm, foreign, 0)
+    wanted = _wanted(comm.size, comm.rank, inputs, 0)
+    found["broadcast"] = inputs[0] if comm.rank == 0 else found["broadcast"]
+    _hold_all(found, wanted, "of a DLPack exporter")

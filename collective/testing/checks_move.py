@@ -1,0 +1,244 @@
+"""Checks of the calls that move: every root, dtype, size and layout, even and uneven."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.testing.checks import Case, RankFactory, check, roots
+from collective.testing.samples import (
+    LARGE,
+    LAYOUTS,
+    SHAPES,
+    Array,
+    assert_same,
+    dtypes_of,
+    laid_out,
+    plain,
+    regions,
+    values,
+)
+
+_ROWS: tuple[tuple[int, ...], ...] = ((0,), (1,), (7,), (12, 2), (13, 3), (1001,))
+_BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
+
+
+def _sizes(size: int) -> list[int]:
+    """Return a length for each rank, all different, one of them none."""
+    return [3 * ((rank + 1) % size) for rank in range(size)]
+
+
+def _joined(arrays: list[Array], axis: int = 0) -> Array:
+    return np.concatenate([np.atleast_1d(array) for array in arrays], axis)
+
+
+@check(roots)
+def check_broadcast(factory: RankFactory, size: int, *, root: int) -> None:
+    """broadcast gives every rank the root's array, into a new one, into out, and to None."""
+    factory.run(size, _broadcast, root)
+
+
+def _broadcast(comm: Communicator, root: int) -> None:
+    for dtype in dtypes_of(comm.capabilities.dtypes):
+        for shape in SHAPES:
+            wanted = values(dtype, shape, root, 30)
+            what = f"broadcast(root={root}) of {dtype}{list(shape)}"
+            mine = wanted if comm.rank == root else values(dtype, shape, comm.rank, 31)
+            assert_same(comm.broadcast(mine, root=root), wanted, what)
+            found = comm.broadcast(wanted if comm.rank == root else None, root=root, like=wanted)
+            assert_same(found, wanted, f"{what}, None elsewhere")
+    for count in (5, LARGE):
+        wanted = values("float32", count, root, 32)
+        mine = values("float32", count, comm.rank, 32)
+        assert comm.broadcast(mine, root=root, out=mine) is mine
+        assert_same(mine, wanted, f"broadcast(root={root}) of {count} elements in place")
+
+
+@check(roots)
+def check_scatter(factory: RankFactory, size: int, *, root: int) -> None:
+    """scatter gives rank r piece r of the root's array, cut as numpy.array_split cuts."""
+    factory.run(size, _scatter, root)
+
+
+def _scatter(comm: Communicator, root: int) -> None:
+    for dtype in dtypes_of(comm.capabilities.dtypes):
+        for shape in _ROWS:
+            whole = values(dtype, shape, root, 33)
+            part = list(regions(shape[0], comm.size))[comm.rank]
+            found = comm.scatter(whole if comm.rank == root else None, root=root, like=whole)
+            what = f"scatter(root={root}) of {dtype}{list(shape)}"
+            assert_same(plain(found), plain(whole)[part], what)
+    whole = values("int16", (sum(_sizes(comm.size)), 3), root, 34)
+    stops = np.cumsum([0, *_sizes(comm.size)])
+    mine = slice(stops[comm.rank], stops[comm.rank + 1])
+    if comm.rank == root:
+        by_counts = comm.scatter(whole, root=root, counts=_sizes(comm.size))
+        by_axis = comm.scatter(whole.T, root=root, counts=_sizes(comm.size), axis=1)
+        zero = comm.scatter(np.array(5.0), root=root)
+    else:
+        by_counts, by_axis, zero = (comm.scatter(None, root=root) for _ in range(3))
+    assert_same(by_counts, whole[mine], f"scatter(root={root}) by counts")
+    assert_same(by_axis, whole.T[:, mine], f"scatter(root={root}) by counts along axis 1")
+    wanted = np.array([5.0] if comm.rank == 0 else [])
+    assert_same(zero, wanted, f"scatter(root={root}) of a 0-d array")
+    large = values("float32", LARGE, root, 35)
+    part = list(regions(LARGE, comm.size))[comm.rank]
+    out = np.zeros(len(large[part]), np.float32)
+    assert comm.scatter(large if comm.rank == root else None, root=root, out=out) is out
+    assert_same(out, large[part], f"a large scatter(root={root})")
+
+
+@check(roots)
+def check_gather(factory: RankFactory, size: int, *, root: int) -> None:
+    """gather joins the ranks' arrays at the root in rank order; the others get None."""
+    factory.run(size, _gather, root)
+
+
+def _gather(comm: Communicator, root: int) -> None:
+    def hold(inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None) -> None:
+        what = f"gather(root={root}) {what}"
+        found = comm.gather(inputs[comm.rank], root=root, axis=axis, counts=counts)
+        if comm.rank == root:
+            assert_same(plain(found), _joined([plain(x) for x in inputs], axis), what)
+        else:
+            assert found is None, f"{what}: rank {comm.rank} got {found!r}"
+
+    ranks = range(comm.size)
+    for dtype in dtypes_of(comm.capabilities.dtypes):
+        for shape in SHAPES:
+            hold([values(dtype, shape, r, 36) for r in ranks], f"of {dtype}{list(shape)}")
+    sizes = _sizes(comm.size)
+    uneven = [values("int64", (sizes[r], 3), r, 37) for r in ranks]
+    hold(uneven, f"of lengths {sizes}")
+    hold(uneven, f"of lengths {sizes}, given as counts", counts=sizes)
+    hold([x.T for x in uneven], f"of lengths {sizes} along axis 1", axis=1)
+    large = [values("float32", LARGE + r, r, 38) for r in ranks]
+    hold(large, "of large arrays")
+
+
+@check()
+def check_all_gather(factory: RankFactory, size: int) -> None:
+    """all_gather joins the ranks' arrays at every rank, even and uneven, along any axis."""
+    factory.run(size, _all_gather)
+
+
+def _all_gather(comm: Communicator) -> None:
+    def hold(inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None) -> None:
+        wanted = _joined([plain(x) for x in inputs], axis)
+        found = comm.all_gather(inputs[comm.rank], axis=axis, counts=counts)
+        assert_same(plain(found), wanted, f"all_gather {what}")
+
+    ranks = range(comm.size)
+    for dtype in dtypes_of(comm.capabilities.dtypes):
+        for shape in SHAPES:
+            hold([values(dtype, shape, r, 39) for r in ranks], f"of {dtype}{list(shape)}")
+    sizes = _sizes(comm.size)
+    uneven = [values("int64", (sizes[r], 3), r, 40) for r in ranks]
+    hold(uneven, f"of lengths {sizes}")
+    hold(uneven, f"of lengths {sizes}, given as counts", counts=sizes)
+    hold([x.T for x in uneven], f"of lengths {sizes} along axis -1", axis=-1)
+    hold([values("float32", LARGE, r, 41) for r in ranks], "of large arrays")
+    hold([values("float32", LARGE + r, r, 42) for r in ranks], "of large uneven arrays")
+    whole = np.zeros(comm.size * 9, np.float32)
+    own = whole[9 * comm.rank : 9 * comm.rank + 9]
+    own[:] = values("float32", 9, comm.rank, 43)
+    comm.all_gather(own, out=whole)
+    wanted = _joined([values("float32", 9, r, 43) for r in ranks])
+    assert_same(whole, wanted, "all_gather in place: the input is its part of the output")
+
+
+@check()
+def check_all_to_all(factory: RankFactory, size: int) -> None:
+    """all_to_all sends piece j to rank j: even, as array_split cuts, by counts, along an axis."""
+    factory.run(size, _all_to_all)
+
+
+def _all_to_all(comm: Communicator) -> None:
+    ranks = range(comm.size)
+
+    def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: object) -> None:
+        pieces = [plain(inputs[r])[cuts[r][comm.rank]] for r in ranks]
+        found = comm.all_to_all(inputs[comm.rank], **options)  # type: ignore[arg-type]
+        assert_same(plain(found), np.concatenate(pieces), f"all_to_all {what}")
+
+    def even(length: int) -> list[list[slice]]:
+        return [list(regions(length, comm.size)) for _ in ranks]
+
+    for dtype in dtypes_of(comm.capabilities.dtypes):
+        for shape in _ROWS:
+            inputs = [values(dtype, shape, r, 44) for r in ranks]
+            hold(inputs, even(shape[0]), f"of {dtype}{list(shape)}")
+    hold([values("float32", LARGE, r, 45) for r in ranks], even(LARGE), "of large arrays")
+    counts = [[(r + 2 * to) % 4 for to in ranks] for r in ranks]
+    cuts = []
+    for row in counts:
+        stops = np.cumsum([0, *row])
+        cuts.append([slice(a, b) for a, b in zip(stops[:-1], stops[1:])])
+    inputs = [values("int32", (sum(counts[r]), 2), r, 46) for r in ranks]
+    hold(inputs, cuts, "by counts that differ", counts=counts[comm.rank])
+    turned = comm.all_to_all(inputs[comm.rank].T, counts=counts[comm.rank], axis=1)
+    pieces = [inputs[r][cuts[r][comm.rank]].T for r in ranks]
+    assert_same(turned, np.concatenate(pieces, 1), "all_to_all by counts along axis 1")
+
+
+@check(_BY_LAYOUT)
+def check_moves_of_layouts(factory: RankFactory, size: int, *, layout: str) -> None:
+    """Moving calls take arrays that are not contiguous, and write to such arrays."""
+    factory.run(size, _moves_of_layouts, layout)
+
+
+def _moves_of_layouts(comm: Communicator, layout: str) -> None:
+    shape = (2 * comm.size, 3)
+    inputs = [values("float64", shape, rank, 47) for rank in range(comm.size)]
+    mine = laid_out(layout, inputs[comm.rank])
+    root = comm.size - 1
+    joined = _joined(inputs)
+    part = list(regions(shape[0], comm.size))[comm.rank]
+    what = f"of a {layout} array to one"
+
+    def out(shape: tuple[int, ...]) -> Array:
+        return laid_out(layout, np.zeros(shape))
+
+    target = out(shape)
+    comm.broadcast(mine, root=root, out=target)
+    assert_same(target, inputs[root], f"broadcast {what}")
+    target = out((2, 3))
+    comm.scatter(mine, root=root, out=target)
+    assert_same(target, inputs[root][part], f"scatter {what}")
+    target = out(joined.shape)
+    comm.gather(mine, root=root, out=target)
+    if comm.rank == root:
+        assert_same(target, joined, f"gather {what}")
+    target = out(joined.shape)
+    comm.all_gather(mine, out=target)
+    assert_same(target, joined, f"all_gather {what}")
+    target = out(shape)
+    comm.all_to_all(mine, out=target)
+    assert_same(target, _joined([x[part] for x in inputs]), f"all_to_all {what}")
+    assert_same(mine, inputs[comm.rank], f"the input, {layout}")
+
+
+@check(roots, at_least=2)
+def check_barrier(factory: RankFactory, size: int, *, root: int) -> None:
+    """No rank leaves a barrier before the last, here the ``root``-th, has come."""
+    times = factory.run(size, _barrier, root)
+    for turn in range(len(times[0])):
+        latest = max(rank[turn][0] for rank in times)
+        early = [r for r, rank in enumerate(times) if rank[turn][1] < latest]
+        if early:
+            raise AssertionError(
+                f"barrier: ranks {early} left before rank {root}, which was late, had come"
+            )
+
+
+def _barrier(comm: Communicator, late: int) -> list[tuple[float, float]]:
+    times = []
+    for pause in (0.03, 0.01, 0.0):
+        if comm.rank == late:
+            time.sleep(pause)
+        came = time.monotonic()
+        comm.barrier()
+        times.append((came, time.monotonic()))
+    return times

@@ -1,0 +1,142 @@
+"""Checks of the order of a fold: user-defined operators and order="rank"."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.ops import user_op
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import (
+    LARGE,
+    Array,
+    assert_same,
+    bfloat16,
+    dtypes_of,
+    plain,
+    regions,
+    values,
+)
+
+_DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
+
+
+def _needs_user_ops(capabilities: Capabilities) -> str | None:
+    return None if "user" in capabilities.ops else "folds no user-defined operators"
+
+
+def _affine(a: Array, b: Array) -> Array:
+    """Compose x -> 16 x + d, packed as digits: associative, and every order differs."""
+    return a * 16 + b % 16
+
+
+def _last(a: Array, b: Array) -> Array:
+    return b
+
+
+def _smaller(a: Array, b: Array) -> Array:
+    return np.where(a < b, a, b)
+
+
+@check(needs=_needs_user_ops)
+def check_user_op(factory: RankFactory, size: int) -> None:
+    """A user's commutative operator folds every rank's elements."""
+    factory.run(size, _user_op)
+
+
+def _user_op(comm: Communicator) -> None:
+    op = user_op(_smaller, commutative=True)
+    for dtype in ("int64", "float32"):
+        for count in (0, 1, 7, 1001, LARGE):
+            inputs = [values(dtype, count, rank, 20) for rank in range(comm.size)]
+            wanted = functools.reduce(np.minimum, inputs)
+            found = comm.all_reduce(inputs[comm.rank], op=op)
+            assert_same(found, wanted, f"all_reduce(user_op) of {dtype}[{count}]")
+
+
+@check(at_least=2, needs=_needs_user_ops)
+def check_user_op_order(factory: RankFactory, size: int) -> None:
+    """An operator that does not commute sees lower ranks on the left, in every reduction."""
+    factory.run(size, _user_op_order)
+
+
+def _user_op_order(comm: Communicator) -> None:
+    op = user_op(_last)
+    for count in (1, 7, 1001, LARGE):
+        inputs = [values("int64", count, rank, 21) for rank in range(comm.size)]
+        mine, last = inputs[comm.rank], inputs[-1]
+        what = f"by an operator that keeps its right argument, of {count} elements"
+        assert_same(comm.all_reduce(mine, op=op), last, f"all_reduce {what}")
+        for root in {0, comm.size - 1}:
+            found = comm.reduce(mine, op=op, root=root)
+            if comm.rank == root:
+                assert_same(found, last, f"reduce to {root} {what}")
+        part = list(regions(count, comm.size))[comm.rank]
+        assert_same(comm.reduce_scatter(mine, op=op), last[part], f"reduce_scatter {what}")
+        assert_same(comm.scan(mine, op=op), mine, f"scan {what}")
+    digits = comm.all_reduce(np.array([comm.rank + 1]), op=user_op(_affine), order="rank")
+    wanted = functools.reduce(lambda a, b: a * 16 + b, range(1, comm.size + 1))
+    assert digits[0] == wanted, f"all_reduce in rank order: {digits[0]:x}; expected {wanted:x}"
+
+
+@check(_DTYPES)
+def check_order_rank(factory: RankFactory, size: int, *, dtype: str) -> None:
+    """order="rank" has the bits of a fold from rank 0 up, whatever the size."""
+    factory.run(size, _order_rank, dtype)
+
+
+def _order_rank(comm: Communicator, dtype: str) -> None:
+    if dtype not in dtypes_of(comm.capabilities.dtypes):
+        return
+    for count in (1, 5, 1001, LARGE):
+        inputs = [_rough(dtype, count, rank) for rank in range(comm.size)]
+        mine = inputs[comm.rank]
+        total = _left_fold(inputs)
+        what = f"of {dtype}[{count}] in rank order"
+        found = comm.all_reduce(mine, order="rank")
+        _bits(found, total, f"all_reduce {what}")
+        root = comm.size // 2
+        reduced = comm.reduce(mine, order="rank", root=root)
+        if comm.rank == root:
+            _bits(reduced, total, f"reduce {what}")
+        piece = comm.reduce_scatter(mine, order="rank")
+        part = list(regions(count, comm.size))[comm.rank]
+        _bits(piece, total[part], f"reduce_scatter {what}")
+
+
+@check()
+def check_order_rank_bfloat16(factory: RankFactory, size: int) -> None:
+    """order="rank" rounds bfloat16 to nearest even at every step."""
+    factory.run(size, _order_rank_bfloat16)
+
+
+def _order_rank_bfloat16(comm: Communicator) -> None:
+    if "bfloat16" not in dtypes_of(comm.capabilities.dtypes):
+        return
+    inputs = [bfloat16(_rough("float32", 5001, rank)) for rank in range(comm.size)]
+    total = functools.reduce(lambda a, b: bfloat16(plain(a) + plain(b)), inputs)
+    found = comm.all_reduce(inputs[comm.rank], order="rank")
+    assert_same(plain(found), plain(total), "all_reduce of bfloat16 in rank order")
+
+
+def _rough(dtype: str, count: int, rank: int) -> Array:
+    """Return numbers whose sums depend on the order: of very different magnitude."""
+    random = np.random.default_rng([rank, count])
+    numbers = random.standard_normal(count) * 10.0 ** random.integers(-2, 3, count)
+    return (numbers * (1 - 0.5j) if dtype.startswith("complex") else numbers).astype(dtype)
+
+
+def _left_fold(inputs: list[Array]) -> Array:
+    total = inputs[0].copy()
+    for array in inputs[1:]:
+        total = total + array
+    return total
+
+
+def _bits(found: Array, wanted: Array, what: str) -> None:
+    assert_same(found, wanted, what)
+    if found.tobytes() != wanted.tobytes():
+        raise AssertionError(f"{what}: equal, but not bit by bit (signs of zeros)")

@@ -1,0 +1,267 @@
+"""Checks of the calls that compute: every op on every dtype, size, layout and root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.ops import premul_sum
+from collective.testing.checks import Case, RankFactory, check, roots
+from collective.testing.samples import (
+    LARGE,
+    LAYOUTS,
+    OPS,
+    SHAPES,
+    assert_close,
+    assert_same,
+    dtypes_of,
+    expected,
+    laid_out,
+    plain,
+    regions,
+    values,
+)
+
+_BY_OP: list[Case] = [{"op": op} for op in OPS]
+_LARGE: list[Case] = [
+    {"op": op, "dtype": dtype}
+    for op, dtype in (
+        ("sum", "float32"), ("max", "float64"), ("bxor", "uint8"), ("avg", "complex64"),
+        ("sum", "int16"),
+    )
+]  # fmt: skip
+_BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
+
+
+def _tolerance(op: str, dtype: str) -> float:
+    """Return what rounding may cost: only a division is not exact on these values."""
+    return 0.0 if op != "avg" else {"float16": 4e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
+
+
+def _hold(found: Any, op: str, inputs: list[Any], dtype: str, what: str) -> None:
+    wanted = expected(op, inputs)
+    found_plain = plain(found)
+    if str(found.dtype).rpartition(".")[2] != dtype:
+        raise AssertionError(f"{what}: dtype {found.dtype}; expected {dtype}")
+    assert_close(found_plain, wanted.astype(found_plain.dtype), what, _tolerance(op, dtype))
+
+
+def _can(comm: Communicator, op: str) -> list[str]:
+    known = comm.capabilities
+    return dtypes_of(known.dtypes, OPS[op]) if op in known.ops else []
+
+
+@check(_BY_OP)
+def check_all_reduce(factory: RankFactory, size: int, *, op: str) -> None:
+    """all_reduce folds every rank's elements: every dtype, no, one and odd many elements."""
+    factory.run(size, _all_reduce, op)
+
+
+def _all_reduce(comm: Communicator, op: str) -> None:
+    for dtype in _can(comm, op):
+        for shape in SHAPES:
+            inputs = [values(dtype, shape, rank, 1, op) for rank in range(comm.size)]
+            found = comm.all_reduce(inputs[comm.rank], op=op)
+            _hold(found, op, inputs, dtype, f"all_reduce({op}) of {dtype}{list(shape)}")
+
+
+@check(_LARGE)
+def check_all_reduce_large(factory: RankFactory, size: int, *, op: str, dtype: str) -> None:
+    """all_reduce of more than a mebibyte, in place too, whose length no piece divides."""
+    factory.run(size, _all_reduce_large, op, dtype)
+
+
+def _all_reduce_large(comm: Communicator, op: str, dtype: str) -> None:
+    if dtype not in _can(comm, op):
+        return
+    count = LARGE * 4 // np.dtype(dtype).itemsize + comm.size - 1
+    inputs = [values(dtype, count, rank, 2, op) for rank in range(comm.size)]
+    mine = inputs[comm.rank].copy()
+    what = f"all_reduce({op}) of {dtype}[{count}]"
+    _hold(comm.all_reduce(mine, op=op), op, inputs, dtype, what)
+    assert_same(mine, inputs[comm.rank], f"the input of {what}")
+    result = comm.all_reduce(mine, op=op, out=mine)
+    assert result is mine, f"{what}: out= is not what was returned"
+    _hold(mine, op, inputs, dtype, f"{what} in place")
+
+
+@check(_BY_LAYOUT)
+def check_reductions_of_layouts(factory: RankFactory, size: int, *, layout: str) -> None:
+    """Reductions of arrays that are not contiguous, to such arrays, and in place."""
+    factory.run(size, _layouts, layout)
+
+
+def _layouts(comm: Communicator, layout: str) -> None:
+    shape = (6 * comm.size, 5)
+    inputs = [values("float32", shape, rank, 3) for rank in range(comm.size)]
+    total = expected("sum", inputs)
+    mine = laid_out(layout, inputs[comm.rank])
+    what = f"of a {layout} array"
+    assert_same(comm.all_reduce(mine), total, f"all_reduce {what}")
+    out = laid_out(layout, np.zeros(shape, np.float32))
+    assert comm.all_reduce(mine, out=out) is out
+    assert_same(out, total, f"all_reduce {what} to one")
+    reduced = comm.reduce(mine, root=comm.size - 1)
+    if comm.rank == comm.size - 1:
+        assert_same(reduced, total, f"reduce {what}")
+    piece = laid_out(layout, np.zeros((6, 5), np.float32))
+    comm.reduce_scatter(mine, out=piece)
+    assert_same(piece, np.split(total, comm.size)[comm.rank], f"reduce_scatter {what} to one")
+    scanned = comm.scan(mine)
+    assert_same(scanned, expected("sum", inputs[: comm.rank + 1]), f"scan {what}")
+    assert_same(mine, inputs[comm.rank], f"the input, {layout}")
+    comm.all_reduce(mine, out=mine)
+    assert_same(mine, total, f"all_reduce {what} in place")
+    row = np.broadcast_to(values("float32", 5, comm.rank, 4), shape)
+    rows = [np.broadcast_to(values("float32", 5, rank, 4), shape) for rank in range(comm.size)]
+    assert_same(comm.all_reduce(row), expected("sum", rows), "all_reduce of an expanded array")
+
+
+@check()
+def check_all_reduce_in_place(factory: RankFactory, size: int) -> None:
+    """all_reduce(x, out=x) of every dtype, and of overlapping parts of one array."""
+    factory.run(size, _in_place)
+
+
+def _in_place(comm: Communicator) -> None:
+    for dtype in _can(comm, "sum"):
+        for count in (0, 1, 13, 9001):
+            inputs = [values(dtype, count, rank, 5) for rank in range(comm.size)]
+            mine = inputs[comm.rank] + values(dtype, count, 0, 6) * 0
+            comm.all_reduce(mine, out=mine)
+            _hold(mine, "sum", inputs, dtype, f"all_reduce of {dtype}[{count}] in place")
+    inputs = [values("float64", 100, rank, 7) for rank in range(comm.size)]
+    mine = inputs[comm.rank].copy()
+    comm.all_reduce(mine[:90], out=mine[10:])
+    total = expected("sum", [array[:90] for array in inputs])
+    assert_same(mine[10:], total, "all_reduce to memory that overlaps its input")
+
+
+@check(roots)
+def check_reduce(factory: RankFactory, size: int, *, root: int) -> None:
+    """reduce gives the root the fold and the others nothing: every op, dtype and size."""
+    factory.run(size, _reduce, root)
+
+
+def _reduce(comm: Communicator, root: int) -> None:
+    for op in OPS:
+        for dtype in _can(comm, op):
+            for shape in ((0,), (), (7,), (1001,)):
+                inputs = [values(dtype, shape, rank, 8, op) for rank in range(comm.size)]
+                found = comm.reduce(inputs[comm.rank], root=root, op=op)
+                what = f"reduce({op}, root={root}) of {dtype}{list(shape)}"
+                if comm.rank == root:
+                    _hold(found, op, inputs, dtype, what)
+                else:
+                    assert found is None, f"{what}: rank {comm.rank} got {found!r}"
+
+
+@check(roots)
+def check_reduce_large(factory: RankFactory, size: int, *, root: int) -> None:
+    """reduce of more than a mebibyte, also in place at the root, leaves inputs alone."""
+    factory.run(size, _reduce_large, root)
+
+
+def _reduce_large(comm: Communicator, root: int) -> None:
+    inputs = [values("float32", LARGE, rank, 9) for rank in range(comm.size)]
+    total = expected("sum", inputs)
+    mine = inputs[comm.rank].copy()
+    found = comm.reduce(mine, root=root)
+    assert_same(mine, inputs[comm.rank], "the input of a large reduce")
+    if comm.rank == root:
+        assert_same(found, total, "a large reduce")
+    found = comm.reduce(mine, root=root, out=mine)
+    if comm.rank == root:
+        assert_same(mine, total, "a large reduce in place")
+    else:
+        assert_same(mine, inputs[comm.rank], "the input of a large reduce, off the root")
+
+
+@check(_BY_OP)
+def check_reduce_scatter(factory: RankFactory, size: int, *, op: str) -> None:
+    """reduce_scatter gives each rank its piece of the fold, cut as numpy.array_split cuts."""
+    factory.run(size, _reduce_scatter, op)
+
+
+def _reduce_scatter(comm: Communicator, op: str) -> None:
+    for dtype in _can(comm, op):
+        for shape in ((0,), (1,), (4 * comm.size,), (4 * comm.size + 1, 3), (1001,)):
+            inputs = [values(dtype, shape, rank, 10, op) for rank in range(comm.size)]
+            found = comm.reduce_scatter(inputs[comm.rank], op=op)
+            part = list(regions(shape[0], comm.size))[comm.rank]
+            what = f"reduce_scatter({op}) of {dtype}{list(shape)}"
+            _hold_part(found, op, inputs, part, what, dtype)
+
+
+def _hold_part(
+    found: Any, op: str, inputs: list[Any], part: slice, what: str, dtype: str
+) -> None:
+    wanted = expected(op, inputs)[part]
+    assert_close(plain(found), wanted.astype(plain(found).dtype), what, _tolerance(op, dtype))
+
+
+@check()
+def check_reduce_scatter_counts(factory: RankFactory, size: int) -> None:
+    """reduce_scatter by counts, along another axis, and of more than a mebibyte."""
+    factory.run(size, _reduce_scatter_counts)
+
+
+def _reduce_scatter_counts(comm: Communicator) -> None:
+    counts = [(3 * rank) % 5 for rank in range(comm.size)]
+    stops = np.cumsum([0, *counts])
+    mine = slice(stops[comm.rank], stops[comm.rank + 1])
+    inputs = [values("int32", (sum(counts), 3), rank, 11) for rank in range(comm.size)]
+    total = expected("sum", inputs)
+    found = comm.reduce_scatter(inputs[comm.rank], counts=counts)
+    assert_same(found, total[mine], f"reduce_scatter with counts {counts}")
+    turned = np.ascontiguousarray(inputs[comm.rank].T)
+    found = comm.reduce_scatter(turned, counts=counts, axis=1)
+    assert_same(found, total.T[:, mine], f"reduce_scatter with counts {counts} along axis 1")
+    found = comm.reduce_scatter(turned, counts=counts, axis=-1)
+    assert_same(found, total.T[:, mine], f"reduce_scatter with counts {counts} along axis -1")
+    large = [values("float32", LARGE, rank, 12) for rank in range(comm.size)]
+    found = comm.reduce_scatter(large[comm.rank])
+    part = list(regions(LARGE, comm.size))[comm.rank]
+    assert_same(found, expected("sum", large)[part], "a large reduce_scatter")
+
+
+@check()
+def check_scan(factory: RankFactory, size: int) -> None:
+    """scan gives each rank the fold of the ranks up to it: every op and dtype, and large."""
+    factory.run(size, _scan)
+
+
+def _scan(comm: Communicator) -> None:
+    for op in OPS:
+        if op == "avg":
+            continue
+        for dtype in _can(comm, op):
+            for shape in ((0,), (), (7,), (3, 5)):
+                inputs = [values(dtype, shape, rank, 13, op) for rank in range(comm.rank + 1)]
+                found = comm.scan(inputs[-1], op=op)
+                _hold(found, op, inputs, dtype, f"scan({op}) of {dtype}{list(shape)}")
+    inputs = [values("float32", LARGE, rank, 14) for rank in range(comm.rank + 1)]
+    mine = inputs[-1].copy()
+    assert_same(comm.scan(mine), expected("sum", inputs), "a large scan")
+    comm.scan(mine, out=mine)
+    assert_same(mine, expected("sum", inputs), "a large scan in place")
+
+
+@check()
+def check_premul_sum(factory: RankFactory, size: int) -> None:
+    """premul_sum multiplies before it sums, each rank by a factor of its own."""
+    factory.run(size, _premul_sum)
+
+
+def _premul_sum(comm: Communicator) -> None:
+    if "premul_sum" not in comm.capabilities.ops:
+        return
+    for dtype in dtypes_of(comm.capabilities.dtypes, "fc"):
+        inputs = [values(dtype, 77, rank, 15) for rank in range(comm.size)]
+        op = premul_sum(0.5 * (comm.rank + 1))
+        found = comm.all_reduce(inputs[comm.rank], op=op)
+        wanted = expected("sum", [plain(x) * (0.5 * (r + 1)) for r, x in enumerate(inputs)])
+        wanted = wanted.astype(plain(found).dtype)
+        assert_close(plain(found), wanted, f"all_reduce(premul_sum) of {dtype}", 2e-2)

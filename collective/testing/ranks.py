@@ -1,0 +1,171 @@
+"""Several ranks in one test: `run_ranks`, and pools that keep them for the next test."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from collective.backend import Backend
+from collective.errors import InvalidArgumentError
+from collective.testing.failed import RanksFailedError
+from collective.testing.faults import Fault
+from collective.testing.process_ranks import ProcessRanks
+from collective.testing.seat import Job, Opening, backend_class
+from collective.testing.thread_ranks import ThreadRanks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RankPool", "run_ranks"]
+
+# A call gives up before the job does: its error names the ranks that did not come.
+_CALL_SHARE = 0.75
+
+
+class RankPool:
+    """Ranks that are kept from job to job.
+
+    Ranks are threads of this process if the transport says that it is one among threads,
+    else processes, started when the first job comes; one that died or hung is replaced for
+    the next job. A context manager; one job runs at a time.
+
+    Args:
+        size: how many ranks.
+        backend: a registered transport's name, ``module:Class``, or a ``Backend`` class
+            (importable, where ranks are processes).
+        timeout: seconds that a job may take, unless it says otherwise.
+
+    Raises:
+        BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
+    """
+
+    def __init__(
+        self, size: int, backend: str | type[Backend] = "threads", *, timeout: float = 60.0
+    ) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgumentError(f"RankPool: size {size!r}; a positive integer.")
+        self.size = size
+        self.backend = backend
+        self.timeout = timeout
+        self.capabilities = backend_class(backend).capabilities
+        ranks = ThreadRanks if self.capabilities.in_process else ProcessRanks
+        self._ranks: ThreadRanks | ProcessRanks = ranks(size)
+        self._directory: str | None = None
+        self._shared: Opening | None = None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        call_timeout: float | None = None,
+        shared: bool = False,
+        check: str = "auto",
+        faults: Sequence[Fault] = (),
+        **options: Any,
+    ) -> list[Any]:
+        """Call ``function(comm, *args, **options)`` on every rank.
+
+        Args:
+            function: what to do; where ranks are processes, it, its arguments and its result
+                are pickled, so it has to stand at the top of a module.
+            timeout: seconds until ranks that have not returned are stopped: processes are
+                killed, threads find their communicator aborted.
+            call_timeout: seconds that one call of the communicator may take; by default
+                somewhat less than ``timeout``.
+            shared: use one communicator for all jobs that say so and differ in neither
+                ``call_timeout`` nor ``check``, for as long as none of them fails.
+            check: ``"always"`` to compare the ranks' calls on any transport.
+            faults: what is to go wrong; see :mod:`collective.testing.faults`.
+
+        Returns:
+            The ranks' results, in rank order.
+
+        Raises:
+            RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
+        opening = self._opening(calls, check, tuple(faults), shared)
+        job = Job(function, args, options, opening, shared)
+        outcomes = self._ranks.run(job, seconds)
+        failure = RanksFailedError.of(outcomes, self.size)
+        if failure is not None:
+            self._shared = None
+            raise failure
+        return [outcomes[rank].value for rank in range(self.size)]
+
+    def _opening(
+        self, timeout: float, check: str, faults: tuple[Fault, ...], shared: bool
+    ) -> Opening:
+        known = self._shared
+        if shared and not faults and known is not None:
+            if (known.timeout, known.check) == (timeout, check):
+                return known
+        if self._directory is None:
+            self._directory = tempfile.mkdtemp(prefix="collective-testing-")
+        job = f"testing-{secrets.token_hex(8)}"
+        directory = f"{self._directory}/{job}"
+        opening = Opening(self.backend, self.size, job, directory, timeout, check, faults)
+        self._shared = opening if shared else None
+        return opening
+
+    def close(self) -> None:
+        """End the ranks. A second close does nothing."""
+        self._ranks.close()
+        self._shared = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def run_ranks(
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | type[Backend] = "threads",
+    timeout: float = 60.0,
+    call_timeout: float | None = None,
+    check: str = "auto",
+    faults: Sequence[Fault] = (),
+    **options: Any,
+) -> list[Any]:
+    """Call ``function(comm, *args, **options)`` on ``n`` ranks and return their results.
+
+    ::
+
+        def total(comm):
+            return comm.all_reduce(np.array([comm.rank])).item()
+
+        assert run_ranks(4, total) == [6, 6, 6, 6]
+
+    Args:
+        n: how many ranks.
+        function, args, options: what each rank does; with a transport among processes it has
+            to stand at the top of a module, and everything has to be picklable.
+        backend: a transport's name or class; ``"threads"`` needs no processes.
+        timeout: seconds until ranks that have not returned are stopped.
+        call_timeout: seconds that one call of the communicator may take; by default
+            somewhat less than ``timeout``.
+        check: ``"always"`` to compare the ranks' calls on any transport.
+        faults: what is to go wrong; see :mod:`collective.testing.faults`.
+
+    Returns:
+        The ranks' results, in rank order.
+
+    Raises:
+        RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+    """
+    with RankPool(n, backend, timeout=timeout) as pool:
+        return pool.run(
+            function, *args, call_timeout=call_timeout, check=check, faults=faults, **options
+        )

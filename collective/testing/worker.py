@@ -1,0 +1,86 @@
+"""The process of one rank of a pool."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+from collective.testing.failed import Outcome, RemoteError
+from collective.testing.seat import Job, Seat
+
+__all__ = ["STACKS", "serve"]
+
+#: What the pool asks over the second pipe: where are your threads?
+STACKS = b"stacks"
+
+
+def serve(rank: int, jobs: Connection, control: Connection) -> None:
+    """Run the jobs that come through ``jobs`` until it is closed.
+
+    Args:
+        rank: which rank this process is.
+        jobs: brings pickled jobs, takes pickled outcomes.
+        control: brings :data:`STACKS`; its end means that the pool's process is gone.
+    """
+    threading.Thread(target=_attend, args=(control,), name="attend", daemon=True).start()
+    seat = Seat(rank)
+    while True:
+        try:
+            path, payload = pickle.loads(jobs.recv_bytes())
+        except EOFError:
+            seat.leave()
+            return
+        sys.path[:] = path
+        jobs.send_bytes(_dump(_perform(seat, payload)))
+
+
+def _perform(seat: Seat, payload: bytes) -> Outcome:
+    try:
+        job: Job = pickle.loads(payload)
+    except Exception as error:  # whatever importing the function's module raises
+        return Outcome.failed(
+            RemoteError(
+                f"rank {seat.rank}: the function or an argument cannot be loaded here: {error!r}. "
+                "Ranks are processes of their own: the function has to be importable."
+            )
+        )
+    return seat.run(job)
+
+
+def _dump(outcome: Outcome) -> bytes:
+    """Pickle an outcome; what cannot be pickled comes as text."""
+    try:
+        pickled = pickle.dumps(outcome)
+        # Some exceptions are pickled without complaint and cannot be read back.
+        if outcome.error is not None:
+            pickle.loads(pickled)
+    except Exception as problem:  # a user's __reduce__ may raise anything
+        if outcome.error is None:
+            failure = RemoteError(f"the result, a {type(outcome.value).__name__}: {problem!r}")
+            return pickle.dumps(Outcome.failed(failure))
+        stand_in = RemoteError(f"{type(outcome.error).__name__}: {outcome.error}")
+        return pickle.dumps(
+            Outcome(error=stand_in, traceback=outcome.traceback, when=outcome.when)
+        )
+    return pickled
+
+
+def _attend(control: Connection) -> None:
+    """Answer the pool while a job runs; leave when the pool is gone, whatever runs."""
+    try:
+        while control.recv_bytes() == STACKS:
+            frames = sys._current_frames()
+            main = threading.main_thread().ident
+            parts = []
+            for thread in threading.enumerate():
+                if thread.ident in frames and thread is not threading.current_thread():
+                    stack = "".join(traceback.format_stack(frames[thread.ident]))
+                    name = "main" if thread.ident == main else thread.name
+                    parts.append(f"thread {name}:\n{stack}")
+            control.send_bytes("".join(parts).encode())
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,0 +1,105 @@
+"""Inputs, guarded outputs and regimes for the tests of the algorithms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from collective import reduction
+from collective.algorithms import costs, pieces
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.dtypes import BY_NAME, DType
+from collective.ops import user_op
+from tests.loopback import Loopback, Rendezvous
+
+Array = np.ndarray[Any, Any]
+
+SIZES = (1, 2, 3, 4, 5, 8)
+COUNTS = (0, 1, 33)
+#: START_BYTES and CHUNK_BYTES: what makes few rounds, or few bytes, the better choice.
+REGIMES = {"rounds": (1 << 40, 1 << 20), "bytes": (0, 48)}
+#: Every root of a few sizes, and one that is neither first nor last of the others.
+ROOTS = [
+    pytest.param(size, root, id=f"{size}-root{root}")
+    for size in SIZES
+    for root in (range(size) if size in (1, 2, 3, 5) else (size // 2 + 1,))
+]
+CALL = Call("test")
+TIMEOUT = 20.0
+INT64, FLOAT32 = BY_NAME["int64"], BY_NAME["float32"]
+
+kinds = pytest.mark.parametrize("kind", [Loopback, Rendezvous], ids=["eager", "rendezvous"])
+regimes = pytest.mark.parametrize("regime", REGIMES)
+sizes = pytest.mark.parametrize("size", SIZES)
+counts_ = pytest.mark.parametrize("count", COUNTS)
+places = pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
+orders = pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
+
+
+def compose(a: Array, b: Array) -> Array:
+    """Compose maps x -> p x + q modulo 251, as p * 256 + q: associative, not commutative."""
+    p, q = np.divmod(a, 256)
+    r, s = np.divmod(b, 256)
+    return p * r % 251 * 256 + (p * s + q) % 251
+
+
+COMPOSE = user_op(compose)
+SUBTRACT = user_op(np.subtract)  # not even associative: only an ordered fold gets it right
+
+
+@contextlib.contextmanager
+def in_regime(name: str) -> Iterator[None]:
+    start, chunk = REGIMES[name]
+    with (
+        mock.patch.object(costs, "START_BYTES", start),
+        mock.patch.object(pieces, "CHUNK_BYTES", chunk),
+    ):
+        yield
+
+
+def sample(dtype: DType, count: int, rank: int) -> Array:
+    """Return small whole numbers, whose sums and products are exact in every dtype."""
+    whole = (np.arange(count) * 7 + rank * 3 + np.arange(count) // 5 * rank) % 5
+    if dtype.kind in "iu":
+        return whole.astype(dtype.storage)
+    if dtype.kind == "b":
+        return whole % 2 == 0
+    values = whole - 2.0 + (1j * (whole % 2) if dtype.kind == "c" else 0)
+    if dtype.name == "bfloat16":
+        return reduction.float32_to_bfloat16(values.astype(np.float32))
+    return values.astype(dtype.storage)
+
+
+def maps(count: int, rank: int) -> Array:
+    """Return elements for COMPOSE that tell the ranks and the positions apart."""
+    return (np.arange(count) % 250 + 1) * 256 + (rank * 31 + np.arange(count)) % 251
+
+
+class Output:
+    """A buffer between guards that nobody may write to."""
+
+    def __init__(self, count: int, dtype: DType) -> None:
+        self._all = np.full(count + 32, 77).astype(dtype.storage)
+        self._guard = self._all[0]
+        self.buffer = Buffer(self._all[16 : count + 16], dtype)
+
+    def checked(self) -> Array:
+        assert (self._all[:16] == self._guard).all(), "wrote before the output"
+        assert (self._all[16 + self.buffer.count :] == self._guard).all(), "wrote past the output"
+        return self.buffer.array
+
+
+def same(result: Array, expected: Array) -> None:
+    assert result.dtype == expected.dtype
+    np.testing.assert_array_equal(result, expected)
+
+
+def uneven(size: int, count: int) -> list[int]:
+    """Return counts around ``count``, one of them 0."""
+    return [max(0, count + 2 * rank - 3) * (rank != 1) for rank in range(size)]

@@ -1,0 +1,176 @@
+"""Real launches for the tests of `collective run`: start them, and see what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+__all__ = [
+    "DEADLINE_S",
+    "NOISE_S",
+    "PROMISED_S",
+    "ROOT",
+    "Launches",
+    "Terminal",
+    "finish",
+    "launches",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+# What is promised, and what a busy machine may add to it before it counts as broken.
+PROMISED_S = 2.0
+NOISE_S = 1.5
+DEADLINE_S = 30.0
+
+
+PRELUDE = """
+import os, signal, subprocess, sys, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+def arrive():
+    with open(f"arriving-{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"arriving-{rank}", f"arrived-{rank}")
+
+def await_all():
+    arrive()
+    while not all(os.path.exists(f"arrived-{r}") for r in range(size)):
+        time.sleep(0.01)
+
+def die(error):
+    with open("died.tmp", "w") as file:
+        file.write(str(time.monotonic()))
+    os.rename("died.tmp", "died")
+    raise error
+"""
+
+
+class Launches:
+    """Starts launchers in a directory of their own and sees what they leave behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = f"COLLECTIVETEST_MARK={secrets.token_hex(8)}"
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self.started: list[subprocess.Popen[str]] = []
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("COLLECTIVE_", "OMP_"))}
+        name, value = self.mark.split("=")
+        base = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), name: value}
+        return {**kept, **base, **changes}
+
+    def script(self, body: str, name: str = "script.py") -> str:
+        (self.directory / name).write_text(PRELUDE + textwrap.dedent(body))
+        return name
+
+    def start(self, *arguments: str, **changes: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "collective", "run", *arguments],
+            cwd=self.directory,
+            env=self.environment(**changes),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **changes)
+        return finish(process)
+
+    def living(self) -> list[int]:
+        """The processes of these launches that run, wherever they are in the tree."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal():
+                with contextlib.suppress(OSError):
+                    if self.mark.encode() in Path("/proc", entry, "environ").read_bytes():
+                        found.append(int(entry))
+        return found
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, "what was waited for did not happen"
+            time.sleep(0.01)
+
+    def until_arrived(self, size: int) -> None:
+        self.until(lambda: all((self.directory / f"arrived-{r}").exists() for r in range(size)))
+
+    def assert_nothing_left(self) -> None:
+        assert self.living() == []
+        assert self.run_directories() == []
+
+    def run_directories(self) -> list[str]:
+        return [path.name for path in self.temporary.glob("collective-*/*")]
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Terminal:
+    """A pseudo-terminal of 60 columns, and a launcher that it controls."""
+
+    TAKE = """
+        import fcntl, os, sys, termios
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        os.execv(sys.executable, [sys.executable, "-m", "collective", "run", *sys.argv[1:]])
+        """
+
+    def __init__(self, launches: Launches, *arguments: str, **changes: str) -> None:
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(self.TAKE), *arguments],
+            cwd=launches.directory,
+            env=launches.environment(TERM="xterm", **changes),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            text=True,
+        )
+        launches.started.append(self.process)
+        os.close(slave)
+
+    def read(self, until: bytes | None = None) -> bytes:
+        """Return what appears until ``until`` does, or until the launcher has ended."""
+        text = b""
+        with contextlib.suppress(OSError):  # EIO: the last one has closed it
+            while data := os.read(self.master, 4096):
+                text += data
+                if until is not None and until in text:
+                    break
+        return text
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    launches = Launches(tmp_path)
+    yield launches
+    for process in launches.started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    for pid in launches.living():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,355 @@
+"""The default algorithms that fold, over nothing but send and recv.
+
+Regimes, guards and references are those of ``test_algorithms``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collective import reduction
+from collective.algorithms import pieces
+from collective.backend import Backend
+from collective.buffer import Buffer
+from collective.dtypes import BY_NAME, DType
+from collective.ops import NAMES, ReduceOp, as_op, premul_sum
+from tests.algorithm_cases import (
+    CALL,
+    COMPOSE,
+    FLOAT32,
+    INT64,
+    REGIMES,
+    ROOTS,
+    SUBTRACT,
+    TIMEOUT,
+    Array,
+    Output,
+    compose,
+    counts_,
+    in_regime,
+    kinds,
+    maps,
+    orders,
+    places,
+    regimes,
+    same,
+    sample,
+    sizes,
+)
+from tests.loopback import Loopback, Rendezvous, run
+
+
+def fold_in_order(op: ReduceOp, dtype: DType, values: list[Array]) -> Array:
+    """Fold with NumPy, one rank after the other."""
+    join = reduction.fold(op, dtype)
+
+    def step(a: Array, b: Array) -> Array:
+        out = np.empty_like(a)
+        join(a, b, out=out)
+        return out
+
+    return functools.reduce(step, values)
+
+
+def check_reduction(
+    kind: type[Backend],
+    operation: str,
+    inputs: list[Array],
+    dtype: DType,
+    op: ReduceOp | Callable[[int], ReduceOp],
+    expected: Array,
+    *,
+    ordered: bool = False,
+    in_place: bool = False,
+    root: int = 0,
+    counts: list[int] | None = None,
+    compare: Callable[[Array, Array], None] = same,
+) -> None:
+    """Check one reduction; ``op`` may be the rank's own; ``expected`` is the total's."""
+    size, count = len(inputs), len(inputs[0])
+    parts = counts if counts is not None else pieces.even(count, size)
+    limits = pieces.limits(parts)
+
+    def body(backend: Backend) -> Array | None:
+        rank = backend.rank
+        mine = op(rank) if callable(op) else op
+        start, stop = limits[rank], limits[rank + 1]
+        out: Output | None = Output(count, dtype)
+        src = Buffer(inputs[rank].copy(), dtype)
+        if operation == "reduce" and rank != root:
+            out = None
+        if in_place and out is not None:
+            out.buffer.array[:] = inputs[rank]
+            src = out.buffer
+        if operation == "reduce":
+            backend.reduce(
+                src, None if out is None else out.buffer, mine, root, ordered, CALL, TIMEOUT
+            )
+        elif operation == "all_reduce":
+            assert out is not None
+            backend.all_reduce(src, out.buffer, mine, ordered, CALL, TIMEOUT)
+        else:
+            if not in_place:
+                out = Output(stop - start, dtype)
+            assert out is not None
+            dst = out.buffer.part(start, stop) if in_place else out.buffer
+            backend.reduce_scatter(src, dst, parts, mine, ordered, CALL, TIMEOUT)
+        if not in_place or out is None:
+            np.testing.assert_array_equal(src.array, inputs[rank], "changed its input")
+        if out is None:
+            return None
+        result = out.checked()
+        return result[start:stop] if operation == "reduce_scatter" and in_place else result
+
+    for rank, result in enumerate(run(size, body, kind)):
+        if result is None:
+            assert (operation, rank == root) == ("reduce", False)
+        elif operation == "reduce_scatter":
+            compare(result, expected[limits[rank] : limits[rank + 1]])
+        else:
+            compare(result, expected)
+
+
+reductions = pytest.mark.parametrize("operation", ["reduce", "all_reduce", "reduce_scatter"])
+
+
+@kinds
+@regimes
+@reductions
+@orders
+@places
+@pytest.mark.parametrize("count", [1, 33])
+@sizes
+def test_fold_of_an_operator_that_does_not_commute(
+    kind: type[Backend],
+    regime: str,
+    operation: str,
+    ordered: bool,
+    in_place: bool,
+    count: int,
+    size: int,
+) -> None:
+    inputs = [maps(count, rank) for rank in range(size)]
+    expected = functools.reduce(compose, inputs)
+    with in_regime(regime):
+        check_reduction(
+            kind, operation, inputs, INT64, COMPOSE, expected,
+            ordered=ordered, in_place=in_place, root=size - 1,
+        )  # fmt: skip
+
+
+@kinds
+@regimes
+@orders
+@pytest.mark.parametrize("op", ["sum", "user"])
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_reduce_to_every_root(
+    kind: type[Backend], regime: str, ordered: bool, op: str, size: int, root: int
+) -> None:
+    inputs = [maps(33, rank) for rank in range(size)]
+    operator, join = (as_op("sum"), np.add) if op == "sum" else (COMPOSE, compose)
+    expected = functools.reduce(join, inputs)
+    with in_regime(regime):
+        check_reduction(
+            kind, "reduce", inputs, INT64, operator, expected, ordered=ordered, root=root
+        )
+
+
+@kinds
+@regimes
+@reductions
+@sizes
+@pytest.mark.parametrize("op", [as_op("sum"), SUBTRACT], ids=["sum", "subtract"])
+def test_ordered_fold_has_the_bits_of_a_sequential_one(
+    kind: type[Backend], regime: str, operation: str, size: int, op: ReduceOp
+) -> None:
+    rng = np.random.default_rng(5)
+    inputs = [rng.standard_normal(101).astype(np.float32) for _ in range(size)]
+    expected = fold_in_order(op, FLOAT32, inputs)
+    with in_regime(regime):
+        check_reduction(kind, operation, inputs, FLOAT32, op, expected, ordered=True)
+
+
+def expected_of(name: str, dtype: DType, inputs: list[Array]) -> Array:
+    """Return the result as float64, complex128 or the integers themselves."""
+    wide = [reduction.bfloat16_to_float32(x) if dtype.name == "bfloat16" else x for x in inputs]
+    if dtype.kind in "fc":
+        wide = [x.astype("c16" if dtype.kind == "c" else "f8") for x in wide]
+    stack = np.stack(wide)
+    if name in ("avg", "sum", "prod"):
+        function = np.multiply if name == "prod" else np.add
+        total = function.reduce(stack, axis=0, dtype=stack.dtype)
+        return total / len(inputs) if name == "avg" else total
+    if name == "premul_sum":
+        return sum(x * (2.0**rank) for rank, x in enumerate(wide))
+    if name in ("land", "lor"):
+        return (stack != 0).all(axis=0) if name == "land" else (stack != 0).any(axis=0)
+    table = {"min": np.min, "max": np.max, "band": np.bitwise_and.reduce,
+             "bor": np.bitwise_or.reduce, "bxor": np.bitwise_xor.reduce}  # fmt: skip
+    return table[name](stack, axis=0)
+
+
+def close(dtype: DType) -> Callable[[Array, Array], None]:
+    def compare(result: Array, expected: Array) -> None:
+        wide = reduction.bfloat16_to_float32(result) if dtype.name == "bfloat16" else result
+        tolerance = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype.name, 1e-6)
+        if dtype.kind not in "fc":
+            tolerance = 0
+        np.testing.assert_allclose(wide, expected, rtol=tolerance, atol=tolerance)
+
+    return compare
+
+
+MEANINGFUL = [
+    pytest.param(dtype, name, id=f"{dtype}-{name}")
+    for dtype in BY_NAME.values()
+    for name in (*NAMES, "premul_sum")
+    if dtype.kind in reduction._KINDS[name]
+]
+
+
+@regimes
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("dtype", "name"), MEANINGFUL)
+def test_every_dtype_and_operator(regime: str, size: int, dtype: DType, name: str) -> None:
+    def op(rank: int) -> ReduceOp:
+        return premul_sum(2.0**rank) if name == "premul_sum" else as_op(name)
+
+    inputs = [sample(dtype, 33, rank) for rank in range(size)]
+    expected = expected_of(name, dtype, inputs)
+    with in_regime(regime):
+        check_reduction(Loopback, "all_reduce", inputs, dtype, op, expected, compare=close(dtype))
+
+
+@regimes
+@reductions
+@orders
+@places
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("name", ["avg", "premul_sum"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_scaling_is_applied_once(
+    regime: str, operation: str, ordered: bool, in_place: bool, size: int, name: str, dtype: str
+) -> None:
+    kind = BY_NAME[dtype]
+
+    def op(rank: int) -> ReduceOp:
+        return premul_sum(2.0**rank) if name == "premul_sum" else as_op("avg")
+
+    inputs = [sample(kind, 40, rank) for rank in range(size)]
+    with in_regime(regime):
+        check_reduction(
+            Rendezvous, operation, inputs, kind, op, expected_of(name, kind, inputs),
+            ordered=ordered, in_place=in_place, root=size // 2, compare=close(kind),
+        )  # fmt: skip
+
+
+@kinds
+@regimes
+@places
+@counts_
+@sizes
+@pytest.mark.parametrize("name", ["sum", "compose", "subtract", "premul_sum"])
+def test_scan(
+    kind: type[Backend], regime: str, in_place: bool, count: int, size: int, name: str
+) -> None:
+    ops = {"sum": as_op("sum"), "compose": COMPOSE, "subtract": SUBTRACT}
+    dtype = BY_NAME["float64"] if name == "premul_sum" else INT64
+    inputs = [maps(count, rank).astype(dtype.storage) for rank in range(size)]
+
+    def body(backend: Backend) -> Array:
+        rank = backend.rank
+        out = Output(count, dtype)
+        src = out.buffer if in_place else Buffer(inputs[rank].copy(), dtype)
+        src.array[:] = inputs[rank]
+        op = premul_sum(0.5**rank) if name == "premul_sum" else ops[name]
+        backend.scan(src, out.buffer, op, CALL, TIMEOUT)
+        if not in_place:
+            same(src.array, inputs[rank])
+        return out.checked()
+
+    with in_regime(regime):
+        results = run(size, body, kind)
+    op = ops.get(name, ops["sum"])
+    scaled = [x * 0.5**r if name == "premul_sum" else x for r, x in enumerate(inputs)]
+    prefixes = [fold_in_order(op, dtype, scaled[: rank + 1]) for rank in range(size)]
+    same(np.stack(results), np.stack(prefixes))
+
+
+@kinds
+@reductions
+@orders
+@places
+@pytest.mark.parametrize("op", [as_op("sum"), COMPOSE], ids=["sum", "compose"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_reduction_as_it_is_chosen(
+    kind: type[Backend], operation: str, ordered: bool, in_place: bool, op: ReduceOp, size: int
+) -> None:
+    inputs = [maps(200_003, rank) for rank in range(size)]
+    expected = functools.reduce(compose if op is COMPOSE else np.add, inputs)
+    check_reduction(
+        kind, operation, inputs, INT64, op, expected, ordered=ordered, in_place=in_place, root=1
+    )
+
+
+@kinds
+def test_large_scan_as_it_is_chosen(kind: type[Backend]) -> None:
+    inputs = [maps(200_003, rank) for rank in range(4)]
+
+    def body(backend: Backend) -> Array:
+        buffer = Buffer(inputs[backend.rank].copy(), INT64)
+        backend.scan(buffer, buffer, COMPOSE, CALL, TIMEOUT)
+        return buffer.array
+
+    prefixes = [functools.reduce(compose, inputs[: rank + 1]) for rank in range(4)]
+    same(np.stack(run(4, body, kind)), np.stack(prefixes))
+
+
+@reductions
+@orders
+def test_overflow_and_nan_travel_without_warnings(operation: str, ordered: bool) -> None:
+    inputs = [
+        np.array([3e38, np.inf, np.nan, 1.0] * 3, np.float32) * (-1) ** (r == 2) for r in range(3)
+    ]
+    with np.errstate(all="ignore"):
+        expected = fold_in_order(as_op("sum"), FLOAT32, inputs)
+    check_reduction(Loopback, operation, inputs, FLOAT32, as_op("sum"), expected, ordered=True)
+
+
+@regimes
+@orders
+def test_all_ranks_get_the_same_bits(regime: str, ordered: bool) -> None:
+    def body(backend: Backend) -> bytes:
+        x = np.random.default_rng(backend.rank).standard_normal(1001).astype(np.float32)
+        dst = Buffer.empty(1001, FLOAT32)
+        backend.all_reduce(Buffer(x, FLOAT32), dst, as_op("sum"), ordered, CALL, TIMEOUT)
+        return dst.array.tobytes()
+
+    with in_regime(regime):
+        assert len(set(run(5, body))) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([Loopback, Rendezvous]),
+    st.sampled_from(sorted(REGIMES)),
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_uneven_reduce_scatter(
+    kind: type[Backend], regime: str, counts: list[int], ordered: bool, commutes: bool
+) -> None:
+    inputs = [maps(sum(counts), rank) for rank in range(len(counts))]
+    op, join = (as_op("sum"), np.add) if commutes else (COMPOSE, compose)
+    expected = functools.reduce(join, inputs)
+    with in_regime(regime):
+        check_reduction(
+            kind, "reduce_scatter", inputs, INT64, op, expected, ordered=ordered, counts=counts
+        )

@@ -1,0 +1,335 @@
+"""How the default algorithms use a transport: exchanges, deadlines, rounds, bytes, scratch."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collective import backend as contract
+from collective.algorithms import binomial, pieces
+from collective.algorithms.tags import COLLECTIVE_TAG
+from collective.backend import Backend
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    PeerLostError,
+    RankError,
+)
+from collective.ops import as_op
+from tests.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
+from tests.loopback import Loopback, Rendezvous, connect_all, run
+
+SUM = as_op("sum")
+UINT8 = BY_NAME["uint8"]
+
+
+def number(value: int) -> Buffer:
+    return Buffer(np.array([value], np.int64), INT64)
+
+
+def test_contract_and_algorithms_use_one_tag() -> None:
+    assert contract.COLLECTIVE_TAG == COLLECTIVE_TAG
+
+
+# -- sendrecv -----------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("tag", [COLLECTIVE_TAG, 0, 7])
+@pytest.mark.parametrize(
+    "shift", [pytest.param((n, d), id=f"{n}-by-{d}") for n in (2, 3, 5, 6, 8) for d in range(n)]
+)
+def test_shift(kind: type[Backend], tag: int, shift: tuple[int, int]) -> None:
+    size, distance = shift
+
+    def body(backend: Backend) -> int:
+        to, source = (backend.rank + distance) % size, (backend.rank - distance) % size
+        got = number(-1)
+        backend.sendrecv(number(backend.rank), to, got, source, tag, TIMEOUT)
+        return int(got.array[0])
+
+    assert run(size, body, kind) == [(rank - distance) % size for rank in range(size)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 9).flatmap(lambda n: st.permutations(range(n))))
+def test_any_permutation_passes_a_send_that_waits(targets: Sequence[int]) -> None:
+    def body(backend: Backend) -> int:
+        got = number(-1)
+        source = targets.index(backend.rank)
+        backend.sendrecv(
+            number(backend.rank), targets[backend.rank], got, source, COLLECTIVE_TAG, TIMEOUT
+        )
+        return int(got.array[0])
+
+    received = run(len(targets), body, Rendezvous)
+    assert received == [targets.index(rank) for rank in range(len(targets))]
+
+
+@kinds
+@pytest.mark.parametrize("first", ["send", "recv"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sendrecv_meets_a_send_and_a_recv(kind: type[Backend], first: str, rank: int) -> None:
+    def body(backend: Backend) -> int:
+        peer, got = 1 - backend.rank, number(-1)
+        calls: dict[str, Callable[[], Any]] = {
+            "send": lambda: backend.send(number(backend.rank), peer, 3, TIMEOUT),
+            "recv": lambda: backend.recv(got, peer, 3, TIMEOUT),
+        }
+        if backend.rank == rank:
+            backend.sendrecv(number(backend.rank), peer, got, peer, 3, TIMEOUT)
+        else:
+            for name in sorted(calls, reverse=first == "send"):
+                calls[name]()
+        return int(got.array[0])
+
+    assert run(2, body, kind) == [1, 0]
+
+
+@pytest.mark.parametrize(("to", "source"), [(0, 1), (1, 0)])
+def test_half_an_exchange_with_oneself_is_refused(to: int, source: int) -> None:
+    backend = connect_all(2)[0]
+    with pytest.raises(RankError, match=r"to rank \d, from rank \d; .* \[rank 0 of 2\]"):
+        backend.sendrecv(number(1), to, number(2), source, 0, TIMEOUT)
+
+
+def test_sendrecv_raises_what_its_send_raised() -> None:
+    class Broken(Loopback):
+        def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+            super().send(src, dst, tag, timeout)
+            raise OSError("the cable is unplugged")
+
+    def body(backend: Backend) -> None:
+        backend.sendrecv(number(0), 1 - backend.rank, number(0), 1 - backend.rank, 5, TIMEOUT)
+
+    with pytest.raises(OSError, match="unplugged"):
+        run(2, body, Broken)
+
+
+# -- agreement ----------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_equal_calls_agree(kind: type[Backend], size: int) -> None:
+    run(size, lambda b: b.agree(Call("reduce", root=1), TIMEOUT), kind)
+
+
+@kinds
+@pytest.mark.parametrize("odd", [0, 2, 3])
+def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) -> None:
+    def body(backend: Backend) -> tuple[list[Any], int]:
+        call = Call("reduce", INT64, (3,), root=7 if backend.rank == odd else 1)
+        with pytest.raises(Disagreement) as caught:
+            backend.agree(call, TIMEOUT)
+        total = number(0)
+        backend.all_reduce(number(1), total, SUM, False, CALL, TIMEOUT)
+        return [header["options"]["root"] for header in caught.value.headers], int(total.array[0])
+
+    roots = [7 if rank == odd else 1 for rank in range(4)]
+    assert run(4, body, kind) == [(roots, 4)] * 4
+
+
+# -- apart from each other ----------------------------------------------------------
+
+
+def test_a_message_of_the_user_passes_through_collectives() -> None:
+    def body(backend: Backend) -> int:
+        got, total = number(-1), number(0)
+        if backend.rank == 0:
+            backend.send(number(42), 1, 0, TIMEOUT)
+        backend.all_reduce(number(1), total, SUM, False, CALL, TIMEOUT)
+        if backend.rank == 1:
+            backend.recv(got, 0, 0, TIMEOUT)
+        return int(got.array[0])
+
+    assert run(3, body)[1] == 42
+
+
+@kinds
+def test_groups_work_side_by_side(kind: type[Backend]) -> None:
+    def body(backend: Backend) -> int:
+        members = range(backend.rank % 2, 5, 2)
+        group = backend.group(members, TIMEOUT)
+        total = number(0)
+        group.all_reduce(number(backend.rank), total, SUM, False, CALL, TIMEOUT)
+        group.barrier(CALL, TIMEOUT)
+        return int(total.array[0])
+
+    assert run(5, body, kind) == [6, 4, 6, 4, 6]
+
+
+# -- deadlines ----------------------------------------------------------------------
+
+COLLECTIVES: dict[str, Callable[[Backend, float], Any]] = {
+    "barrier": lambda b, t: b.barrier(CALL, t),
+    "broadcast": lambda b, t: b.broadcast(number(1), 2, CALL, t),
+    "all_reduce": lambda b, t: b.all_reduce(number(1), number(0), SUM, False, CALL, t),
+    "all_gather": lambda b, t: b.all_gather(number(1), Buffer.empty(3, INT64), [1] * 3, CALL, t),
+    "agree": lambda b, t: b.agree(CALL, t),
+}
+
+
+@kinds
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_nobody_waits_past_the_deadline_for_an_absent_rank(kind: type[Backend], name: str) -> None:
+    ended = threading.Barrier(3)
+
+    def body(backend: Backend) -> float:
+        start = time.monotonic()
+        if backend.rank != 2:
+            with pytest.raises((CollectiveTimeoutError, CommunicatorAbortedError)):
+                COLLECTIVES[name](backend, 0.15)
+        ended.wait(5)
+        return time.monotonic() - start
+
+    assert max(run(3, body, kind)) < 1.0
+
+
+def test_one_deadline_holds_for_all_messages_of_a_call() -> None:
+    timeouts: list[float] = []
+
+    class Slow(Loopback):
+        def sendrecv(self, *args: Any) -> None:
+            timeouts.append(args[-1])
+            time.sleep(0.02)
+            super().sendrecv(*args)
+
+    run(2, lambda b: b.barrier(CALL, 5.0), Slow)
+    run(8, lambda b: b.barrier(CALL, 5.0) if b.rank else b.barrier(CALL, 7.0), Slow)
+    of_rank_0 = [t for t in timeouts if t > 5.0]
+    assert len(of_rank_0) == 3
+    assert of_rank_0[0] - of_rank_0[2] > 0.03
+
+
+@kinds
+def test_a_rank_that_left_is_lost_to_the_others(kind: type[Backend]) -> None:
+    def body(backend: Backend) -> None:
+        if backend.rank == 1:
+            backend.close()
+            return
+        with pytest.raises(PeerLostError) as caught:
+            backend.all_reduce(number(1), number(0), SUM, False, CALL, TIMEOUT)
+        assert caught.value.ranks == (1,)
+
+    run(3, body, kind)
+
+
+# -- rounds, bytes and scratch --------------------------------------------------------
+
+
+class Counting(Rendezvous):
+    """Counts what a rank sends."""
+
+    sent: list[int]
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        self.__dict__.setdefault("sent", []).append(src.nbytes)
+        super().send(src, dst, tag, timeout)
+
+
+def sent(size: int, body: Callable[[Backend], Any]) -> list[list[int]]:
+    def counted(backend: Backend) -> list[int]:
+        body(backend)
+        return list(backend.__dict__.get("sent", []))
+
+    return run(size, counted, Counting)
+
+
+def call(operation: str, count: int, ordered: bool = False) -> Callable[[Backend], Any]:
+    def body(b: Backend) -> None:
+        x, y = Buffer(np.zeros(count, np.uint8), UINT8), Buffer.empty(count, UINT8)
+        every = Buffer.empty(count * b.size, UINT8)
+        even = [count] * b.size
+        here = b.rank == 0
+        match_ = {
+            "barrier": lambda: b.barrier(CALL, TIMEOUT),
+            "broadcast": lambda: b.broadcast(x, 0, CALL, TIMEOUT),
+            "all_reduce": lambda: b.all_reduce(x, y, SUM, ordered, CALL, TIMEOUT),
+            "all_gather": lambda: b.all_gather(x, every, even, CALL, TIMEOUT),
+            "gather": lambda: b.gather(x, every if here else None, even, 0, CALL, TIMEOUT),
+            "reduce": lambda: b.reduce(x, y if here else None, SUM, 0, ordered, CALL, TIMEOUT),
+        }
+        match_[operation]()
+
+    return body
+
+
+@pytest.mark.parametrize("operation", ["barrier", "all_reduce", "all_gather"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
+@pytest.mark.parametrize("size", [4, 8])
+def test_short_messages_take_log2_size_rounds(operation: str, ordered: bool, size: int) -> None:
+    rounds = size.bit_length() - 1
+    assert [len(of) for of in sent(size, call(operation, 8, ordered))] == [rounds] * size
+
+
+@pytest.mark.parametrize("operation", ["gather", "reduce"])
+def test_short_messages_climb_a_tree(operation: str) -> None:
+    assert [len(of) for of in sent(8, call(operation, 8))] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
+def test_long_all_reduce_sends_twice_its_length_and_no_more(ordered: bool) -> None:
+    nbytes = 4 << 20
+    totals = [sum(of) for of in sent(4, call("all_reduce", nbytes, ordered))]
+    assert totals == [2 * nbytes * 3 // 4] * 4
+
+
+def test_long_broadcast_sends_at_most_twice_its_length_from_any_rank() -> None:
+    nbytes = 4 << 20
+    assert max(sum(of) for of in sent(8, call("broadcast", nbytes))) <= 2 * nbytes
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
+def test_scratch_of_a_long_all_reduce_does_not_grow_with_it(ordered: bool) -> None:
+    count = 16 << 20
+    data = [(Buffer(np.zeros(count, np.uint8), UINT8), Buffer.empty(count, UINT8)) for _ in "abcd"]
+
+    def body(backend: Backend) -> None:
+        src, dst = data[backend.rank]
+        backend.all_reduce(src, dst, SUM, ordered, CALL, TIMEOUT)
+
+    tracemalloc.start()
+    try:
+        run(4, body, Rendezvous)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 5 * pieces.CHUNK_BYTES + (1 << 20)
+
+
+# -- small parts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 13])
+def test_binomial_tree_is_one_tree(size: int) -> None:
+    nodes = [binomial.node(position, size) for position in range(size)]
+    children = sorted(child for node in nodes for child, _ in node.children)
+    assert children == list(range(1, size))
+    assert all(nodes[child].parent == p for p, n in enumerate(nodes) for child, _ in n.children)
+    assert all(nodes[child].stop == stop for n in nodes for child, stop in n.children)
+    assert nodes[0].stop == size
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 3), (2, 5), (10, 4), (9, 3)])
+def test_even_pieces_are_those_of_array_split(count: int, size: int) -> None:
+    expected = [len(piece) for piece in np.array_split(np.zeros(count), size)]
+    assert pieces.even(count, size) == expected
+
+
+def test_copy_onto_itself_is_nothing() -> None:
+    data = np.arange(4)
+    data.flags.writeable = False
+    pieces.copy(Buffer(data, INT64), Buffer(data[:], INT64))
+    same(data, np.arange(4))

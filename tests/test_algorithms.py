@@ -1,0 +1,241 @@
+"""The default algorithms that move elements, over nothing but send and recv.
+
+Every operation runs in both regimes: ``rounds`` makes starting a message so dear that
+the algorithms with few rounds are chosen at any size, ``bytes`` makes it free. Results
+are compared with NumPy's, inputs and the memory around outputs with what they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collective.backend import Backend
+from collective.buffer import Buffer
+from tests.algorithm_cases import (
+    CALL,
+    INT64,
+    REGIMES,
+    ROOTS,
+    TIMEOUT,
+    Array,
+    Output,
+    counts_,
+    in_regime,
+    kinds,
+    places,
+    regimes,
+    same,
+    sizes,
+    uneven,
+)
+from tests.loopback import Loopback, Rendezvous, run
+
+
+@kinds
+@sizes
+def test_barrier_holds_everybody_until_the_last_has_come(kind: type[Backend], size: int) -> None:
+    inside: list[int] = []
+
+    def body(backend: Backend) -> int:
+        inside.append(backend.rank)
+        backend.barrier(CALL, TIMEOUT)
+        return len(inside)
+
+    assert run(size, body, kind) == [size] * size
+
+
+@kinds
+@regimes
+@counts_
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_broadcast(kind: type[Backend], regime: str, count: int, size: int, root: int) -> None:
+    def body(backend: Backend) -> Array:
+        out = Output(count, INT64)
+        if backend.rank == root:
+            out.buffer.array[:] = np.arange(count) * 3
+        backend.broadcast(out.buffer, root, CALL, TIMEOUT)
+        return out.checked()
+
+    with in_regime(regime):
+        results = run(size, body, kind)
+    same(np.stack(results), np.tile(np.arange(count) * 3, (size, 1)))
+
+
+def blocks(counts: list[int]) -> list[Array]:
+    """Return what each rank contributes: no value twice."""
+    ends = list(itertools.accumulate(counts))
+    return [np.arange(end - n, end, dtype=np.int64) for n, end in zip(counts, ends, strict=True)]
+
+
+def check_gather(
+    kind: type[Backend], counts: list[int], root: int | None, in_place: bool = False
+) -> None:
+    """Check gather to ``root``, or all-gather if that is None."""
+    mine, whole = blocks(counts), np.arange(sum(counts))
+
+    def body(backend: Backend) -> Array | None:
+        rank = backend.rank
+        out = Output(len(whole), INT64) if root in (None, rank) else None
+        src = Buffer(mine[rank].copy(), INT64)
+        if in_place and out is not None:
+            start = sum(counts[:rank])
+            src = out.buffer.part(start, start + counts[rank])
+            src.array[:] = mine[rank]
+        if root is None:
+            assert out is not None
+            backend.all_gather(src, out.buffer, counts, CALL, TIMEOUT)
+        else:
+            backend.gather(src, None if out is None else out.buffer, counts, root, CALL, TIMEOUT)
+        same(src.array, mine[rank])
+        return None if out is None else out.checked()
+
+    for rank, result in enumerate(run(len(counts), body, kind)):
+        if result is None:
+            assert root not in (None, rank)
+        else:
+            same(result, whole)
+
+
+def check_scatter(kind: type[Backend], counts: list[int], root: int) -> None:
+    whole = np.arange(sum(counts))
+
+    def body(backend: Backend) -> Array:
+        src = Buffer(whole.copy(), INT64) if backend.rank == root else None
+        out = Output(counts[backend.rank], INT64)
+        backend.scatter(src, out.buffer, counts, root, CALL, TIMEOUT)
+        if src is not None:
+            same(src.array, whole)
+        return out.checked()
+
+    same(np.concatenate(run(len(counts), body, kind)), whole)
+
+
+def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:
+    """``table[i][j]``: how many elements rank i sends to rank j."""
+    size = len(table)
+
+    def pieces_of(rank: int) -> list[Array]:
+        return [rank * 10_000 + to * 100 + np.arange(n) for to, n in enumerate(table[rank])]
+
+    def body(backend: Backend) -> Array:
+        rank = backend.rank
+        arriving = [row[rank] for row in table]
+        src = Buffer(np.concatenate(pieces_of(rank)), INT64)
+        out = Output(sum(arriving), INT64)
+        backend.all_to_all(src, out.buffer, table[rank], arriving, CALL, TIMEOUT)
+        same(src.array, np.concatenate(pieces_of(rank)))
+        return out.checked()
+
+    results = run(size, body, kind)
+    expected = [np.concatenate([pieces_of(i)[rank] for i in range(size)]) for rank in range(size)]
+    same(np.concatenate(results), np.concatenate(expected))
+
+
+@kinds
+@regimes
+@counts_
+@places
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_gather(
+    kind: type[Backend], regime: str, count: int, in_place: bool, size: int, root: int
+) -> None:
+    with in_regime(regime):
+        check_gather(kind, uneven(size, count), root, in_place)
+
+
+@kinds
+@regimes
+@counts_
+@places
+@sizes
+def test_all_gather(
+    kind: type[Backend], regime: str, count: int, in_place: bool, size: int
+) -> None:
+    with in_regime(regime):
+        check_gather(kind, uneven(size, count), None, in_place)
+
+
+@kinds
+@regimes
+@counts_
+@pytest.mark.parametrize(("size", "root"), ROOTS)
+def test_scatter(kind: type[Backend], regime: str, count: int, size: int, root: int) -> None:
+    with in_regime(regime):
+        check_scatter(kind, uneven(size, count), root)
+
+
+@kinds
+@counts_
+@sizes
+def test_all_to_all(kind: type[Backend], count: int, size: int) -> None:
+    check_all_to_all(kind, [[max(0, count + i - 2 * j) for j in range(size)] for i in range(size)])
+
+
+# -- as they are chosen -------------------------------------------------------------
+
+LARGE = [300_001, 7, 0, 250_000]  # int64: 4.4 MB in all, and pieces of every kind
+
+
+@kinds
+def test_large_gather(kind: type[Backend]) -> None:
+    check_gather(kind, LARGE, 1)
+
+
+@kinds
+@places
+def test_large_all_gather(kind: type[Backend], in_place: bool) -> None:
+    check_gather(kind, LARGE, None, in_place)
+
+
+@kinds
+def test_large_scatter(kind: type[Backend]) -> None:
+    check_scatter(kind, LARGE, 2)
+
+
+@kinds
+def test_large_all_to_all(kind: type[Backend]) -> None:
+    check_all_to_all(kind, [LARGE, [5] * 4, LARGE[::-1], [0] * 4])
+
+
+@kinds
+def test_large_broadcast(kind: type[Backend]) -> None:
+    whole = np.arange(500_003)
+
+    def body(backend: Backend) -> Array:
+        buffer = Buffer(whole.copy() if backend.rank == 3 else whole * 0, INT64)
+        backend.broadcast(buffer, 3, CALL, TIMEOUT)
+        return buffer.array
+
+    same(np.stack(run(4, body, kind)), np.tile(whole, (4, 1)))
+
+
+# -- any counts ---------------------------------------------------------------------
+
+any_counts = st.lists(st.integers(0, 40), min_size=1, max_size=6)
+any_regime = st.sampled_from(sorted(REGIMES))
+any_kind = st.sampled_from([Loopback, Rendezvous])
+examples = settings(max_examples=25, deadline=None)
+
+
+@examples
+@given(any_kind, any_regime, any_counts, st.data())
+def test_uneven_gather_and_scatter(
+    kind: type[Backend], regime: str, counts: list[int], data: st.DataObject
+) -> None:
+    root = data.draw(st.integers(0, len(counts) - 1))
+    with in_regime(regime):
+        check_gather(kind, counts, root)
+        check_gather(kind, counts, None)
+        check_scatter(kind, counts, root)
+
+
+@examples
+@given(any_kind, st.integers(1, 5), st.data())
+def test_uneven_all_to_all(kind: type[Backend], size: int, data: st.DataObject) -> None:
+    row = st.lists(st.integers(0, 20), min_size=size, max_size=size)
+    check_all_to_all(kind, data.draw(st.lists(row, min_size=size, max_size=size)))

@@ -1,0 +1,227 @@
+"""Where settings come from, which source wins, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.config import KEYS, load
+from collective.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Start each test without any source: no variables, and a directory without files."""
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    monkeypatch.setattr(os, "environ", kept)
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    return inner
+
+
+def test_world_of_one_by_default() -> None:
+    config = load({})
+    assert (config.rank, config.size, config.local_rank, config.local_size) == (0, 1, 0, 1)
+    assert (config.backend, config.check, config.store) == ("auto", "auto", None)
+    assert (config.timeout, config.start_timeout) == (300.0, 60.0)
+    assert {config.origin(key) for key in KEYS} == {"default"}
+
+
+def test_every_key_is_an_attribute() -> None:
+    config = load({})
+    assert all(hasattr(config, key) for key in KEYS)
+
+
+# -- precedence ------------------------------------------------------------------------
+
+SOURCES = ("argument", "environment", "file", "launcher")
+
+
+@pytest.mark.parametrize(
+    "present",
+    [c for n in range(len(SOURCES) + 1) for c in itertools.combinations(SOURCES, n)],
+    ids=lambda present: "+".join(present) or "none",
+)
+def test_strongest_source_wins(nowhere: Path, present: tuple[str, ...]) -> None:
+    arguments: dict[str, object] = {}
+    if "argument" in present:
+        arguments["size"] = 11
+    if "environment" in present:
+        os.environ["COLLECTIVE_RANK"] = "0"
+        os.environ["COLLECTIVE_SIZE"] = "12"
+    if "file" in present:
+        (nowhere / "collective.toml").write_text("size = 13")
+    if "launcher" in present:
+        os.environ.update(RANK="0", WORLD_SIZE="14")
+    config = load(arguments)
+    expected: dict[str, tuple[int, str]] = {
+        "argument": (11, "argument"),
+        "environment": (12, "environment COLLECTIVE_SIZE"),
+        "file": (13, f"file {nowhere / 'collective.toml'}"),
+        "launcher": (14, "launcher torchrun"),
+    }
+    strongest = next((source for source in SOURCES if source in present), None)
+    value, origin = expected[strongest] if strongest else (1, "default")
+    assert (config.size, config.origin("size")) == (value, origin)
+
+
+def test_each_key_has_its_own_source(nowhere: Path) -> None:
+    (nowhere / "collective.toml").write_text('timeout = 5\nbackend = "gloo"\ncheck = "never"')
+    os.environ["COLLECTIVE_BACKEND"] = "mpi"
+    config = load({"check": "always"})
+    assert (config.timeout, config.backend, config.check) == (5.0, "mpi", "always")
+
+
+def test_argument_none_and_empty_variable_count_as_absent() -> None:
+    os.environ["COLLECTIVE_BACKEND"] = ""
+    assert load({"backend": None, "timeout": None}).origin("backend") == "default"
+
+
+def test_nearest_file_wins(nowhere: Path) -> None:
+    (nowhere.parent.parent / "collective.toml").write_text("timeout = 1")
+    (nowhere.parent / "pyproject.toml").write_text("[tool.collective]\ntimeout = 2")
+    assert load({}).timeout == 2
+    (nowhere / "pyproject.toml").write_text("[tool.other]\ntimeout = 3")
+    assert load({}).timeout == 2
+    (nowhere / "pyproject.toml").write_text("[tool.collective]\ntimeout = 4")
+    assert load({}).timeout == 4
+    (nowhere / "collective.toml").write_text("timeout = 5")
+    assert load({}).timeout == 5
+
+
+def test_removed_working_directory_is_no_error(nowhere: Path) -> None:
+    nowhere.rmdir()
+    assert load({}).timeout == 300
+
+
+def test_store_is_relative_to_where_it_is_said(nowhere: Path) -> None:
+    (nowhere.parent / "collective.toml").write_text('store = "meet"')
+    assert load({}).store == str(nowhere.parent / "meet")
+    assert load({"store": "meet"}).store == str(nowhere / "meet")
+    assert load({"store": Path("meet")}).store == str(nowhere / "meet")
+    assert load({"store": "~/meet"}).store == os.path.expanduser("~/meet")
+
+
+def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
+    os.environ.update(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    same = load({"rank": 2, "size": 4})
+    assert (same.local_rank, same.local_size) == (0, 2)
+    other = load({"rank": 1, "size": 3})
+    assert (other.local_rank, other.local_size) == (1, 3)
+    assert other.origin("local_rank") == "default"
+
+
+# -- refusals ----------------------------------------------------------------------------
+
+
+def test_misspelt_argument() -> None:
+    with pytest.raises(ConfigError, match=r"timeot \(argument\): no .* nearest is timeout,"):
+        load({"timeot": 3})
+
+
+def test_misspelt_variable() -> None:
+    os.environ["COLLECTIVE_BAKEND"] = "shm"
+    with pytest.raises(ConfigError, match=r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND,"):
+        load({})
+
+
+def test_misspelt_key_in_a_file(nowhere: Path) -> None:
+    (nowhere / "collective.toml").write_text("time_out = 3")
+    with pytest.raises(ConfigError, match=r"time_out \(file .*collective.toml\).* timeout,"):
+        load({})
+
+
+def test_variable_in_small_letters_is_another_name() -> None:
+    os.environ["COLLECTIVE_timeout"] = "3"
+    with pytest.raises(ConfigError, match="nearest is COLLECTIVE_TIMEOUT"):
+        load({})
+
+
+BAD: list[tuple[str, Any]] = [
+    ("backend", 3),
+    ("backend", " "),
+    ("rank", -1),
+    ("rank", 1.0),
+    ("rank", True),
+    ("size", 0),
+    ("local_size", 0),
+    ("local_rank", "x"),
+    ("timeout", 0),
+    ("timeout", float("inf")),
+    ("timeout", float("nan")),
+    ("timeout", True),
+    ("timeout", [3]),
+    ("start_timeout", -1),
+    ("check", "sometimes"),
+    ("check", []),
+    ("store", 3),
+    ("store", ""),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_bad_argument(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: .* \(argument\); it must be "):
+        load({key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rank", "one"), ("size", "2.5"), ("timeout", "soon"), ("check", "yes")]
+)
+def test_bad_variable(key: str, value: str) -> None:
+    os.environ["COLLECTIVE_RANK"] = "0"
+    os.environ["COLLECTIVE_SIZE"] = "1"
+    os.environ[f"COLLECTIVE_{key.upper()}"] = value
+    with pytest.raises(ConfigError, match=f"COLLECTIVE_{key.upper()}"):
+        load({})
+
+
+def test_bad_value_that_a_stronger_source_hides(nowhere: Path) -> None:
+    (nowhere / "collective.toml").write_text('timeout = "soon"')
+    with pytest.raises(ConfigError, match=r"'soon' \(file "):
+        load({"timeout": 3})
+
+
+def test_rank_beyond_size() -> None:
+    with pytest.raises(ConfigError, match=r"rank: 3 \(argument\) with size 1 \(default\)"):
+        load({"rank": 3})
+    with pytest.raises(ConfigError, match="local_rank: 2"):
+        load({"rank": 0, "size": 4, "local_rank": 2, "local_size": 2})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = load({"rank": np.int64(1), "size": np.int32(2), "timeout": np.float32(0.5)})
+    assert (config.rank, config.size, config.timeout) == (1, 2, 0.5)
+    assert type(config.rank) is int
+    assert type(config.timeout) is float
+
+
+def test_file_that_is_no_toml(nowhere: Path) -> None:
+    (nowhere / "collective.toml").write_text("timeout = = 3")
+    with pytest.raises(ConfigError, match=r"collective.toml: not valid TOML"):
+        load({})
+
+
+def test_file_that_is_no_text(nowhere: Path) -> None:
+    (nowhere / "collective.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"collective.toml: cannot be read"):
+        load({})
+
+
+def test_missing_parser_is_named_only_when_it_is_needed(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    (nowhere / "pyproject.toml").write_text("[project]\nname = 'other'")
+    assert load({}).timeout == 300
+    (nowhere / "pyproject.toml").write_text("[tool.collective]\ntimeout = 3")
+    with pytest.raises(ConfigError, match="pip install tomli"):
+        load({})

@@ -1,0 +1,238 @@
+"""`collective run` from outside: starting programs, and failing with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launches import (
+    DEADLINE_S,
+    NOISE_S,
+    PROMISED_S,
+    ROOT,
+    Launches,
+    launches,
+)
+
+__all__ = ["launches"]  # the fixture
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+# -- starting ------------------------------------------------------------------------
+
+
+def test_every_rank_gets_its_arguments_and_its_prefix(launches: Launches) -> None:
+    script = launches.script("print(sys.argv[1:], rank)")
+    done = launches.run("-n", "3", script, "-n", "5", "--", "-m", "x")
+    assert done.returncode == 0, done.stderr
+    expected = [f"[{r}] ['-n', '5', '--', '-m', 'x'] {r}" for r in range(3)]
+    assert sorted(done.stdout.splitlines()) == expected
+    assert done.stderr == ""
+    launches.assert_nothing_left()
+
+
+def test_module_gets_its_arguments(launches: Launches) -> None:
+    launches.script("print(__name__, sys.argv[1:])", "program.py")
+    done = launches.run("-n", "1", "-m", "program", "-m", "--backend", "x")
+    assert done.stdout == "[0] __main__ ['-m', '--backend', 'x']\n"
+
+
+def test_environment_of_the_ranks(launches: Launches) -> None:
+    script = launches.script("""
+        names = ["COLLECTIVE_BACKEND", "COLLECTIVE_TIMEOUT", "MASTER_ADDR", "OMP_NUM_THREADS"]
+        names += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        names += ["COLLECTIVE_RANK", "COLLECTIVE_SIZE", "COLLECTIVE_LOCAL_RANK"]
+        names += ["COLLECTIVE_LOCAL_SIZE"]
+        print(" ".join(f"{name}={os.environ.get(name)}" for name in names))
+        import socket, stat
+        with socket.socket() as s:
+            s.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        status = os.stat(os.environ["COLLECTIVE_STORE"])
+        assert stat.S_IMODE(status.st_mode) == 0o700 and status.st_uid == os.getuid()
+        """)
+    run = ("-n", "1", "--backend", "shm", "--timeout", "7", script)
+    cores = len(os.sched_getaffinity(0))
+    done = launches.run(*run)
+    assert done.stdout == (
+        f"[0] COLLECTIVE_BACKEND=shm COLLECTIVE_TIMEOUT=7.0 MASTER_ADDR=127.0.0.1 "
+        f"OMP_NUM_THREADS={cores} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+        "COLLECTIVE_RANK=0 COLLECTIVE_SIZE=1 COLLECTIVE_LOCAL_RANK=0 COLLECTIVE_LOCAL_SIZE=1\n"
+    ), done.stderr
+    assert "OMP_NUM_THREADS=11" in launches.run(*run, OMP_NUM_THREADS="11").stdout
+
+
+def test_inner_launch_hides_the_outer_one(launches: Launches) -> None:
+    script = launches.script("print(os.environ['COLLECTIVE_RANK'], size)")
+    done = launches.run("-n", "1", script, COLLECTIVE_RANK="7", COLLECTIVE_SIZE="9", RANK="7")
+    assert done.stdout == "[0] 0 1\n", done.stderr
+
+
+def test_package_is_importable_without_an_install(launches: Launches) -> None:
+    script = launches.script("from collective.errors import CollectiveError; print('found')")
+    command = [sys.executable, "-m", "collective", "run", "-n", "1"]
+    done = subprocess.run(
+        [*command, str(launches.directory / script)],
+        cwd=ROOT,
+        env=launches.environment(PYTHONPATH=""),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout == "[0] found\n", done.stderr
+
+
+def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
+    script = launches.script("print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        [sys.executable, "-m", "collective", "run", "-n", "2", script],
+        cwd=launches.directory,
+        env=launches.environment(),
+        input="given",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] 'given'", "[1] ''"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
+        (["-n", "0", "x.py"], "'0'; it must be an integer >= 1"),
+        (["-n", "two", "x.py"], "'two'; it must be an integer >= 1"),
+        (["-n", "2"], "no program given"),
+        (["-n", "2", "--timeout", "-1", "script.py"], "a number of seconds > 0"),
+        (["script.py"], "-n"),
+    ],
+)
+def test_wrong_use_is_refused(launches: Launches, arguments: list[str], said: str) -> None:
+    launches.script("print('started')")
+    done = launches.run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+    launches.assert_nothing_left()
+
+
+def test_misspelt_setting_is_one_error(launches: Launches) -> None:
+    done = launches.run("-n", "3", launches.script(""), COLLECTIVE_TIMOUT="3")
+    assert done.returncode == 2
+    assert done.stderr.count("COLLECTIVE_TIMEOUT") >= 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+# -- failing -------------------------------------------------------------------------
+
+
+def test_first_failure_stops_the_others_and_is_shown_last(launches: Launches) -> None:
+    script = launches.script("""
+        await_all()
+        if rank == 1:
+            def innermost():
+                die(ValueError("this is why"))
+            innermost()
+        # What a stubborn rank does does not matter.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+        """)
+    done = launches.run("-n", "3", script)
+    took = time.monotonic() - float((launches.directory / "died").read_text())
+    assert took < PROMISED_S + NOISE_S
+    assert done.returncode == 1
+    _, verdict = done.stderr.split("collective run: ")
+    lines = verdict.splitlines()
+    assert lines[0] == "rank 1 failed first (exit code 1); its traceback:"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "in innermost" in verdict
+    assert lines[-1] == "ValueError: this is why"
+    launches.assert_nothing_left()
+
+
+def test_others_may_say_what_they_saw(launches: Launches) -> None:
+    script = launches.script("""
+        await_all()
+        if rank == 0:
+            die(ValueError("the cause"))
+        while not os.path.exists("died"):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        from collective.errors import PeerLostError
+        raise PeerLostError("rank 0 is gone")
+        """)
+    done = launches.run("-n", "3", script)
+    for rank in (1, 2):
+        assert f"[{rank}] collective.errors.PeerLostError: rank 0 is gone" in done.stderr
+    assert "rank 0 failed first" in done.stderr
+    assert done.stderr.endswith("ValueError: the cause\n")
+
+
+def test_consequence_that_ends_first_is_not_blamed(launches: Launches) -> None:
+    script = launches.script("""
+        await_all()
+        if rank == 1:
+            from collective.errors import PeerFailedError
+            text = "Traceback (most recent call last):\\nKeyError: 'x'"
+            die(PeerFailedError(f"all_reduce: rank 0 failed; its traceback:\\n{text}"))
+        while not os.path.exists("died"):
+            time.sleep(0.01)
+        time.sleep(0.3)  # rank 1 has ended by now
+        raise KeyError("x")
+        """)
+    done = launches.run("-n", "2", script)
+    assert "collective run: rank 0 failed first (exit code 1)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "(exit code 3); it wrote nothing"),
+        ("sys.exit('out of data')", 1, "(exit code 1); the last lines"),
+        ("os.abort()", 128 + signal.SIGABRT, "(killed by SIGABRT)"),
+        ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "(killed by SIGKILL)"),
+        ("sys.exit(0)", 0, ""),
+    ],
+)
+def test_exit_code(launches: Launches, statement: str, code: int, said: str) -> None:
+    script = launches.script(f"""
+        await_all()
+        if rank == 1:
+            {statement}
+        time.sleep({600 if code else 0})
+        """)
+    done = launches.run("-n", "2", script)
+    assert done.returncode == code
+    assert said in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_killed_rank_takes_its_children_along(launches: Launches) -> None:
+    script = launches.script("""
+        # One in the rank's group, one that made itself independent, each with a child.
+        for own_session in (False, True):
+            command = ["sh", "-c", "sleep 600 & sleep 600"]
+            subprocess.Popen(command, start_new_session=own_session)
+        await_all()
+        if rank == 0:
+            open("died", "w").write(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """)
+    done = launches.run("-n", "2", script)
+    took = time.monotonic() - float((launches.directory / "died").read_text())
+    assert took < PROMISED_S + NOISE_S
+    assert done.returncode == 137
+    launches.assert_nothing_left()
+
+
+def test_what_a_rank_leaves_running_ends_with_the_run(launches: Launches) -> None:
+    script = launches.script("subprocess.Popen(['sleep', '600'], start_new_session=True)")
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 0
+    launches.assert_nothing_left()

@@ -1,0 +1,205 @@
+"""What the screen shows when several ranks write lines, bars and prompts."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from collective.launch_screen import Screen, Stream
+
+
+class Output:
+    """A screen on a pipe, with two ranks' streams."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        self.screen = Screen(self.writer)
+        self.a = Stream(0, self.screen, keep=0)
+        self.b = Stream(1, self.screen, keep=0)
+
+    def written(self) -> bytes:
+        self.screen.flush()
+        data = b""
+        while select.select([self.reader], [], [], 0)[0]:
+            data += os.read(self.reader, 65536)
+        return data
+
+    def shown(self) -> list[str]:
+        """The lines a terminal shows after what was written."""
+        lines, row, column = [""], 0, 0
+        for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|.|\n|\r", self.written().decode()):
+            if token == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            elif token == "\r":
+                column = 0
+            elif token.endswith("K") and token.startswith("\x1b"):
+                lines[row] = ""
+            elif token.endswith("A") and token.startswith("\x1b"):
+                row = max(0, row - int(token[2:-1] or 1))
+            else:
+                lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + 1 :]
+                column += 1
+        return lines
+
+
+@pytest.fixture
+def output() -> Iterator[Output]:
+    output = Output()
+    yield output
+    os.close(output.reader)
+    os.close(output.writer)
+
+
+def test_lines_get_their_rank(output: Output) -> None:
+    output.a.feed(b"one\ntwo\n")
+    output.b.feed(b"three\n\n")
+    assert output.written() == b"[0] one\n[0] two\n[1] three\n[1] \n"
+
+
+def test_pieces_of_a_line_wait_for_its_end(output: Output) -> None:
+    output.a.feed(b"one")
+    output.b.feed(b"other\n")
+    output.a.feed(b" and two")
+    assert output.written() == b"[1] other\n"
+    output.a.feed(b"\n")
+    assert output.written() == b"[0] one and two\n"
+
+
+def test_characters_of_several_bytes_may_come_in_pieces(output: Output) -> None:
+    for byte in "grün ☃\n".encode():
+        output.a.feed(bytes([byte]))
+    assert output.written().decode() == "[0] grün ☃\n"
+
+
+def test_last_line_without_an_end_is_shown(output: Output) -> None:
+    output.a.feed(b"last words")
+    output.a.finish()
+    assert output.written() == b"[0] last words\n"
+
+
+def test_windows_line_ends(output: Output) -> None:
+    output.a.feed(b"one\r\ntwo\r\n")
+    assert output.written() == b"[0] one\r\n[0] two\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"10%\r", b"20%\r", b"30%\n"],
+        [b"10%\r20%", b"\r", b"30%\n"],
+        [b"\r10%", b"\r20%", b"\r30%", b"\n"],
+        [b"\r\x1b[2K10%", b"\r\x1b[2K20%", b"\r\x1b[2K30%\n"],
+        [b"10%\r", b"30%\r", b"\n"],
+    ],
+)
+def test_bar_stays_in_its_line(output: Output, pieces: list[bytes]) -> None:
+    output.a.feed(b"before\n")
+    for piece in pieces:
+        output.a.feed(piece)
+    output.b.feed(b"after\n")
+    assert output.shown() == ["[0] before", "[0] 30%", "[1] after", ""]
+
+
+def test_bar_goes_on_below_what_another_rank_says(output: Output) -> None:
+    for percent in (b"10%", b"20%"):
+        output.a.feed(percent + b"\r")
+    output.b.feed(b"hello\n")
+    output.a.feed(b"30%\r40%\r")
+    assert output.written() == b"[0] 10%\r[0] 20%\r\n[1] hello\n[0] 30%\r[0] 40%\r"
+    output.screen.fresh_line()
+    assert output.written() == b"\n"
+
+
+def test_unfinished_line_is_shown_and_continued(output: Output) -> None:
+    output.a.feed(b"loading")
+    assert output.a.silent_since is not None
+    output.a.show_unfinished()
+    assert output.a.silent_since is None
+    output.a.feed(b" ...")
+    output.a.show_unfinished()
+    output.a.feed(b" done\n")
+    assert output.written() == b"[0] loading ... done\n"
+
+
+def test_unfinished_line_is_repeated_after_an_interruption(output: Output) -> None:
+    output.a.feed(b"loading")
+    output.a.show_unfinished()
+    output.b.feed(b"hello\n")
+    output.a.feed(b" done\n")
+    assert output.shown() == ["[0] loading", "[1] hello", "[0] loading done", ""]
+
+
+def test_colour_does_not_reach_the_prefix_and_erasing_does_not_remove_it(output: Output) -> None:
+    output.a.feed(b"\x1b[2K\x1b[31mred\x1b[0m\n")
+    assert output.written() == b"\x1b[2K[0] \x1b[31mred\x1b[0m\n"
+
+
+def test_two_bars_of_one_rank_are_redrawn_in_place(output: Output) -> None:
+    output.a.feed(b"x 1\ny 1")
+    output.a.show_unfinished()
+    output.a.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kx 2\ny 2")
+    output.a.show_unfinished()
+    assert output.shown() == ["[0] x 2", "[0] y 2"]
+
+
+def test_nobody_moves_up_into_the_lines_of_others(output: Output) -> None:
+    output.a.feed(b"x 1\ny 1")
+    output.a.show_unfinished()
+    output.b.feed(b"hello\n")
+    output.a.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kx 2\ny 2\n")
+    assert output.shown() == ["[0] x 1", "[0] y 1", "[1] hello", "[0] x 2", "[0] y 2", ""]
+
+
+def test_cursor_that_a_killed_rank_hid_is_shown_again(output: Output) -> None:
+    output.a.feed(b"\x1b[?25l10%\r")
+    output.a.finish()
+    output.screen.restore()
+    assert output.written() == b"\x1b[?25l[0] 10%\r\n\x1b[?25h"
+
+
+def test_sequences_without_text_are_no_line(output: Output) -> None:
+    output.a.feed(b"\x1b[?25ldone\n\x1b[?25h")
+    output.a.finish()
+    output.b.feed(b"\x1b[2K\r")
+    output.screen.restore()
+    assert output.written() == b"\x1b[?25l[0] done\n\x1b[?25h"
+
+
+def test_memory_of_an_endless_line_is_bounded(output: Output) -> None:
+    for _ in range(40):
+        output.a.feed(b"z" * 65536)
+        output.written()
+    output.a.finish()
+    assert len(output.a._line) == 0
+    tail = Stream(0, output.screen, keep=1000)
+    for number in range(10_000):
+        tail.feed(f"{number}\n".encode())
+        output.written()
+    assert len(tail._tail) <= 2000
+    assert tail.tail.endswith(b"9998\n9999\n")
+
+
+def test_reader_that_leaves_is_noticed(output: Output) -> None:
+    reader, writer = os.pipe()
+    screen = Screen(writer)
+    os.close(reader)
+    screen.write(b"lost")
+    screen.flush()
+    assert screen.broken
+    assert not screen.waiting
+    os.close(writer)
+
+
+def test_nothing_blocks_on_a_reader_that_waits(output: Output) -> None:
+    output.screen.write(b"x" * (2 << 20))
+    output.screen.flush()
+    assert output.screen.full
+    total = 0
+    while output.screen.waiting:
+        total += len(output.written())
+    assert total + len(output.written()) == 2 << 20

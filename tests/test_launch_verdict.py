@@ -1,0 +1,93 @@
+"""Which rank is named as the first to fail, and what is shown of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from collective.launch_verdict import Failure, exit_code, first_in_cause, report
+
+FRAMES = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\n'
+CAUSE = FRAMES + "ValueError: boom\nwith a second line\n"
+LOST = FRAMES + "collective.errors.PeerLostError: rank 2 is gone\n"
+FAILED = FRAMES + f"collective.errors.PeerFailedError: rank 2 failed; its traceback:\n{CAUSE}"
+LATE = FRAMES + "collective.errors.CollectiveTimeoutError: rank 2 did not come\n"
+ABORTED = FRAMES + "CommunicatorAbortedError: broken\n"
+HANDLED = (
+    LOST
+    + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    + FRAMES
+    + "KeyError: 'x'\n"
+)
+COLOURED = LOST.replace("collective", "\x1b[1;35mcollective").replace(":", "\x1b[0m:")
+
+
+def failure(rank: int, stderr: str, code: int = 1) -> Failure:
+    return Failure(rank, code, stderr.encode())
+
+
+@pytest.mark.parametrize("other", [LOST, FAILED, LATE, ABORTED, HANDLED, COLOURED])
+@pytest.mark.parametrize("cause", [CAUSE, "", "warning: x\n"], ids=["raised", "exited", "said"])
+def test_cause_is_preferred_to_consequence(other: str, cause: str) -> None:
+    failures = [failure(0, other), failure(1, other), failure(2, cause)]
+    assert first_in_cause(failures).rank == 2
+
+
+def test_killed_rank_is_a_cause() -> None:
+    assert first_in_cause([failure(0, LOST), failure(2, LOST, -9)]).rank == 2
+
+
+def test_earliest_of_several_causes() -> None:
+    assert first_in_cause([failure(1, LOST), failure(3, CAUSE), failure(2, CAUSE)]).rank == 3
+
+
+def test_timeout_comes_before_what_it_aborts() -> None:
+    assert first_in_cause([failure(1, ABORTED), failure(3, LATE)]).rank == 3
+
+
+def test_only_consequences() -> None:
+    assert first_in_cause([failure(1, LOST), failure(0, ABORTED)]).rank == 1
+
+
+@pytest.mark.parametrize(("code", "shell"), [(1, 1), (3, 3), (-9, 137), (-15, 143)])
+def test_exit_code(code: int, shell: int) -> None:
+    assert exit_code(failure(0, "", code)) == shell
+
+
+def test_traceback_is_shown_whole_without_what_came_before() -> None:
+    text = report(failure(2, "noise\n" + CAUSE))
+    assert text == f"collective run: rank 2 failed first (exit code 1); its traceback:\n{CAUSE}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HANDLED,
+        FAILED,
+        CAUSE + "\nThe above exception was the direct cause of the following exception:\n\n" + LOST,
+        FRAMES.replace("Trace", "  + Exception Group Trace", 1)
+        + "  | ExceptionGroup: two (2 sub-exceptions)\n  +-+---------------- 1 ---------------\n",
+    ],
+)
+def test_chained_tracebacks_are_shown_together(text: str) -> None:
+    shown = report(failure(0, CAUSE + "something else\n" + text))
+    assert shown.split("\n", 1)[1] == text
+
+
+def test_words_without_a_traceback() -> None:
+    lines = [f"line {n}\n" for n in range(100)]
+    text = report(failure(1, "".join(lines), -int(signal.SIGSEGV)))
+    assert text == (
+        "collective run: rank 1 failed first (killed by SIGSEGV); the last lines of its "
+        "standard error:\n" + "".join(lines[-20:])
+    )
+
+
+def test_no_words() -> None:
+    assert "(exit code 3); it wrote nothing" in report(failure(0, "", 3))
+    assert "killed by signal 40" in report(failure(0, "", -40))
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert "\N{REPLACEMENT CHARACTER}" in report(Failure(0, 1, b"\xff\xfe broken"))

@@ -1,0 +1,390 @@
+"""Who this process is under each launcher, and where its ranks meet.
+
+The variables are those of real launches, recorded with Intel MPI 2021.18, Open MPI 5.0.11,
+MPICH 5.0.2 and torchrun of PyTorch 2.13; those of Slurm are from logs that users published.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from collective.config import load
+from collective.errors import ConfigError, RendezvousError
+from collective.store import FileStore
+from collective.world import World, build, detect
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OURS = {
+    "COLLECTIVE_RANK": "1",
+    "COLLECTIVE_SIZE": "4",
+    "COLLECTIVE_LOCAL_RANK": "1",
+    "COLLECTIVE_LOCAL_SIZE": "4",
+    "COLLECTIVE_STORE": "/tmp/collective-0/run-1",
+}
+TORCHRUN = {
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "44093",
+    "OMP_NUM_THREADS": "1",
+    "RANK": "1",
+    "ROLE_NAME": "default",
+    "ROLE_RANK": "1",
+    "ROLE_WORLD_SIZE": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "8e07e32b-7373-4e9d-b19a-6c2d68c7a511",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "WORLD_SIZE": "2",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_NAMESPACE": "prterun-vm-3333@1",
+    "PMIX_RANK": "1",
+    "PRTE_LAUNCHED": "1",
+}
+INTELMPI = {
+    "HYDRA_LAUNCH_TYPE": "2",
+    "I_MPI_HYDRA_TOPOLIB": "ipl2",
+    "I_MPI_HYDRA_UUID": "fc0c0000-cda9-f264-c260-06004de81c3e",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "9",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "9",
+    "PMI_HOSTNAME": "vm",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+SRUN = {
+    "SLURM_GTIDS": "4,5,6",
+    "SLURM_JOB_ID": "134",
+    "SLURM_JOBID": "134",
+    "SLURM_LAUNCH_NODE_IPADDR": "172.31.82.82",
+    "SLURM_LOCALID": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NPROCS": "7",
+    "SLURM_NTASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_TASKS_PER_NODE": "4,3",
+    "SLURM_TASK_PID": "29227",
+}
+SBATCH = {
+    "SLURM_GTIDS": "0",
+    "SLURM_JOBID": "200505",
+    "SLURM_JOB_ID": "200505",
+    "SLURM_JOB_NAME": "test-multi-nodes",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_TASK_PID": "16360",
+}
+SALLOC = {
+    "SLURM_JOB_ID": "200506",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "4",
+}
+# The shell of salloc as a step of its own (LaunchParameters=use_interactive_step).
+SALLOC_STEP = {
+    **SALLOC,
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+ALL = {
+    "collective": OURS,
+    "torchrun": TORCHRUN,
+    "openmpi": OPENMPI,
+    "intelmpi": INTELMPI,
+    "mpich": MPICH,
+    "slurm": SRUN,
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
+    monkeypatch.setattr(os, "environ", kept)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def world(environ: Mapping[str, str] | None = None, **arguments: object) -> World:
+    os.environ.update(environ or {})
+    return build(load(arguments))
+
+
+# -- detection ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "place"),
+    [
+        ("collective", (1, 4, 1, 4)),
+        ("torchrun", (1, 2, 1, 2)),
+        ("openmpi", (1, 2, 1, 2)),
+        ("intelmpi", (1, 2, 1, 2)),
+        ("mpich", (1, 2, 1, 2)),
+        ("slurm", (6, 7, 2, 3)),
+    ],
+)
+def test_each_launcher(launcher: str, place: tuple[int, int, int, int]) -> None:
+    found = detect(ALL[launcher])
+    assert found is not None
+    assert found.launcher == launcher
+    assert (found.rank, found.size, found.local_rank, found.local_size) == place
+    assert found.job
+
+
+@pytest.mark.parametrize("environ", [{}, SBATCH, SALLOC, SALLOC_STEP], ids=str)
+def test_no_launcher(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize("step", ["extern", "batch", "4294967291"])
+def test_slurm_steps_that_srun_did_not_make(step: str) -> None:
+    assert detect({**SRUN, "SLURM_STEP_ID": step}) is None
+
+
+@pytest.mark.parametrize("inner", list(ALL))
+def test_inner_launcher_beats_the_outer_ones(inner: str) -> None:
+    order = list(ALL)
+    environ: dict[str, str] = {}
+    for outer in order[order.index(inner) :]:
+        # Two of these share variables and never surround each other.
+        if {inner, outer} != {"intelmpi", "mpich"}:
+            environ.update({**ALL[outer], **environ})
+    found = detect(environ)
+    assert found is not None
+    assert found.launcher == inner
+
+
+def test_srun_with_pmi_is_slurm() -> None:
+    found = detect({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
+    assert found is not None
+    assert (found.launcher, found.local_size) == ("slurm", 3)
+
+
+def test_mpiexec_inside_a_batch_script_is_mpi() -> None:
+    found = detect({**SBATCH, **MPICH})
+    assert found is not None
+    assert found.launcher == "mpich"
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "here"),
+    [("4(x2),3", "1", 4), ("4(x2),3", "2", 3), ("2(x3)", "7", 2), ("5", "0", 5)],
+)
+def test_slurm_tasks_per_node(counts: str, node: str, here: int) -> None:
+    environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    found = detect({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    assert found is not None
+    assert found.local_size == here
+
+
+def test_rank_and_size_by_hand_on_one_host() -> None:
+    for address in ({}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "::1"}):
+        found = detect({"RANK": "2", "WORLD_SIZE": "3", **address})
+        assert found is not None
+        assert (found.local_rank, found.local_size) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK='-1'"),
+        ({**TORCHRUN, "RANK": ""}, "RANK=''"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, "LOCAL_RANK"),
+        ({"COLLECTIVE_RANK": "0"}, "COLLECTIVE_SIZE"),
+        ({**OURS, "COLLECTIVE_RANK": "4"}, "COLLECTIVE_RANK=4 with COLLECTIVE_SIZE=4"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID"),
+        ({**MPICH, "PMI_SIZE": "two"}, "PMI_SIZE='two'"),
+        ({**SRUN, "SLURM_LOCALID": "3"}, "SLURM_LOCALID=3"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2'"),
+        ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
+    ],
+)
+def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match="launcher ") as caught:
+        detect(environ)
+    assert named in str(caught.value)
+
+
+# -- jobs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "changes"),
+    [
+        ("collective", {"COLLECTIVE_STORE": "/tmp/other"}),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "other"}),
+        ("torchrun", {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        ("torchrun", {"MASTER_PORT": "1"}),
+        ("openmpi", {"PMIX_NAMESPACE": "prterun-vm-3334@1"}),
+        ("intelmpi", {"I_MPI_HYDRA_UUID": "other"}),
+        ("slurm", {"SLURM_STEP_ID": "1"}),
+        ("slurm", {"SLURM_JOB_ID": "135"}),
+    ],
+)
+def test_another_launch_is_another_job(launcher: str, changes: dict[str, str]) -> None:
+    one, other = detect(ALL[launcher]), detect({**ALL[launcher], **changes})
+    assert one is not None
+    assert other is not None
+    assert one.job != other.job
+
+
+JOB = "import os; from collective.launchers import detect; print(detect(os.environ).job)"
+
+
+def jobs(shell: str, script: str) -> list[str]:
+    """Return the jobs that ranks find which a shell starts; RANK stands for one of them."""
+    done = subprocess.run(
+        [shell, "-c", script.replace("RANK", f'"{sys.executable}" -c "{JOB}"')],
+        env={**MPICH, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_of_one_parent_are_one_job() -> None:
+    (a, b), (c, d) = (jobs("sh", "RANK; RANK; true") for _ in range(2))
+    assert a == b
+    assert c == d
+    assert a != c
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_behind_shells_of_their_own_find_the_process_manager(tmp_path: Path) -> None:
+    # A process with the manager's name: the kernel takes that of the program's file.
+    manager = tmp_path / "hydra_pmi_proxy"
+    manager.symlink_to("/bin/sh")
+    a, b = jobs(str(manager), "sh -c 'RANK; true'; sh -c 'RANK; true'; true")
+    assert a == b
+
+
+# -- worlds ------------------------------------------------------------------------------
+
+
+def test_world_of_one() -> None:
+    alone = world()
+    assert (alone.rank, alone.size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
+    assert (alone.host, alone.launcher) == (socket.gethostname(), "none")
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []  # nothing was made
+    alone.store.set("key", b"value")
+    assert alone.store.get("key", time.monotonic()) == b"value"
+    alone.store.delete("key")
+    assert alone.store.try_get("key") is None
+    assert alone.job != world().job
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "intelmpi"])
+def test_ranks_of_a_foreign_launcher_meet(launcher: str) -> None:
+    one, other = world(ALL[launcher]), world(ALL[launcher])
+    assert one.launcher == launcher
+    assert one.job == other.job
+    one.store.set("key", b"value")
+    assert other.store.get("key", time.monotonic()) == b"value"
+    assert isinstance(one.store, FileStore)
+    directory = one.store.directory
+    assert directory.parent.name == f"collective-{os.geteuid()}"
+    del one, other
+    assert not directory.exists()
+
+
+def test_ranks_of_our_launcher_meet_where_it_says(tmp_path: Path) -> None:
+    place = tmp_path / "run-1"
+    found = world({**OURS, "COLLECTIVE_STORE": str(place)})
+    assert (found.launcher, found.job) == ("collective", str(place))
+    assert isinstance(found.store, FileStore)
+    assert found.store.directory == place
+
+
+def test_store_by_argument(tmp_path: Path) -> None:
+    found = world(rank=1, size=2, store=tmp_path / "meet")
+    assert (found.launcher, found.rank, found.size, found.local_size) == ("none", 1, 2, 2)
+    assert found.job == str(tmp_path / "meet")
+
+
+def test_ranks_by_hand_need_a_store() -> None:
+    with pytest.raises(ConfigError, match=r"size 2 \(argument\).*store=DIR"):
+        world(rank=0, size=2)
+    with pytest.raises(ConfigError, match=r"size 2 \(environment COLLECTIVE_SIZE\)"):
+        world({"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2"})
+
+
+def test_arguments_that_repeat_the_launcher_are_the_launch() -> None:
+    found = world(TORCHRUN, rank=1, size=2)
+    assert (found.launcher, found.job) == ("torchrun", world(TORCHRUN).job)
+
+
+def test_arguments_that_differ_from_the_launcher_are_a_world_by_hand() -> None:
+    alone = world(TORCHRUN, rank=0, size=1)
+    assert (alone.launcher, alone.local_rank, alone.local_size) == ("none", 0, 1)
+    with pytest.raises(ConfigError, match="store=DIR"):
+        world(TORCHRUN, rank=0, size=3)
+
+
+def test_several_hosts_need_a_store_only_where_they_meet(tmp_path: Path) -> None:
+    far = world(SRUN)
+    assert (far.size, far.local_size) == (7, 3)
+    with pytest.raises(RendezvousError, match=r"7 ranks, 3 of them on this host.*COLLECTIVE_STORE"):
+        far.store.set("key", b"")
+    given = world(SRUN, store=tmp_path / "shared")
+    given.store.set("key", b"")
+    assert given.job == far.job
+
+
+def test_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o777)
+    with pytest.raises(RendezvousError, match="0700"):
+        world(rank=0, size=2, store=place)
