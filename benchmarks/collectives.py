@@ -37,7 +37,7 @@ def run(
 ) -> list[Record]:
     """Measure operations at sizes; what a library lacks is added to ``missing``."""
     progress = Progress()
-    records = []
+    records: list[Record] = []
 
     def note(contestant: str, reason: str) -> None:
         missing[f"{contestant} {operation}"] = reason.strip().splitlines()[-1]

@@ -50,7 +50,8 @@ class Record:
     Attributes:
         operation, contestant, memory: what was measured.
         ranks: how many.
-        nbytes: of the larger of a rank's two arrays.
+        nbytes: of the larger of a rank's two arrays, before it is rounded up to a whole
+            number of elements for each rank.
         method: ``"latency"`` (each call timed from a common start, the slowest rank's
             time taken) or ``"back to back"`` (the slowest rank's mean over a turn).
         seconds: median over the turns; for ``send_recv`` of half a round trip.
@@ -130,7 +131,7 @@ class _Turns:
         self._memory = memory
         self._operation = operation
         self._latency = latency
-        self._nbytes = 0
+        self._asked = self._nbytes = 0
         self._iterations = 0
         self._warmup = 1
         self._blocks: list[float] = []
@@ -143,7 +144,7 @@ class _Turns:
         )
         if isinstance(answers, str):
             return answers
-        self._nbytes = answers[0]["nbytes"]
+        self._asked, self._nbytes = nbytes, answers[0]["nbytes"]
         return None
 
     def calibrate(self, turn: float) -> None:
@@ -167,7 +168,9 @@ class _Turns:
             each=self._latency,
         )
         assert not isinstance(answers, str)
-        slowest = [max(times) for times in zip(*(answer["seconds"] for answer in answers))]
+        slowest: list[float] = [
+            max(times) for times in zip(*(answer["seconds"] for answer in answers))
+        ]
         return statistics.median(slowest)
 
     def finish(self) -> None:
@@ -187,7 +190,7 @@ class _Turns:
             self.contestant,
             self._memory,
             size,
-            self._nbytes,
+            self._asked,
             "latency" if self._latency else "back to back",
             seconds,
             half * min(self._blocks),
@@ -203,9 +206,8 @@ def find(
 ) -> Record | None:
     """Return the record of a side, if there is one."""
     for record in records:
-        key = (record.operation, record.ranks, record.side)
-        # A size is rounded up to whole elements a rank.
-        if key == (operation, ranks, side) and nbytes <= record.nbytes < nbytes + 4 * ranks:
+        key = (record.operation, record.ranks, record.nbytes, record.side)
+        if key == (operation, ranks, nbytes, side):
             return record
     return None
 

@@ -211,7 +211,7 @@ def _expected(operation: str, rank: int, size: int, count: int) -> Array | None:
         return np.concatenate(inputs)
     if operation == "all_to_all":
         return np.concatenate([x[part] for x in inputs])
-    total: Array = np.sum(inputs, axis=0, dtype=np.float32)
+    total = np.add.reduce(inputs)
     return total[part] if operation == "reduce_scatter" else total
 
 

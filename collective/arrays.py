@@ -86,8 +86,10 @@ class NumpyAdapter(Adapter):
 
 
 class DLPackAdapter(Adapter):
-    """Any other CPU array that speaks DLPack; results come back as the same type if its
-    module has ``from_dlpack``, as NumPy if not."""
+    """Any other CPU array that speaks DLPack.
+
+    Results come back as the same type if its module has ``from_dlpack``, as NumPy if not.
+    """
 
     name = "dlpack"
 

@@ -97,7 +97,8 @@ class Failure:
         """Return the exception that rank ``me`` raises in operation ``where``."""
         if self.kind == "failed":
             return PeerFailedError(
-                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n{self.text.rstrip()}",
+                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n"
+                f"{self.text.rstrip()}",
                 self.rank,
                 self.text,
             )
@@ -192,11 +193,13 @@ class Backend(ABC):
 
     def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
         """Return when every rank has called it."""
-        return barrier.barrier(self, timeout)
+        barrier.barrier(self, timeout)
+        return None
 
     def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
         """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank."""
-        return broadcast.broadcast(self, buffer, root, timeout)
+        broadcast.broadcast(self, buffer, root, timeout)
+        return None
 
     def reduce(
         self,
@@ -212,13 +215,15 @@ class Backend(ABC):
 
         ``ordered`` asks for ``((x0 op x1) op x2) op …``, element by element.
         """
-        return reduce.reduce(self, src, dst, op, root, ordered, timeout)
+        reduce.reduce(self, src, dst, op, root, ordered, timeout)
+        return None
 
     def all_reduce(
         self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into every rank's ``dst``."""
-        return all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
+        all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
+        return None
 
     def reduce_scatter(
         self,
@@ -234,13 +239,15 @@ class Backend(ABC):
 
         ``src`` holds ``sum(counts)`` elements, rank 0's part first.
         """
-        return reduce_scatter.reduce_scatter(self, src, dst, counts, op, ordered, timeout)
+        reduce_scatter.reduce_scatter(self, src, dst, counts, op, ordered, timeout)
+        return None
 
     def scan(
         self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
     ) -> Work[Any] | None:
         """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
-        return scan.scan(self, src, dst, op, timeout)
+        scan.scan(self, src, dst, op, timeout)
+        return None
 
     def scatter(
         self,
@@ -252,7 +259,8 @@ class Backend(ABC):
         timeout: float,
     ) -> Work[Any] | None:
         """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``."""
-        return scatter.scatter(self, src, dst, counts, root, timeout)
+        scatter.scatter(self, src, dst, counts, root, timeout)
+        return None
 
     def gather(
         self,
@@ -264,7 +272,8 @@ class Backend(ABC):
         timeout: float,
     ) -> Work[Any] | None:
         """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
-        return gather.gather(self, src, dst, counts, root, timeout)
+        gather.gather(self, src, dst, counts, root, timeout)
+        return None
 
     def all_gather(
         self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
@@ -273,7 +282,8 @@ class Backend(ABC):
 
         In place: ``src`` may be its own part of ``dst``.
         """
-        return all_gather.all_gather(self, src, dst, counts, timeout)
+        all_gather.all_gather(self, src, dst, counts, timeout)
+        return None
 
     def all_to_all(
         self,
@@ -288,7 +298,8 @@ class Backend(ABC):
 
         ``src`` and ``dst`` do not overlap.
         """
-        return all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
+        all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
+        return None
 
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         """Return a transport among ``ranks``, which become 0, 1, … in that order.

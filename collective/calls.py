@@ -87,10 +87,10 @@ class Output:
 class _Kept(NamedTuple):
     """A call on views that has been made before: what it took to make it."""
 
-    x: weakref.ref[Array]
+    x: Callable[[], Any]
     x_dtype: np.dtype[Any]
     x_shape: tuple[int, ...]
-    out: weakref.ref[Array]
+    out: Callable[[], Any]
     out_dtype: np.dtype[Any]
     out_shape: tuple[int, ...]
     arguments: tuple[Any, ...]
@@ -223,7 +223,7 @@ class Calls:
     def _kept(self, key: Any, x: Any, out: Any) -> tuple[Any, ...] | None:
         """Return what was kept for this call, if the arrays are still the same."""
         kept = self._repeated.get(key)
-        if kept is None or kept.x() is not x or kept.out() is not out:
+        if kept is None or out is None or kept.x() is not x or kept.out() is not out:
             return None
         if x.dtype is not kept.x_dtype or x.shape != kept.x_shape:
             return None

@@ -3,7 +3,7 @@
 ::
 
     CollectiveError
-    ├ InvalidArgumentError (ValueError)      refused before anything is sent; the communicator stays usable
+    ├ InvalidArgumentError (ValueError)      refused before anything is sent
     │ ├ DtypeError, ShapeError, DeviceError, RankError
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ MismatchError                          ranks disagree; raised on every rank; the communicator stays usable

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from importlib.abc import InspectLoader
 from types import CodeType
 from typing import Any, TextIO
 
@@ -145,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     size, program = int(arguments[0]), list(arguments[1:])
     code, path, package = _load(program)
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams
     ranks = _Ranks(size, code, path, package)
     # Daemons: a rank that hangs must not outlive the grace that it is given.
     threads = [
@@ -188,7 +189,11 @@ def _load(program: list[str]) -> tuple[CodeType, str, str | None]:
         spec = importlib.util.find_spec(program[1])
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{program[1]}.__main__")
-        code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
+        code = (
+            spec.loader.get_code(spec.name)
+            if spec and isinstance(spec.loader, InspectLoader)
+            else None
+        )
         if spec is None or code is None or spec.origin is None:
             sys.exit(f"collective run: no module named {program[1]!r}")
         sys.argv = [spec.origin, *program[2:]]

@@ -82,8 +82,11 @@ class Reductions(Calls):
             self._collective(self._backend.all_reduce, *kept, self.timeout)
             return out
         if type(x) in _TREES:
-            run = self._tree_reduction("all_reduce", x, op, out, order, timeout, None)
-            return self._go("all_reduce", run, async_op)
+            return self._go(
+                "all_reduce",
+                self._tree_reduction("all_reduce", x, op, out, order, timeout, None),
+                async_op,
+            )
         adapter = adapter_of(x)
         array, dtype = adapter.view(x)
         shape = array.shape
@@ -135,8 +138,9 @@ class Reductions(Calls):
         if self.rank != root:
             out = None
         if type(x) in _TREES:
-            run = self._tree_reduction("reduce", x, op, out, order, timeout, root)
-            return self._go("reduce", run, async_op)
+            return self._go(
+                "reduce", self._tree_reduction("reduce", x, op, out, order, timeout, root), async_op
+            )
         adapter = adapter_of(x)
         array, dtype = adapter.view(x)
         key = ("reduce", dtype, array.shape, op, order, root)
@@ -191,8 +195,9 @@ class Reductions(Calls):
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
             )
         if type(x) in _TREES:
-            run = self._tree_reduction("scan", x, op, out, None, timeout, None)
-            return self._go("scan", run, async_op)
+            return self._go(
+                "scan", self._tree_reduction("scan", x, op, out, None, timeout, None), async_op
+            )
         adapter = adapter_of(x)
         array, dtype = adapter.view(x)
         key = ("scan", dtype, array.shape, op, None)

@@ -285,17 +285,20 @@ def flat_weights(model: LeNet) -> np.ndarray:
 
 
 def plot(path: str, together: Record, alone: Record, ranks: int) -> None:
-    """Write the loss and accuracy curves as a PNG."""
+    """Write the curves as a PNG: the loss of each step and its running mean, the accuracy."""
     # Not pyplot: it keeps global state, and would look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    window = max(1, len(together.losses) // (2 * len(together.accuracies)))
+    box, first = np.ones(window) / window, np.arange(window, len(together.losses) + 1)
     steps = np.arange(1, len(together.losses) + 1)
-    upper.semilogy(steps, together.losses, linewidth=1.2, label=f"{ranks} rank(s), all-reduced")
-    upper.semilogy(
-        steps, alone.losses, ":", color="black", linewidth=1, label="one process, whole batches"
-    )
+    upper.semilogy(steps, together.losses, color="lightsteelblue", linewidth=0.7)
+    mean = np.convolve(together.losses, box, "valid")
+    upper.semilogy(first, mean, linewidth=3, label=f"{ranks} rank(s), gradients all-reduced")
+    mean = np.convolve(alone.losses, box, "valid")
+    upper.semilogy(first, mean, "--", color="black", label="one process on the whole batches")
     upper.set(ylabel="training loss", title="LeNet on MNIST digits: synchronous SGD")
     upper.legend()
     epoch_ends = np.linspace(0, len(steps), len(together.accuracies) + 1)[1:]

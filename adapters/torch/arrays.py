@@ -21,8 +21,11 @@ _DTYPES: dict[torch.dtype, DType] = {
 
 
 class TorchAdapter(Adapter):
-    """Dense CPU tensors. Collectives are not differentiable: a tensor that requires a
-    gradient is taken for its values, as ``tensor.detach()``."""
+    """Dense tensors on the CPU.
+
+    Collectives are not differentiable: a tensor that requires a gradient is taken for its
+    values, as ``tensor.detach()``.
+    """
 
     name = "torch"
 

@@ -44,7 +44,8 @@ _RINGS_BYTES = 16 << 20
 _POLLS = 200
 _POLLS_CROWDED = 20
 _YIELD_S = 0.002
-_NAP_FIRST_S, _NAP_LAST_S = 50e-6, 1e-3
+# A nap is a twentieth of the wait so far: that is what waking late costs at most.
+_NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
 _CHECK_PEERS_S = 0.05
 
 # x86 keeps the order of stores and of loads. Elsewhere (AArch64, POWER) a flag could
@@ -261,7 +262,7 @@ class Control:
                 return
             if time.monotonic() - start > _YIELD_S:
                 break
-        nap, check_at = _NAP_FIRST_S, start
+        check_at = start
         while not ready():
             now = time.monotonic()
             if self.words[_BROKEN]:
@@ -274,8 +275,8 @@ class Control:
                 self._check_peers(ready, awaited(), what, all_needed)
             if now - start >= timeout:
                 self._late(awaited(), what, timeout)
+            nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
             time.sleep(min(nap, max(0.0, start + timeout - now)))
-            nap = min(nap * 1.1, _NAP_LAST_S)
 
     def _check_peers(
         self, ready: Callable[[], bool], awaited: Sequence[int], what: object, all_needed: bool

@@ -74,7 +74,7 @@ class Prepared:
         """
         control = self._control
         control.arrive(self._call, timeout)
-        if self._pre is not None:
+        if self._pre is not None and self._whole is not None:
             self._pre(self._whole, self._whole)
             control.sync(timeout)
         for slices, targets in self._pieces:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,28 @@ from .control import Control, fence
 __all__ = ["Receiving", "Ring", "Sending"]
 
 Array = np.ndarray[Any, Any]
+#: ``fetch(rank, (address, segment, offset), out)`` copies from a peer's memory.
+Fetch = Callable[[int, tuple[int, int, int], Array], None]
 
 # Words at the head of a ring. Head and tail on lines of their own: one is written by
 # the sender only, the other by the receiver only.
 _HEAD, _TAIL, _ACKS = 0, 64, 128
 _ACK_SLOTS = 64
-_HEADER = 32  # bytes: length, tag, address or 0, acknowledgement slot
+# A message begins with: length, tag, address or 0, segment or 0, offset, acknowledgement.
+# Everything in the ring is a multiple of a word long, so that headers can be read as words.
+_HEADER = 6
 
 
 class Ring:
     """One direction between two ranks, seen from either."""
 
-    def __init__(
-        self, control: Control, src: int, dst: int, fetch: Callable[[int, int, Array], None] | None
-    ) -> None:
+    def __init__(self, control: Control, src: int, dst: int, fetch: Fetch) -> None:
         layout = control.layout
         start = layout.ring(src, dst)
         self.capacity = layout.ring_bytes
         self.words = control.words[start // 8 : (start + 4096) // 8]
         self.data = np.frombuffer(control.segment.map, np.uint8, self.capacity, start + 4096)
+        self.cells = control.words[(start + 4096) // 8 : (start + 4096 + self.capacity) // 8]
         self.fetch = fetch
         self.src = src
         # Sender's side.
@@ -51,12 +54,38 @@ class Ring:
         self.unexpected: dict[int, deque[_Arrived]] = {}
         self._draining: tuple[int, _Arrived] | None = None
 
+    def announce(self, header: Sequence[int]) -> bool:
+        """Write a header if there is room."""
+        words, cells = self.words, self.cells
+        head = words[_HEAD]
+        if self.capacity - (head - words[_TAIL]) < 8 * _HEADER:
+            return False
+        at, length = head // 8, len(cells)
+        for index, value in enumerate(header):
+            cells[(at + index) % length] = value
+        fence()
+        words[_HEAD] = head + 8 * _HEADER
+        return True
+
+    def announced(self) -> list[int] | None:
+        """Take a header off the ring if there is one."""
+        words, cells = self.words, self.cells
+        tail = words[_TAIL]
+        if words[_HEAD] - tail < 8 * _HEADER:
+            return None
+        fence()
+        at, length = tail // 8, len(cells)
+        header = [cells[(at + index) % length] for index in range(_HEADER)]
+        fence()
+        words[_TAIL] = tail + 8 * _HEADER
+        return header
+
     def write(self, source: Array) -> int:
         """Copy as much of ``source`` (bytes) to the ring as there is room for; return that."""
         words = self.words
         head = words[_HEAD]
         room = self.capacity - (head - words[_TAIL])
-        count = min(source.size, room)
+        count = min(source.size, room)  # the room is a multiple of a word
         if count:
             at = head % self.capacity
             first = min(count, self.capacity - at)
@@ -64,14 +93,14 @@ class Ring:
             if count > first:
                 self.data[: count - first] = source[first:count]
             fence()
-            words[_HEAD] = head + count
+            words[_HEAD] = head + count + -count % 8
         return count
 
     def read(self, out: Array) -> int:
         """Copy as much from the ring to ``out`` (bytes) as there is; return that."""
         words = self.words
         tail = words[_TAIL]
-        count = min(out.size, words[_HEAD] - tail)
+        count = min(out.size, words[_HEAD] - tail)  # a last piece may have padding after it
         if count:
             fence()
             at = tail % self.capacity
@@ -80,7 +109,7 @@ class Ring:
             if count > first:
                 out[first:count] = self.data[: count - first]
             fence()
-            words[_TAIL] = tail + count
+            words[_TAIL] = tail + count + -count % 8
         return count
 
     def match(self, tag: int) -> _Arrived | None:
@@ -88,6 +117,9 @@ class Ring:
 
         If its bytes still come, the ring is the caller's until it has them.
         """
+        words = self.words
+        if words[_HEAD] == words[_TAIL] and not self.unexpected.get(tag):
+            return None
         if not self.receiving.acquire(blocking=False):
             return None
         kept = False
@@ -102,16 +134,15 @@ class Ring:
                 waiting = self.unexpected.get(tag)
                 if waiting:
                     return waiting.popleft()
-                if self.words[_HEAD] - self.words[_TAIL] < _HEADER:
+                header = self.announced()
+                if header is None:
                     return None
-                header = np.empty(4, np.int64)
-                self.read(header.view(np.uint8))
-                nbytes, found, address, slot = map(int, header)
-                message = _Arrived(self, nbytes, address, slot)
+                nbytes, found, address, segment, offset, slot = header
+                message = _Arrived(self, nbytes, (address, segment, offset), slot)
                 if found == tag:
                     kept = not message.complete
                     return message
-                message.into(np.empty(0 if address else nbytes, np.uint8))
+                message.into(np.empty(0 if message.complete else nbytes, np.uint8))
                 self._draining = (found, message)
         finally:
             if not kept:
@@ -119,12 +150,20 @@ class Ring:
 
 
 class Sending:
-    """A message on its way out; :meth:`advance` until it says that it is over."""
+    """A message on its way out; :meth:`advance` until it says that it is over.
 
-    def __init__(self, ring: Ring, source: Array, tag: int, address: int) -> None:
+    Args:
+        place: address, symmetric segment and offset of a long message that the receiver
+            shall fetch; None for one that goes through the ring.
+    """
+
+    def __init__(
+        self, ring: Ring, source: Array, tag: int, place: tuple[int, int, int] | None
+    ) -> None:
         self._ring = ring
         self._source = source
-        self._header = np.array([source.size, tag, address, 0], np.int64)
+        self._header = [source.size, tag, *(place or (0, 0, 0)), 0]
+        self._remote = place is not None
         self._slot = -1
         self._started = self._announced = self._over = False
 
@@ -132,8 +171,7 @@ class Sending:
         """Do what can be done without waiting; return whether the source may be changed."""
         if self._over:
             return True
-        ring, header = self._ring, self._header
-        remote = bool(header[2])
+        ring, remote = self._ring, self._remote
         if not self._started:
             if not ring.sending.acquire(blocking=False):
                 return False
@@ -142,13 +180,11 @@ class Sending:
                 return False
             self._started = True
             if remote:
-                header[3] = self._slot = ring.free_acks.popleft()
+                self._header[5] = self._slot = ring.free_acks.popleft()
                 ring.words[_ACKS + self._slot] = 0
         if not self._announced:
-            used = ring.words[_HEAD] - ring.words[_TAIL]
-            if ring.capacity - used < _HEADER:
+            if not ring.announce(self._header):
                 return False
-            ring.write(header.view(np.uint8))
             self._announced = True
             if remote:
                 ring.sending.release()
@@ -170,13 +206,13 @@ class Sending:
 class _Arrived:
     """A message whose header has been read."""
 
-    def __init__(self, ring: Ring, nbytes: int, address: int, slot: int) -> None:
+    def __init__(self, ring: Ring, nbytes: int, place: tuple[int, int, int], slot: int) -> None:
         self.ring = ring
         self.nbytes = nbytes
-        self.address = address
+        self.place = place
         self.slot = slot
         #: Whether nothing more of it comes through the ring.
-        self.complete = bool(address) or nbytes == 0
+        self.complete = bool(place[0]) or nbytes == 0
         self._heap: Array | None = None
         self._rest: Array | None = None
 
@@ -197,9 +233,8 @@ class _Arrived:
 
     def deliver(self, out: Array) -> None:
         """Hand a complete message over."""
-        if self.address:
-            assert self.ring.fetch is not None
-            self.ring.fetch(self.ring.src, self.address, out)
+        if self.place[0]:
+            self.ring.fetch(self.ring.src, self.place, out)
             fence()
             self.ring.words[_ACKS + self.slot] = 1
         elif self._heap is not None:

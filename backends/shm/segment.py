@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 
 from collective.errors import BackendUnavailableError
 
@@ -116,7 +117,7 @@ class _IoVec(ctypes.Structure):
 _PR_SET_PTRACER = 0x59616D61
 
 
-def _load() -> ctypes._CFuncPtr | None:
+def _load() -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -137,10 +138,11 @@ def _load() -> ctypes._CFuncPtr | None:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as scope:
         if scope.read().strip() == "1":
             library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
-    return function  # type: ignore[no-any-return]
+    loaded: Callable[..., int] = function
+    return loaded
 
 
-_function: ctypes._CFuncPtr | None = None
+_function: Callable[..., int] | None = None
 _loaded = False
 
 

@@ -21,14 +21,15 @@ from collective.errors import BackendError, PeerLostError, RendezvousError, Unsu
 from collective.reduction import Fold, Scale
 
 from .control import SLOT_BYTES, Control, Layout
+from .prepared import PREPARED_BYTES, Prepared, prepare
 from .ring import Receiving, Ring, Sending
 from .segment import Segment, process_vm_readv
-from .prepared import PREPARED_BYTES, Prepared, prepare
 from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from collective.ops import ReduceOp
     from collective.world import World
 
 __all__ = ["ShmBackend"]
@@ -145,11 +146,10 @@ class ShmBackend(OneSided):
             raise
         finally:
             segment.unlink()
-        fetch = self.fetch if self._single_copy else None
         for peer in range(size):
             if peer != rank:
                 for src, dst in ((rank, peer), (peer, rank)):
-                    self._rings[src, dst] = Ring(control, src, dst, fetch)
+                    self._rings[src, dst] = Ring(control, src, dst, self._fetch_place)
         return self
 
     def _probe_single_copy(self, timeout: float) -> bool:
@@ -201,7 +201,7 @@ class ShmBackend(OneSided):
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         sending = self._sending(src, dst, tag)
-        if not sending.advance():
+        if not self._spin(sending.advance):
             self._control.wait(sending.advance, lambda: (dst,), f"send(tag={tag})", timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
@@ -225,7 +225,7 @@ class ShmBackend(OneSided):
             return receiving.advance() and sent
 
         if not self._spin(advance):
-            self._control.wait(advance, lambda: {to, source}, f"sendrecv(tag={tag})", timeout)
+            self._control.wait(advance, lambda: (to, source), f"sendrecv(tag={tag})", timeout)
 
     def _spin(self, advance: Any) -> bool:
         return any(advance() for _ in range(self._control.polls))
@@ -233,13 +233,26 @@ class ShmBackend(OneSided):
     def _sending(self, src: Buffer, dst: int, tag: int) -> Sending:
         ring = self._rings[self.rank, dst]
         raw = src.array.view(np.uint8)
-        long = self._single_copy and raw.size > ring.capacity // 2
-        return Sending(ring, raw, tag, address_of(raw) if long else 0)
+        place = None
+        if raw.size > ring.capacity // 2:
+            segment, offset, address = self._heap.locate(raw)
+            # A peer that has dropped its part of the segment needs the address.
+            if self._single_copy:
+                place = (address, segment, offset)
+        return Sending(ring, raw, tag, place)
 
     def _receiving(self, dst: Buffer, src: int, tag: int) -> Receiving:
         sources = range(self.size) if src == ANY_SOURCE else (src,)
         rings = [self._rings[r, self.rank] for r in sources if r != self.rank]
         return Receiving(rings, dst.array.view(np.uint8), tag)
+
+    def _fetch_place(self, rank: int, place: tuple[int, int, int], out: Array) -> None:
+        address, segment, offset = place
+        mapped = self._heap.view(segment, rank, offset, out.dtype, out.size) if segment else None
+        if mapped is None:
+            self.fetch(rank, address, out)
+        else:
+            out[:] = mapped
 
     def fetch(self, rank: int, address: int, out: Array) -> None:
         """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.

@@ -1,0 +1,105 @@
+"""What memory a communicator of ``shm`` takes beside the user's arrays.
+
+::
+
+    python benchmarks/memory.py                      # 2, 4 and 8 ranks, 1 MiB and 64 MiB
+
+For each operation on ordinary arrays of two sizes: the shared mappings, how much of them
+is in use, and by how much the call raised the process while it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from arena import Arena, ArenaError, Contestant
+from measure import OPERATIONS
+from report import Progress, machine, parse_size, print_table, size_name, write
+
+__all__ = ["Footprint", "run", "show"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of the rank that takes most.
+
+    Attributes:
+        operation, ranks, nbytes: the call; of the larger of a rank's arrays.
+        mapped: bytes of shared segments, without arrays of ``comm.empty()``.
+        resident: how many of them this rank has touched.
+        transient: bytes that the call took beside all that was there before it.
+    """
+
+    operation: str
+    ranks: int
+    nbytes: int
+    mapped: int
+    resident: int
+    transient: int
+
+
+def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
+    """Measure all operations.
+
+    Raises:
+        ArenaError: the ranks did not start, or failed.
+    """
+    progress = Progress()
+    found = []
+    with Arena([Contestant("shm")], ranks) as arena:
+        for nbytes in sizes:
+            for operation in OPERATIONS:
+                progress.show(f"memory: {operation}, {size_name(nbytes)}, {ranks} ranks")
+                call = {"operation": operation, "nbytes": nbytes, "memory": "ordinary"}
+                arena.ask("shm", "prepare", **call)
+                answers = arena.ask("shm", "memory_of", memory="ordinary")
+                arena.ask("shm", "release", memory="ordinary")
+                assert not isinstance(answers, str)
+                most = {key: max(answer[key] for answer in answers) for key in answers[0]}
+                found.append(Footprint(operation, ranks, nbytes, **most))
+    progress.clear()
+    return found
+
+
+def show(footprints: Sequence[Footprint]) -> None:
+    """Print the table."""
+    sizes = list(dict.fromkeys(f.nbytes for f in footprints))
+    rows = []
+    for ranks, operation in dict.fromkeys((f.ranks, f.operation) for f in footprints):
+        cells = [str(ranks), operation]
+        found = [f for f in footprints if (f.ranks, f.operation) == (ranks, operation)]
+        for field in ("mapped", "resident", "transient"):
+            cells += [size_name(getattr(f, field)) for f in found]
+        rows.append(cells)
+    header = ["ranks", "operation"]
+    for column in ("mapped", "in use", "during the call"):
+        header += [f"{column}, {size_name(nbytes)}" for nbytes in sizes]
+    print_table("Memory per rank beside the arrays, shm", header, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Measure the memory that shm takes.")
+    parser.add_argument("-n", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="ranks")
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, default=[1 << 20, 64 << 20], metavar="SIZE"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    options = parser.parse_args(arguments)
+    about = machine()
+    try:
+        footprints = [found for ranks in options.n for found in run(ranks, options.sizes)]
+    except ArenaError as error:
+        print(f"memory: {error}", file=sys.stderr)
+        return 1
+    show(footprints)
+    write(options.json, {"machine": about, "memory": [asdict(f) for f in footprints]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Checks of calls in the background."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import CollectiveTimeoutError
+from collective.testing.checks import RankFactory, check
+from collective.testing.samples import LARGE, assert_same, expected, values
+
+
+@check()
+def check_async(factory: RankFactory, size: int) -> None:
+    """async_op=True gives the same results, waited for in any order, several in flight."""
+    factory.run(size, _async)
+
+
+def _async(comm: Communicator) -> None:
+    for count in (6, 6000, LARGE):
+        count -= count % comm.size
+        inputs = [values("float32", count, rank, 70) for rank in range(comm.size)]
+        mine, total = inputs[comm.rank], expected("sum", inputs)
+        out = np.zeros(count, np.float32)
+        works = {
+            "all_reduce": comm.all_reduce(mine, async_op=True),
+            "broadcast": comm.broadcast(mine, root=comm.size - 1, async_op=True),
+            "all_gather": comm.all_gather(mine, async_op=True),
+            "out": comm.all_reduce(mine, out=out, async_op=True),
+            "barrier": comm.barrier(async_op=True),
+            "reduce_scatter": comm.reduce_scatter(mine, async_op=True),
+        }
+        # A call without async_op comes in its turn, after those in flight.
+        assert_same(comm.scan(mine), expected("sum", inputs[: comm.rank + 1]), "scan in between")
+        wanted = {
+            "reduce_scatter": np.split(total, comm.size)[comm.rank],
+            "out": total,
+            "all_gather": np.concatenate(inputs),
+            "broadcast": inputs[-1],
+            "all_reduce": total,
+        }
+        for name, result in wanted.items():
+            assert_same(works[name].wait(), result, f"{name} in the background, {count} elements")
+        assert works["out"].wait() is out, "out= is not what wait() returned"
+        assert works["barrier"].wait() is None
+        for name, work in works.items():
+            assert work.done(), f"{name}: not done after wait()"
+            assert work.exception() is None, f"{name}: {work.exception()!r} after it went well"
+
+
+@check()
+def check_async_many(factory: RankFactory, size: int) -> None:
+    """Fifty calls in flight are made in the order in which they were asked for."""
+    factory.run(size, _async_many)
+
+
+def _async_many(comm: Communicator) -> None:
+    works = [comm.all_reduce(np.array([turn * comm.size]), async_op=True) for turn in range(50)]
+    found = [int(work.wait()[0]) for work in works]
+    assert found == [turn * comm.size**2 for turn in range(50)], f"results in order: {found}"
+    x = np.full(10, comm.rank + 1)
+    steps = [comm.all_reduce(x, out=x, async_op=True) for _ in range(3)]
+    for work in steps:
+        work.wait()
+    first = comm.size * (comm.size + 1) // 2
+    assert_same(x, np.full(10, first * comm.size**2), "three calls in place, one after another")
+
+
+@check(at_least=2)
+def check_wait_timeout(factory: RankFactory, size: int) -> None:
+    """A wait that times out cancels nothing: done() is False, and a later wait succeeds."""
+    factory.run(size, _wait_timeout)
+
+
+def _wait_timeout(comm: Communicator) -> None:
+    late = comm.size - 1
+    if comm.rank == late:
+        time.sleep(0.15)
+    work = comm.all_reduce(np.array([1]), async_op=True)
+    if comm.rank != late:
+        assert not work.done(), "a call is done although a rank has not come"
+        try:
+            work.wait(0.02)
+        except CollectiveTimeoutError:
+            pass
+        else:
+            raise AssertionError("wait(0.02) returned although a rank has not come")
+    assert_same(work.wait(), np.array([comm.size]), "a call waited for twice")
+    total = comm.all_reduce(np.array([2]))
+    assert_same(total, np.array([2 * comm.size]), "the call after a wait that timed out")

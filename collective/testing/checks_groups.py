@@ -1,0 +1,145 @@
+"""Checks of communicators made of others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.testing.checks import RankFactory, check
+from collective.testing.samples import assert_same, expected, values
+
+
+def _hold(group: Communicator, members: list[int], what: str, seed: int = 0) -> None:
+    """Hold that calls in ``group`` are among ``members``, ranks of the outer communicator."""
+    assert group.size == len(members), f"{what}: size {group.size}; expected {len(members)}"
+    outer = members[group.rank]
+    for count in (5, 30_000):
+        inputs = [values("float32", count, rank, seed) for rank in members]
+        mine = values("float32", count, outer, seed)
+        assert_same(group.all_reduce(mine), expected("sum", inputs), f"all_reduce in {what}")
+        joined = group.all_gather(mine)
+        assert_same(joined, np.concatenate(inputs), f"all_gather in {what}")
+        root = group.size - 1
+        assert_same(group.broadcast(mine, root=root), inputs[root], f"broadcast in {what}")
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    found = group.sendrecv(np.array([outer]), right, left)
+    assert_same(found, np.array([members[left]]), f"sendrecv in {what}")
+
+
+@check()
+def check_split(factory: RankFactory, size: int) -> None:
+    """split parts the ranks by colour, orders them by key, and leaves out those of none."""
+    factory.run(size, _split)
+
+
+def _split(comm: Communicator) -> None:
+    everyone = range(comm.size)
+    half = comm.split(comm.rank % 2)
+    assert half is not None
+    members = [rank for rank in everyone if rank % 2 == comm.rank % 2]
+    _hold(half, members, "split by parity", 90)
+    turned = comm.split(7, key=-comm.rank)
+    assert turned is not None
+    _hold(turned, list(reversed(everyone)), "split with falling keys", 91)
+    some = comm.split(None if comm.rank == 0 else 1)
+    assert (some is None) == (comm.rank == 0), f"split(None) gave rank {comm.rank} {some!r}"
+    if some is not None:
+        _hold(some, list(range(1, comm.size)), "split without rank 0", 92)
+        some.close()
+    _hold(half, members, "split by parity, again", 93)
+    deeper = half.split(half.rank // 2)
+    assert deeper is not None
+    at = half.rank // 2 * 2
+    _hold(deeper, members[at : at + 2], "split of a split", 94)
+    for group in (deeper, turned, half):
+        group.close()
+    _hold(comm, list(everyone), "the communicator that was split", 95)
+
+
+@check(at_least=2)
+def check_groups_side_by_side(factory: RankFactory, size: int) -> None:
+    """Disjoint and overlapping groups work at once, made by their members alone."""
+    factory.run(size, _groups_side_by_side)
+
+
+def _groups_side_by_side(comm: Communicator) -> None:
+    size, rank = comm.size, comm.rank
+    low, high = list(range(size // 2)), list(range(size // 2, size))
+    mine = low if rank in low else high
+    half = comm.group(mine)
+    # A different number of calls in each: nothing may wait for the other group.
+    for turn in range(1 if rank in low else 4):
+        _hold(half, mine, f"group {mine}", turn)
+    # Overlapping: neighbours, in one order everywhere.
+    pairs = [[first, first + 1] for first in range(size - 1)]
+    groups = [comm.group(pair) if rank in pair else None for pair in pairs]
+    works = []
+    for group, pair in zip(groups, pairs):
+        if group is not None:
+            works.append((group.all_reduce(np.array([rank]), async_op=True), sum(pair), pair))
+    for work, total, pair in works:
+        assert_same(work.wait(), np.array([total]), f"all_reduce in group {pair}")
+    if rank == 0:
+        alone = comm.group([0])
+        _hold(alone, [0], "a group of one")
+        alone.close()
+    if size > 2 and rank != 1:
+        members = [r for r in reversed(range(size)) if r != 1]
+        turned = comm.group(members)
+        _hold(turned, members, f"group {members}", 9)
+        turned.close()
+    for group in (*groups, half):
+        if group is not None:
+            group.close()
+
+
+@check()
+def check_dup(factory: RankFactory, size: int) -> None:
+    """Calls of a dup do not mix with those of its original, with several in flight."""
+    factory.run(size, _dup)
+
+
+def _dup(comm: Communicator) -> None:
+    everyone = list(range(comm.size))
+    first, second = comm.dup(), comm.dup()
+    works = []
+    for turn in range(5):
+        for scale, each in ((1, comm), (100, first), (10_000, second)):
+            if comm.rank % 2 and each is first:
+                continue
+            works.append((each.all_reduce(np.array([scale + turn]), async_op=True), scale + turn))
+        if comm.rank % 2:
+            works.append((first.all_reduce(np.array([100 + turn]), async_op=True), 100 + turn))
+    for work, value in works:
+        assert_same(work.wait(), np.array([value * comm.size]), f"all_reduce of {value}")
+    if comm.size > 1:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        sent = [
+            each.send(np.array([scale]), right, async_op=True)
+            for scale, each in ((1, comm), (2, first), (3, second))
+        ]
+        for scale, each in ((3, second), (1, comm), (2, first)):
+            found = each.recv(None, left)
+            assert_same(found, np.array([scale]), f"the message in communicator {scale}")
+        for work in sent:
+            work.wait()
+    first.close()
+    _hold(second, everyone, "a dup whose sister is closed", 96)
+    second.close()
+    _hold(comm, everyone, "a communicator whose dups are closed", 97)
+
+
+@check()
+def check_split_by_host(factory: RankFactory, size: int) -> None:
+    """split_by_host gives the ranks of this host, of one host all of them."""
+    factory.run(size, _split_by_host)
+
+
+def _split_by_host(comm: Communicator) -> None:
+    with comm.split_by_host() as local:
+        hosts = comm.all_gather_object(comm.host)
+        members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]
+        _hold(local, members, "the ranks of this host", 98)
+        found = (comm.local_rank, comm.local_size)
+        wanted = (members.index(comm.rank), len(members))
+        assert found == wanted, f"local rank and size: {found}; expected {wanted}"

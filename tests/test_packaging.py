@@ -1,0 +1,163 @@
+"""What is shipped, under which names, and what importing it brings along."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def shipped() -> list[str]:
+    """Return all modules on disk as paths below the installed package's parent."""
+    places = {"collective": "collective", **_outside()}
+    found = [
+        Path(place, file.relative_to(ROOT / folder)).as_posix()
+        for place, folder in places.items()
+        for file in (ROOT / folder).glob("**/*.py")
+        if folder != "collective" or not _behind_a_link(file)
+    ]
+    return sorted(found)
+
+
+def _outside() -> dict[str, str]:
+    return {"collective/backends": "backends", "collective/adapters": "adapters"}
+
+
+def _behind_a_link(file: Path) -> bool:
+    # Whether ** enters links to folders depends on Python's version.
+    return file.relative_to(ROOT).parts[1] in ("backends", "adapters")
+
+
+def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
+    """Run this interpreter and return its output; fail with all of it if it fails."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_every_package_folder_is_listed() -> None:
+    folders = {file.rpartition("/")[0].replace("/", ".") for file in shipped()}
+    assert sorted(SETTINGS["packages"]) == sorted(folders)
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    files = shipped()
+    folders = {file.rpartition("/")[0] for file in files}
+    assert [folder for folder in folders if f"{folder}/__init__.py" not in files] == []
+
+
+@pytest.mark.parametrize("name", ["backends", "adapters"])
+def test_the_link_in_the_package_is_relative_and_leads_to_the_folder(name: str) -> None:
+    link = ROOT / "collective" / name
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", ["backends", "adapters"])
+def test_the_bare_name_is_refused_and_the_right_one_named(name: str) -> None:
+    output = python(
+        "-c",
+        f"try: import {name}\n"
+        f"except ImportError as error: print(error.name, '|', error)\n"
+        f"import collective.{name}",
+    )
+    assert output.startswith(f"{name} | import {name}: ")
+    assert f"import collective.{name} instead" in output
+
+
+def test_importing_and_using_it_brings_in_numpy_and_nothing_else() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import collective, numpy
+with collective.init() as comm:
+    comm.all_reduce(numpy.ones(3))
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+    assert python("-c", program).strip() == "['collective', 'numpy']"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build an sdist from a copy of the sources, and a wheel from the sdist."""
+    sources = tmp_path_factory.mktemp("build") / "a directory of another name"
+    sources.mkdir()
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for name in ("adapters", "backends", "collective"):
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=unwanted)
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, sources)
+    # Without isolation nothing is downloaded: setuptools is here already.
+    python("-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
+    (built,) = (sources / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a directory of its own."""
+    target = tmp_path_factory.mktemp("installed")
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
+    python("-m", "pip", "install", *options, "--target", str(target), str(wheel))
+    return target
+
+
+def test_the_wheel_holds_each_file_once_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert sorted(names) == sorted([*shipped(), "collective/py.typed"])
+
+
+def test_every_module_can_be_imported_once_installed(installed: Path, tmp_path: Path) -> None:
+    program = """
+import importlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+count = 0
+for file in sorted((root / "collective").glob("**/*.py")):
+    name = ".".join(file.relative_to(root).with_suffix("").parts)
+    name = name.removesuffix(".__init__")
+    if name.endswith("__main__"):
+        continue
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] == "collective":
+            raise
+        continue  # an extra that is not installed here
+    assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
+    count += 1
+print(count)
+"""
+    output = python("-c", program, str(installed), cwd=tmp_path, path=installed)
+    assert int(output) > 0.8 * len(shipped())
+
+
+def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
+    output = python("-m", "collective", "config", cwd=tmp_path, path=installed)
+    assert "backend" in output
