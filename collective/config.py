@@ -76,6 +76,7 @@ class Config:
     start_timeout: float
     check: str
     store: str | None
+    shm_single_copy: str
     launched: Launched | None
     _origins: Mapping[str, str]
 
@@ -221,6 +222,12 @@ def _check(value: Any) -> str:
     return str(value)
 
 
+def _on_off(value: Any) -> str:
+    if value not in ("on", "off"):
+        raise ValueError
+    return str(value)
+
+
 def _directory(value: Any) -> str:
     path = os.fspath(value)
     if not isinstance(path, str) or not path:
@@ -259,6 +266,12 @@ KEYS: Mapping[str, Key] = {
         "a directory",
         "where the ranks of one launch meet: private, seen by all, used by no other launch",
         _directory,
+    ),
+    "shm_single_copy": Key(
+        "on",
+        "'on' or 'off'",
+        "whether shm reads peers' ordinary memory where the system allows it",
+        _on_off,
     ),
 }
 

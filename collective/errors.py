@@ -6,7 +6,7 @@
     ├ InvalidArgumentError (ValueError)      refused before anything is sent
     │ ├ DtypeError, ShapeError, DeviceError, RankError
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
-    ├ MismatchError                          ranks disagree; raised on every rank; the communicator stays usable
+    ├ MismatchError                          ranks disagree; raised on every rank
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
     ├ BackendNotFoundError (LookupError)     lists the known names
     ├ BackendUnavailableError (ImportError)  carries the install command

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from collective.config import Config
 from collective.errors import ConfigError, RendezvousError
@@ -32,6 +32,7 @@ class World:
         job: a text that all ranks of one launch on this host share, and no other launch
             that runs there does.
         store: where the ranks meet.
+        options: settings of single transports, such as ``shm_single_copy``.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class World:
     launcher: str
     job: str
     store: Store
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(config: Config) -> World:
@@ -67,6 +69,7 @@ def build(config: Config) -> World:
         launched.launcher if launched else "none",
         job,
         store,
+        {"shm_single_copy": config.shm_single_copy},
     )
 
 

@@ -97,7 +97,7 @@ class ShmBackend(OneSided):
         self._in_slots = True
         self._source: Array | None = None
         self._parity = 0
-        self._single_copy = False
+        self._wanted = self._single_copy = False
         self._rings: dict[tuple[int, int], Ring] = {}
         self._small: dict[Call, _Small] = {}
         self._closed = False
@@ -114,16 +114,20 @@ class ShmBackend(OneSided):
             )
         deadline = time.monotonic() + timeout
         store, key = world.store, "shm"
+        # The variable also where no init() has read the configuration, as in tests.
+        setting = os.environ.get("COLLECTIVE_SHM_SINGLE_COPY", "on")
+        wanted = world.options.get("shm_single_copy", setting) == "on"
         if world.rank != 0:
             segment = _open_published(world, key, deadline, timeout)
-            return cls._attach(segment, world.rank, world.size, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            return cls._attach(segment, world.rank, world.size, left, wanted)
         segment = Segment.create(Layout(world.size).nbytes)
         if world.size == 1:
-            return cls._attach(segment, 0, 1, timeout)
+            return cls._attach(segment, 0, 1, timeout, wanted)
         store.set(key, segment.path.encode())
         try:
             # Gone before anybody goes on: a second connect must not find it.
-            return cls._attach(segment, 0, world.size, timeout, lambda: store.delete(key))
+            return cls._attach(segment, 0, world.size, timeout, wanted, lambda: store.delete(key))
         finally:
             store.delete(key)
 
@@ -134,10 +138,12 @@ class ShmBackend(OneSided):
         rank: int,
         size: int,
         timeout: float,
+        single_copy: bool,
         last: Callable[[], None] | None = None,
     ) -> Self:
         control = Control(segment, rank, size)
         self = cls(control)
+        self._wanted = single_copy
         try:
             control.join(timeout, last)
             self._single_copy = self._probe_single_copy(timeout)
@@ -160,7 +166,7 @@ class ShmBackend(OneSided):
         probe = np.full(1, self.rank, np.int64)
         control.words[control.place(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         control.sync(timeout)
-        works = os.environ.get("COLLECTIVE_SHM_SINGLE_COPY", "1") != "0"
+        works = self._wanted
         for rank in range(self.size):
             if works and rank != self.rank:
                 got = np.full(1, -1, np.int64)
@@ -191,7 +197,7 @@ class ShmBackend(OneSided):
         else:
             self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
             segment = Segment.open(note.tobytes().rstrip(b"\0").decode())
-        return self._attach(segment, me, len(ranks), timeout)
+        return self._attach(segment, me, len(ranks), timeout, self._wanted)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self._control.arrive(call, timeout)
@@ -271,7 +277,7 @@ class ShmBackend(OneSided):
         if control.segment.alive(rank):
             raise BackendError(
                 f"shm: reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed "
-                f"[rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=0 to do without.",
+                f"[rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do without.",
                 "shm",
             )
         text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"

@@ -176,6 +176,7 @@ def _any_source(comm: Communicator) -> None:
                 assert turn == seen.get(source, 0), f"rank {source}'s message {turn} came early"
                 seen[source] = turn + 1
             assert seen == dict.fromkeys(range(1, comm.size), 3), f"messages by source: {seen}"
+        comm.barrier()
 
 
 @check(at_least=2)

@@ -1,0 +1,215 @@
+"""What was promised, and whether measured figures keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from measure import OPERATIONS, Record, fastest_mpi, find
+from memory import Footprint
+from report import size_name
+from waiting import Wait
+
+__all__ = ["Judged", "judge"]
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A promise: what, the bound, what is aimed at beyond, what was measured, and the verdict."""
+
+    what: str
+    must: str
+    aim: str
+    measured: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """One figure that has to be at least (or at most) something.
+
+    Attributes:
+        unit: what stands behind the figure.
+        values: the figure at each place where it was measured.
+        must, aim: None where there is no such bound.
+        at_least: whether more is better.
+    """
+
+    unit: str
+    values: dict[str, float]
+    must: float | None = None
+    aim: float | None = None
+    at_least: bool = True
+
+    @property
+    def worst(self) -> tuple[float, str] | None:
+        found = [(value, place) for place, value in self.values.items()]
+        if not found:
+            return None
+        return min(found) if self.at_least else max(found)
+
+    def keeps(self, bound: float | None) -> bool:
+        if bound is None or self.worst is None:
+            return True
+        return self.worst[0] >= bound if self.at_least else self.worst[0] <= bound
+
+    def __str__(self) -> str:
+        if self.worst is None:
+            return f"? {self.unit}"
+        value, place = self.worst
+        return f"{value:.3g} {self.unit} ({place})"
+
+
+def _judge(what: str, must: str, aim: str, bounds: Sequence[_Bound]) -> Judged:
+    needed = [bound for bound in bounds if bound.must is not None]
+    if any(bound.worst is not None and not bound.keeps(bound.must) for bound in needed):
+        verdict = "missed"
+    elif any(bound.worst is None for bound in needed):
+        verdict = "not measured"
+    elif aim and all(bound.worst is not None and bound.keeps(bound.aim) for bound in bounds):
+        verdict = "kept, and the aim"
+    else:
+        verdict = "kept"
+    return Judged(what, must, aim or "–", "; ".join(map(str, bounds)), verdict)
+
+
+class _Speeds:
+    """How many times faster ours is than rivals, by size."""
+
+    def __init__(self, records: Sequence[Record], operation: str, ranks: int, side: str) -> None:
+        self._records = records
+        self._key = operation, ranks
+        self._side = side
+        self._ours = [
+            r for r in records if (r.operation, r.ranks, r.side) == (operation, ranks, side)
+        ]
+
+    def seconds(self, low: int, high: int) -> dict[str, float]:
+        return {size_name(r.nbytes): r.seconds for r in self._ours if low <= r.nbytes <= high}
+
+    def over(self, rival: str, low: int = 0, high: int = 1 << 62) -> dict[str, float]:
+        """Return the ratios to ``rival`` ("MPI" is the fastest of them) between two sizes."""
+
+        def theirs(nbytes: int) -> Record | None:
+            if rival == "MPI":
+                return fastest_mpi(self._records, *self._key, nbytes)
+            return find(self._records, *self._key, nbytes, rival)
+
+        return self._ratios(theirs, low, high)
+
+    def _ratios(
+        self, theirs: Callable[[int], Record | None], low: int, high: int
+    ) -> dict[str, float]:
+        found = {}
+        for ours in self._ours:
+            other = theirs(ours.nbytes)
+            if other is not None and low <= ours.nbytes <= high:
+                found[size_name(ours.nbytes)] = other.seconds / ours.seconds
+        return found
+
+
+def judge(
+    records: Sequence[Record], waits: Sequence[Wait], footprints: Sequence[Footprint]
+) -> list[Judged]:
+    """Hold the figures of a run against the promises."""
+    return [
+        *_of_two_ranks(records),
+        *_of_four_ranks(records),
+        *_of_other_operations(records),
+        _of_waiting(waits),
+        _of_memory(footprints),
+    ]
+
+
+def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
+    symmetric = _Speeds(records, "all_reduce", 2, "shm symmetric")
+    ordinary = _Speeds(records, "all_reduce", 2, "shm ordinary")
+    judged = [
+        _judge(
+            "all_reduce, symmetric, 16 MiB up",
+            "5 × MPI, 1 × memcpy",
+            "8 × MPI",
+            [
+                _Bound("× MPI", symmetric.over("MPI", 16 * MIB), 5, 8),
+                _Bound("× memcpy", symmetric.over("memcpy", 16 * MIB), 1),
+            ],
+        ),
+        _judge(
+            "all_reduce, symmetric, 64 KiB to 1 MiB",
+            "1 × MPI",
+            "2 × MPI",
+            [_Bound("× MPI", symmetric.over("MPI", 64 * KIB, MIB), 1, 2)],
+        ),
+        _judge(
+            "all_reduce, ordinary, 16 MiB up",
+            "1 × MPI, 2 × Gloo",
+            "1/1.5 × memcpy",
+            [
+                _Bound("× MPI", ordinary.over("MPI", 16 * MIB), 1),
+                _Bound("× Gloo", ordinary.over("gloo", 16 * MIB), 2),
+                _Bound("× memcpy", ordinary.over("memcpy", 16 * MIB), aim=1 / 1.5),
+            ],
+        ),
+    ]
+    for memory, speeds in (("symmetric", symmetric), ("ordinary", ordinary)):
+        times = {size: 1e6 * s for size, s in speeds.seconds(0, KIB).items()}
+        bounds = [
+            _Bound("µs", times, 5, at_least=False),
+            _Bound("× Gloo", speeds.over("gloo", 0, KIB), 20),
+            _Bound("× MPI", speeds.over("MPI", 0, KIB), aim=1),
+        ]
+        what = f"all_reduce, {memory}, 4 B to 1 KiB"
+        judged.append(_judge(what, "5 µs, 20 × Gloo", "1 × MPI", bounds))
+    return judged
+
+
+def _of_four_ranks(records: Sequence[Record]) -> list[Judged]:
+    judged = []
+    for memory in ("symmetric", "ordinary"):
+        speeds = _Speeds(records, "all_reduce", 4, f"shm {memory}")
+        bounds = [
+            _Bound("× Gloo", speeds.over("gloo"), 3),
+            _Bound("× MPI", speeds.over("MPI", 64 * KIB + 1), 1),
+        ]
+        what = f"all_reduce, {memory}, 4 ranks"
+        judged.append(_judge(what, "3 × Gloo, above 64 KiB 1 × MPI", "", bounds))
+    return judged
+
+
+def _of_other_operations(records: Sequence[Record]) -> list[Judged]:
+    judged = []
+    for operation in OPERATIONS[1:]:
+        for memory in ("symmetric", "ordinary"):
+            speeds = _Speeds(records, operation, 2, f"shm {memory}")
+            bound = _Bound("× MPI", speeds.over("MPI", 64 * KIB), 1)
+            judged.append(_judge(f"{operation}, {memory}, 64 KiB up", "1 × MPI", "", [bound]))
+    return judged
+
+
+def _of_waiting(waits: Sequence[Wait]) -> Judged:
+    shares = {wait.operation: 100 * wait.cores for wait in waits if wait.contestant == "shm"}
+    bound = _Bound("% of a core", shares, 10, at_least=False)
+    return _judge("waiting 1 s for a late peer", "10 % of a core", "", [bound])
+
+
+def _of_memory(footprints: Sequence[Footprint]) -> Judged:
+    small = min((f.nbytes for f in footprints), default=0)
+    most: dict[str, float] = {}
+    growth: dict[str, float] = {}
+    for found in footprints:
+        place = f"{found.ranks} ranks"
+        most[place] = max(most.get(place, 0.0), found.mapped / MIB)
+        for other in footprints:
+            same = (found.ranks, found.operation) == (other.ranks, other.operation)
+            if same and other.nbytes == small < found.nbytes:
+                now = found.mapped + found.transient - other.mapped - other.transient
+                where = f"{found.operation}, {place}, {size_name(found.nbytes)}"
+                growth[where] = max(0.0, now / MIB)
+    bounds = [
+        _Bound("MiB mapped", most, at_least=False),
+        # A few chunks may come with size; a copy of the message may not.
+        _Bound("MiB more", growth, 4, at_least=False),
+    ]
+    return _judge("memory per rank beside the arrays", "does not grow with size", "", bounds)

@@ -1,0 +1,120 @@
+"""Measure everything that was promised, and say what is kept.
+
+::
+
+    python benchmarks/targets.py                     # about ten minutes
+    python benchmarks/targets.py --quick             # about two
+    python benchmarks/targets.py --from run.json     # print an earlier run's tables
+
+A bound that several sizes fall under is held against the worst of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import collectives
+import memory
+import peers
+import waiting
+from arena import Arena, ArenaError, contestants
+from measure import OPERATIONS, Pace, Record
+from promises import judge
+from report import machine, parse_size, print_table, write
+
+_ALL_REDUCE = "4 64 1K 64K 256K 1M 16M 64M"
+_OTHERS = "64K 256K 1M 16M 64M"
+_CROWDED = "4 1K 64K 256K 1M 16M 64M"
+_ALL_REDUCE_QUICK = "4 1K 64K 1M 16M"
+_OTHERS_QUICK = "64K 1M 16M"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all measurements and return what is written as JSON."""
+    able, missing = contestants(["shm", *options.against], peers.find(options))
+    pace, quick = Pace.of(options.quick), options.quick
+    about = machine()
+    with Arena(able, 2) as arena:
+        versions = arena.versions
+        sizes = _sizes(_ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
+        records = collectives.run(arena, ["all_reduce"], sizes, pace, missing)
+        sizes = _sizes(_OTHERS_QUICK if quick else _OTHERS)
+        records += collectives.run(arena, OPERATIONS[1:], sizes, pace, missing)
+        waits = waiting.run(arena, 1.0, Pace(1 if quick else 3, 0.0))
+    with Arena(able, 4) as arena:
+        sizes = _sizes(_ALL_REDUCE_QUICK if quick else _CROWDED)
+        records += collectives.run(arena, ["all_reduce"], sizes, pace, missing)
+    sizes = _sizes("1M 16M" if quick else "1M 64M")
+    footprints = [found for ranks in (2, 4, 8) for found in memory.run(ranks, sizes)]
+    return {
+        "machine": about,
+        "versions": versions,
+        "missing": missing,
+        "records": [record.as_json() for record in records],
+        "waiting": [asdict(wait) for wait in waits],
+        "memory": [asdict(footprint) for footprint in footprints],
+    }
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_size(size) for size in text.split()]
+
+
+def show(run: dict[str, Any], details: bool) -> None:
+    """Print a run: its figures if ``details``, then each promise and what became of it."""
+    records = [Record(**fields) for fields in run["records"]]
+    waits = [waiting.Wait(**fields) for fields in run["waiting"]]
+    footprints = [memory.Footprint(**fields) for fields in run["memory"]]
+    if details:
+        collectives.show(records)
+        waiting.show(waits)
+        memory.show(footprints)
+    about = run["machine"]
+    judged = judge(records, waits, footprints)
+    print_table(
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, load {about['load']:.1f} at start",
+        ["promise", "must", "aim", "measured", "verdict"],
+        [[p.what, p.must, p.aim, p.measured, p.verdict] for p in judged],
+    )
+    for name, version in run["versions"].items():
+        print(f"{name}: {version}")
+    for name, reason in run["missing"].items():
+        print(f"{name}: not measured: {reason}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Measure everything that was promised.")
+    collectives.add_options(parser)
+    parser.add_argument(
+        "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
+    )
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, metavar="FILE", help="measure nothing; print FILE"
+    )
+    parser.add_argument("--brief", action="store_true", help="print the promises only")
+    options = parser.parse_args(arguments)
+    if options.earlier is not None:
+        show(json.loads(options.earlier.read_text()), not options.brief)
+        return 0
+    # Inherited by all ranks.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    try:
+        run = measure(options)
+    except ArenaError as error:
+        print(f"targets: {error}", file=sys.stderr)
+        return 1
+    write(options.json, run)
+    show(run, not options.brief)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Checks of ranks that do not agree: an error that explains, on every rank, and no damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.errors import MismatchError
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import assert_same
+
+_Call = Callable[[Communicator], Any]
+
+
+def _x(count: int = 6, dtype: str = "float32") -> Any:
+    return np.ones(count, dtype)
+
+
+# What most ranks call and what the last calls, and words that the error has to have of both.
+_DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
+    "op": (
+        lambda comm: comm.all_reduce(_x(), op="sum"),
+        lambda comm: comm.all_reduce(_x(), op="max"),
+        ("sum", "max"),
+    ),
+    "shape": (
+        lambda comm: comm.all_reduce(_x(6)),
+        lambda comm: comm.all_reduce(_x(7)),
+        ("[6]", "[7]"),
+    ),
+    "dimensions": (
+        lambda comm: comm.all_reduce(_x(6)),
+        lambda comm: comm.all_reduce(_x(6).reshape(2, 3)),
+        ("[6]", "[2, 3]"),
+    ),
+    "dtype": (
+        lambda comm: comm.all_reduce(_x(6, "float32")),
+        lambda comm: comm.all_reduce(_x(6, "float64")),
+        ("float32", "float64"),
+    ),
+    "root": (
+        lambda comm: comm.reduce(_x(), root=0),
+        lambda comm: comm.reduce(_x(), root=1),
+        ("root=0", "root=1"),
+    ),
+    "root of a broadcast": (
+        lambda comm: comm.broadcast(_x(), root=0),
+        lambda comm: comm.broadcast(_x(), root=1),
+        ("root=0", "root=1"),
+    ),
+    "shape of a broadcast": (
+        lambda comm: comm.broadcast(_x(6), root=0),
+        lambda comm: comm.broadcast(_x(7), root=0),
+        ("[6]", "[7]"),
+    ),
+    "operation": (
+        lambda comm: comm.all_reduce(_x()),
+        lambda comm: comm.broadcast(_x(), root=0),
+        ("all_reduce", "broadcast"),
+    ),
+    "barrier": (
+        lambda comm: comm.all_gather(_x()),
+        lambda comm: comm.barrier(),
+        ("all_gather", "barrier"),
+    ),
+    "order": (
+        lambda comm: comm.all_reduce(_x(), order="rank"),
+        lambda comm: comm.all_reduce(_x()),
+        ("order=rank", "all_reduce"),
+    ),
+    "dtype of a gather": (
+        lambda comm: comm.all_gather(_x(6, "int32")),
+        lambda comm: comm.all_gather(_x(6, "float32")),
+        ("int32", "float32"),
+    ),
+    "columns of a gather": (
+        lambda comm: comm.all_gather(np.ones((3, 4))),
+        lambda comm: comm.all_gather(np.ones((3, 5))),
+        ("[3, 4]", "[3, 5]"),
+    ),
+    "counts": (
+        lambda comm: comm.reduce_scatter(_x(8 * comm.size), counts=[8] * comm.size),
+        lambda comm: comm.reduce_scatter(
+            _x(8 * comm.size), counts=[7, *[8] * (comm.size - 2), 9]
+        ),
+        ("8", "7"),
+    ),
+    "nesting": (
+        lambda comm: comm.all_reduce([_x(2), _x(4)]),
+        lambda comm: comm.all_reduce([_x(4), _x(2)]),
+        ("all_reduce", "all_reduce"),
+    ),
+    "large": (
+        lambda comm: comm.all_reduce(_x(1 << 19)),
+        lambda comm: comm.all_reduce(_x((1 << 19) + 1)),
+        ("524288", "524289"),
+    ),
+}  # fmt: skip
+_CASES: list[Case] = [{"what": what} for what in _DISAGREEMENTS]
+_ONLY_ALWAYS = "always"
+
+
+@check(_CASES, at_least=2)
+def check_mismatch(factory: RankFactory, size: int, *, what: str) -> None:
+    """Different calls raise MismatchError on every rank, and the communicator stays usable."""
+    # A transport that compares nothing by itself does when it is asked to.
+    texts = factory.run(size, _mismatch, what, check=_ONLY_ALWAYS)
+    for word in _DISAGREEMENTS[what][2]:
+        for rank, text in enumerate(texts):
+            if word not in text:
+                raise AssertionError(f"rank {rank}'s error does not tell {word!r}: {text}")
+
+
+def _mismatch(comm: Communicator, what: str) -> str:
+    most, last, _ = _DISAGREEMENTS[what]
+    text = _expect_mismatch(comm, last if comm.rank == comm.size - 1 else most)
+    for turn in range(2):
+        total = comm.all_reduce(np.array([turn + 1.0]))
+        assert_same(total, np.array([(turn + 1.0) * comm.size]), "the call after a mismatch")
+    return text
+
+
+def _expect_mismatch(comm: Communicator, call: _Call) -> str:
+    try:
+        found = call(comm)
+    except MismatchError as error:
+        return str(error)
+    raise AssertionError(f"rank {comm.rank} got {found!r} although the ranks disagree")
+
+
+@check(at_least=2)
+def check_mismatch_names_ranks(factory: RankFactory, size: int) -> None:
+    """MismatchError says which rank did what, and where in its program."""
+    for rank, (text, sites) in enumerate(factory.run(size, _names, check=_ONLY_ALWAYS)):
+        last = [line for line in text.splitlines() if "max" in line]
+        if not last or f"{size - 1}" not in last[0]:
+            raise AssertionError(f"rank {rank}'s error does not say who asked for max: {text}")
+        for site in sites:
+            if site not in text:
+                raise AssertionError(f"rank {rank}'s error does not name the line {site}: {text}")
+
+
+def _names(comm: Communicator) -> tuple[str, list[str]]:
+    namespace: dict[str, Any] = {}
+    # A program of its own, so that where the calls are does not hang on this file's path.
+    source = "def one(comm, x):\n    comm.all_reduce(x)\n\n\ndef two(comm, x):\n"
+    source += "    comm.all_reduce(x, op='max')\n"
+    exec(compile(source, "a_users_program.py", "exec"), namespace)
+    program = namespace["two" if comm.rank == comm.size - 1 else "one"]
+    text = _expect_mismatch(comm, lambda comm: program(comm, _x()))
+    return text, ["a_users_program.py:2", "a_users_program.py:6"]
+
+
+@check(at_least=2)
+def check_mismatch_writes_nothing(factory: RankFactory, size: int) -> None:
+    """After a mismatch the arrays of the call are as they were."""
+    factory.run(size, _writes_nothing, check=_ONLY_ALWAYS)
+
+
+def _writes_nothing(comm: Communicator) -> None:
+    for count in (6, 30_000):
+        x = np.full(count, comm.rank, np.float64)
+        out = np.full(count, -1.0)
+        op = "max" if comm.rank == 0 else "sum"
+        _expect_mismatch(comm, lambda comm: comm.all_reduce(x, op=op, out=out))
+        _expect_mismatch(comm, lambda comm: comm.all_reduce(x, op=op, out=x))
+        assert_same(x, np.full(count, comm.rank, np.float64), "the input of a mismatch")
+        assert_same(out, np.full(count, -1.0), "out of a mismatch")
+
+
+def _needs_checks(capabilities: Capabilities) -> str | None:
+    return None if capabilities.checks_calls else "compares calls only when asked to"
+
+
+@check(_CASES[:3], at_least=2, needs=_needs_checks)
+def check_mismatch_by_itself(factory: RankFactory, size: int, *, what: str) -> None:
+    """A transport whose capabilities say so compares every call unasked."""
+    factory.run(size, _mismatch, what)
+
+
+@check(at_least=2)
+def check_mismatch_in_background(factory: RankFactory, size: int) -> None:
+    """A mismatch of calls in the background is raised by wait(), and those after it go on."""
+    factory.run(size, _in_background, check=_ONLY_ALWAYS)
+
+
+def _in_background(comm: Communicator) -> None:
+    good = comm.all_reduce(np.array([1]), async_op=True)
+    bad = comm.all_reduce(_x(), op="max" if comm.rank == 0 else "sum", async_op=True)
+    after = comm.all_reduce(np.array([2]), async_op=True)
+    _expect_mismatch(comm, lambda comm: bad.wait())
+    assert isinstance(bad.exception(), MismatchError), f"exception() is {bad.exception()!r}"
+    assert_same(good.wait(), np.array([comm.size]), "the call before a mismatch")
+    assert_same(after.wait(), np.array([2 * comm.size]), "the call after a mismatch")

@@ -1,0 +1,213 @@
+"""Checks of bad arguments: refused on the spot by the right error, and nobody is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collective.backend import ANY_SOURCE
+from collective.communicator import Communicator
+from collective.errors import (
+    CommunicatorClosedError,
+    DtypeError,
+    InvalidArgumentError,
+    RankError,
+    ShapeError,
+    UnsupportedError,
+)
+from collective.ops import premul_sum
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import assert_same
+
+_Call = Callable[[Communicator], Any]
+
+
+def _read_only() -> Any:
+    array = np.zeros(4)
+    array.flags.writeable = False
+    return array
+
+
+_F = np.ones(4)
+_I = np.ones(4, np.int32)
+_B = np.ones(4, bool)
+_BAD: dict[str, tuple[_Call, type[Exception]]] = {
+    "unknown op": (lambda c: c.all_reduce(_F, op="summ"), InvalidArgumentError),
+    "op of another type": (lambda c: c.all_reduce(_F, op=3), InvalidArgumentError),
+    "average of integers": (lambda c: c.all_reduce(_I, op="avg"), DtypeError),
+    "premul_sum of integers": (lambda c: c.reduce(_I, op=premul_sum(2)), DtypeError),
+    "sum of booleans": (lambda c: c.all_reduce(_B), DtypeError),
+    "product of booleans": (lambda c: c.reduce(_B, op="prod"), DtypeError),
+    "bitwise or of floats": (lambda c: c.reduce_scatter(_F, op="bor"), DtypeError),
+    "maximum of complex": (lambda c: c.scan(_F + 1j, op="max"), DtypeError),
+    "average by scan": (lambda c: c.scan(_F, op="avg"), InvalidArgumentError),
+    "unknown order": (lambda c: c.all_reduce(_F, order="size"), InvalidArgumentError),
+    "root too large": (lambda c: c.broadcast(_F, root=c.size), RankError),
+    "root negative": (lambda c: c.reduce(_F, root=-1), RankError),
+    "root of another type": (lambda c: c.gather(_F, root="0"), RankError),
+    "root a boolean": (lambda c: c.scatter(_F, root=True), RankError),
+    "out of another shape": (lambda c: c.all_reduce(_F, out=np.zeros(5)), ShapeError),
+    "out of another dtype": (lambda c: c.all_reduce(_F, out=np.zeros(4, "f4")), DtypeError),
+    "out read-only": (lambda c: c.all_reduce(_F, out=_read_only()), InvalidArgumentError),
+    "out expanded": (
+        lambda c: c.all_reduce(_F, out=np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))),
+        InvalidArgumentError,
+    ),
+    "out no array": (lambda c: c.all_reduce(_F, out="there"), InvalidArgumentError),
+    "piece of another shape": (
+        lambda c: c.reduce_scatter(np.ones(2 * c.size), out=np.zeros(3)), ShapeError,
+    ),
+    "no array": (lambda c: c.all_reduce("text"), InvalidArgumentError),
+    "a number": (lambda c: c.all_gather(5), InvalidArgumentError),
+    "an array of objects": (lambda c: c.all_reduce(np.array([None])), DtypeError),
+    "an array of strings": (lambda c: c.all_gather(np.array(["a"])), DtypeError),
+    "a foreign byte order": (lambda c: c.all_reduce(np.ones(4, ">f8")), DtypeError),
+    "a structure with no array": (lambda c: c.all_reduce([_F, "x"]), InvalidArgumentError),
+    "counts that do not add up": (
+        lambda c: c.reduce_scatter(_F, counts=[4] * (c.size + 1)), ShapeError,
+    ),
+    "counts of another sum": (
+        lambda c: c.all_to_all(np.ones(3), counts=[5] * c.size), ShapeError,
+    ),
+    "counts negative": (
+        lambda c: c.reduce_scatter(_F, counts=[-1, *[1] * (c.size - 1)]), ShapeError,
+    ),
+    "counts that lie": (lambda c: c.all_gather(_F, counts=[3] * c.size), ShapeError),
+    "axis outside": (lambda c: c.all_gather(_F, axis=1), ShapeError),
+    "timeout of nothing": (lambda c: c.all_reduce(_F, timeout=0), InvalidArgumentError),
+    "timeout negative": (lambda c: c.barrier(timeout=-1), InvalidArgumentError),
+    "timeout of another type": (lambda c: c.broadcast(_F, timeout="1"), InvalidArgumentError),
+    "empty of no shape": (lambda c: c.empty("big"), ShapeError),
+    "empty of a negative shape": (lambda c: c.empty((2, -1)), ShapeError),
+    "empty of no dtype": (lambda c: c.empty(3, "float31"), DtypeError),
+    "split by a text": (lambda c: c.split("red"), InvalidArgumentError),
+    "group of strangers": (lambda c: c.group([c.rank, c.size]), RankError),
+    "group with twins": (lambda c: c.group([c.rank, c.rank]), RankError),
+    "group of others": (
+        lambda c: c.group([r for r in range(c.size) if r != c.rank]), RankError,
+    ),
+    "send to nobody": (lambda c: c.send(_F, c.size), RankError),
+    "send to oneself": (lambda c: c.send(_F, c.rank), RankError),
+    "receive from oneself": (lambda c: c.recv(None, c.rank), RankError),
+    "receive from nobody": (lambda c: c.recv(None, c.size + 3), RankError),
+    "tag negative": (lambda c: c.sendrecv(_F, c.rank, c.rank, tag=-1), InvalidArgumentError),
+    "tag too large": (lambda c: c.sendrecv(_F, c.rank, c.rank, tag=2**31), InvalidArgumentError),
+    "tag of another type": (
+        lambda c: c.sendrecv(_F, c.rank, c.rank, tag=0.5), InvalidArgumentError,
+    ),
+}  # fmt: skip
+
+
+@check([{"what": what} for what in _BAD])
+def check_bad_argument(factory: RankFactory, size: int, *, what: str) -> None:
+    """A bad argument is refused before anything is sent; the communicator stays usable."""
+    factory.run(size, _bad_argument, what)
+
+
+def _bad_argument(comm: Communicator, what: str) -> None:
+    call, kind = _BAD[what]
+    # One rank alone is wrong: the others would notice whatever it had begun.
+    if comm.rank == comm.size - 1:
+        _expect(comm, call, kind, what)
+    total = comm.all_reduce(np.array([1]))
+    assert_same(total, np.array([comm.size]), f"the call after a refusal ({what})")
+
+
+def _expect(comm: Communicator, call: _Call, kind: type[Exception], what: str) -> str:
+    try:
+        found = call(comm)
+    except Exception as error:
+        if isinstance(error, kind):
+            assert str(error), f"{what}: {kind.__name__} says nothing"
+            return str(error)
+        raise AssertionError(
+            f"{what}: raised {type(error).__name__} instead of {kind.__name__}: {error}"
+        ) from error
+    raise AssertionError(f"{what}: gave {found!r} instead of {kind.__name__}")
+
+
+_BAD_AT_ROOT: dict[str, _Call] = {
+    "counts": lambda c: c.scatter(_F, root=c.rank, counts=[9] * c.size),
+    "axis": lambda c: c.scatter(_F, root=c.rank, axis=2),
+    "array": lambda c: c.scatter(None, root=c.rank),
+    "nothing": lambda c: c.broadcast(None, root=c.rank),
+    "list": lambda c: c.scatter_object([1] * (c.size + 1), root=c.rank),
+}
+
+
+@check([{"what": what} for what in _BAD_AT_ROOT])
+def check_bad_argument_at_root(factory: RankFactory, size: int, *, what: str) -> None:
+    """What only the root can get wrong is refused at the root, before anything is sent."""
+    factory.run(size, _bad_argument_at_root, what)
+
+
+def _bad_argument_at_root(comm: Communicator, what: str) -> None:
+    _expect(comm, _BAD_AT_ROOT[what], InvalidArgumentError, f"{what} of the root")
+    total = comm.all_reduce(np.array([1]))
+    assert_same(total, np.array([comm.size]), f"the call after a refusal ({what})")
+
+
+@check()
+def check_any_source_is_refused(factory: RankFactory, size: int) -> None:
+    """ANY_SOURCE raises UnsupportedError where the capabilities do not have it."""
+    factory.run(size, _any_source_is_refused)
+
+
+def _any_source_is_refused(comm: Communicator) -> None:
+    if not comm.capabilities.any_source:
+        text = _expect(
+            comm, lambda c: c.recv(None, ANY_SOURCE), UnsupportedError, "recv from ANY_SOURCE"
+        )
+        assert comm.backend in text, f"the error does not name the transport: {text}"
+
+
+@check(at_least=2)
+def check_out_that_does_not_fit(factory: RankFactory, size: int) -> None:
+    """An out that turns out not to fit raises at its own rank, after the call, unharmed."""
+    factory.run(size, _out_that_does_not_fit)
+
+
+def _out_that_does_not_fit(comm: Communicator) -> None:
+    last = comm.rank == comm.size - 1
+    out = np.full(comm.size + 1, -1.0)
+    if last:
+        _expect(comm, lambda c: c.all_gather(np.ones(1), out=out), ShapeError, "all_gather")
+        assert_same(out, np.full(comm.size + 1, -1.0), "out that does not fit")
+    else:
+        assert_same(comm.all_gather(np.ones(1)), np.ones(comm.size), "all_gather beside it")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    work = comm.send(np.ones(3), right, async_op=True)
+    if last:
+        _expect(comm, lambda c: c.recv(out, left), ShapeError, "recv")
+        assert_same(out, np.full(comm.size + 1, -1.0), "out that does not fit")
+    else:
+        comm.recv(None, left)
+    work.wait()
+    total = comm.all_reduce(np.array([1]))
+    assert_same(total, np.array([comm.size]), "the call after an out that does not fit")
+
+
+@check()
+def check_use_after_close(factory: RankFactory, size: int) -> None:
+    """A closed communicator raises CommunicatorClosedError; closing again does nothing."""
+    factory.run(size, _use_after_close, fresh=True)
+
+
+def _use_after_close(comm: Communicator) -> None:
+    comm.barrier()
+    comm.close()
+    comm.close()
+    calls: dict[str, _Call] = {
+        "all_reduce": lambda c: c.all_reduce(_F),
+        "broadcast": lambda c: c.broadcast(_F, root=0),
+        "barrier": lambda c: c.barrier(),
+        "all_gather_object": lambda c: c.all_gather_object(1),
+        "dup": lambda c: c.dup(),
+        "empty": lambda c: c.empty(3),
+        "sendrecv": lambda c: c.sendrecv(_F, c.rank, c.rank),
+    }
+    for name, call in calls.items():
+        _expect(comm, call, CommunicatorClosedError, f"{name} after close()")
+    assert "closed" in repr(comm), f"repr does not say that it is closed: {comm!r}"

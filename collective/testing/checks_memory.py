@@ -1,0 +1,182 @@
+"""Checks of comm.empty(): memory that a transport may reduce in place."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import (
+    LARGE,
+    assert_same,
+    dtypes_of,
+    expected,
+    has,
+    regions,
+    values,
+)
+
+_COUNTS: list[Case] = [{"count": count} for count in (60, 24_000, LARGE)]
+
+
+@check(_COUNTS)
+def check_empty(factory: RankFactory, size: int, *, count: int) -> None:
+    """Collectives on arrays of empty(): in place, into each other, and from views of them."""
+    factory.run(size, _empty, count)
+
+
+def _empty(comm: Communicator, count: int) -> None:
+    count -= count % comm.size
+    inputs = [values("float32", count, rank, 110) for rank in range(comm.size)]
+    mine, total = inputs[comm.rank], expected("sum", inputs)
+    x, y = comm.empty(count), comm.empty((count,), "float32")
+    assert x.dtype == np.float32 and x.shape == (count,), f"empty: {x.dtype}{x.shape}"
+    what = f"on {count} elements of empty()"
+    for turn in range(3):
+        x[:] = mine
+        comm.all_reduce(x, out=x)
+        assert_same(x, total, f"all_reduce in place {what}, turn {turn}")
+    x[:] = mine
+    assert_same(comm.all_reduce(x), total, f"all_reduce to a new array {what}")
+    comm.all_reduce(x, out=y)
+    assert_same(y, total, f"all_reduce from one to another {what}")
+    assert_same(x, mine, f"the input of an all_reduce {what}")
+    comm.all_reduce(mine.copy(), out=y)
+    assert_same(y, total, f"all_reduce from an ordinary array {what}")
+    root = comm.size - 1
+    x[:] = mine
+    comm.broadcast(x, root=root, out=x)
+    assert_same(x, inputs[root], f"broadcast in place {what}")
+    x[:] = mine
+    part = list(regions(count, comm.size))[comm.rank]
+    assert_same(comm.reduce_scatter(x), total[part], f"reduce_scatter {what}")
+    assert_same(comm.all_gather(x), np.concatenate(inputs), f"all_gather {what}")
+    pieces = np.concatenate([other[part] for other in inputs])
+    assert_same(comm.all_to_all(x), pieces, f"all_to_all {what}")
+    reduced = comm.reduce(x, root=root, out=y)
+    if comm.rank == root:
+        assert_same(reduced, total, f"reduce {what}")
+    gathered = comm.gather(x, root=0)
+    if comm.rank == 0:
+        assert_same(gathered, np.concatenate(inputs), f"gather {what}")
+    assert_same(comm.scan(x), expected("sum", inputs[: comm.rank + 1]), f"scan {what}")
+    assert_same(x, mine, f"the input of the calls {what}")
+    found = comm.all_reduce(x, op="avg")
+    assert np.allclose(found, total / comm.size), f"all_reduce(avg) {what}"
+
+
+@check()
+def check_empty_views(factory: RankFactory, size: int) -> None:
+    """Views of empty() at any offset reduce like any array, and touch nothing beside them."""
+    factory.run(size, _empty_views)
+
+
+def _empty_views(comm: Communicator) -> None:
+    whole = comm.empty(90_001, "int32")
+    for start, stop in ((0, 90_001), (1, 2), (17, 50_000), (40_000, 90_001), (5, 5)):
+        count = stop - start
+        inputs = [values("int32", count, rank, 111) for rank in range(comm.size)]
+        # Nobody may write to the whole while a peer still reads it.
+        comm.barrier()
+        whole[:] = -5
+        whole[start:stop] = inputs[comm.rank]
+        comm.barrier()
+        view = whole[start:stop]
+        comm.all_reduce(view, out=view)
+        total = expected("sum", inputs)
+        assert_same(whole[start:stop], total, f"all_reduce of elements {start} to {stop}")
+        beside = np.delete(whole, slice(start, stop))
+        assert_same(beside, np.full_like(beside, -5), f"the memory beside {start} to {stop}")
+    grid = whole[:90_000].reshape(300, 300)
+    comm.barrier()
+    inputs = [values("int32", (300, 300), rank, 112) for rank in range(comm.size)]
+    grid[:] = inputs[comm.rank]
+    found = comm.all_reduce(grid[:, 10:20])
+    assert_same(found, expected("sum", inputs)[:, 10:20], "all_reduce of columns")
+    # Each rank another view: what is symmetric is the memory, not what is passed.
+    comm.barrier()
+    at = 1000 * comm.rank
+    whole[:] = np.arange(90_001)
+    found = comm.all_reduce(whole[at : at + 30_000])
+    wanted = comm.size * np.arange(30_000, dtype=np.int32) + 1000 * sum(range(comm.size))
+    assert_same(found, wanted.astype(np.int32), "all_reduce of views at different offsets")
+
+
+@check(at_least=2)
+def check_empty_mixed(factory: RankFactory, size: int) -> None:
+    """Ranks with memory of empty() and ranks without take part in one call."""
+    factory.run(size, _empty_mixed)
+
+
+def _empty_mixed(comm: Communicator) -> None:
+    for count in (50, 24_000, LARGE):
+        special = comm.empty(count)
+        other = comm.empty(count + 5)[5:]
+        for choice in range(3):
+            kind = (comm.rank + choice) % 3
+            x = special if kind == 0 else other if kind == 1 else np.empty(count, np.float32)
+            inputs = [values("float32", count, rank, 113 + choice) for rank in range(comm.size)]
+            x[:] = inputs[comm.rank]
+            comm.all_reduce(x, out=x)
+            assert_same(x, expected("sum", inputs), f"all_reduce of mixed memory, {count}")
+            x[:] = inputs[comm.rank]
+            root = choice % comm.size
+            comm.broadcast(x, root=root, out=x)
+            assert_same(x, inputs[root], f"broadcast of mixed memory, {count}")
+            found = comm.all_gather(x[: count // 2])
+            wanted = np.tile(inputs[root][: count // 2], comm.size)
+            assert_same(found, wanted, f"all_gather of mixed memory, {count}")
+
+
+@check()
+def check_empty_kinds(factory: RankFactory, size: int) -> None:
+    """empty() gives every dtype and shape, of the framework that is asked for, over and over."""
+    factory.run(size, _empty_kinds)
+
+
+def _empty_kinds(comm: Communicator) -> None:
+    for dtype in dtypes_of(comm.capabilities.dtypes, "iuf"):
+        if dtype == "bfloat16" and not has("ml_dtypes"):
+            continue
+        x = comm.empty((3, 5), dtype)
+        assert x.shape == (3, 5) and str(x.dtype) == dtype, f"empty: {x.dtype}{x.shape}"
+        x[...] = comm.rank + 1
+        comm.all_reduce(x, out=x)
+        total = comm.size * (comm.size + 1) // 2
+        assert (np.asarray(x, np.float64) == total).all(), f"all_reduce of empty() of {dtype}"
+    for shape in (0, (), (0, 4), (2, 1, 3)):
+        wanted = (shape,) if isinstance(shape, int) else shape
+        assert comm.empty(shape).shape == wanted, f"empty({shape!r})"
+    for turn in range(30):
+        x = comm.empty(20_000 + turn, np.float64)
+        x[:] = turn
+        comm.all_reduce(x, out=x)
+        assert x[0] == x[-1] == turn * comm.size, f"memory {turn} of a row of empty()"
+        del x
+        if turn % 10 == 0:
+            gc.collect()
+    if has("torch"):
+        torch = importlib.import_module("torch")
+        x = comm.empty((4, 4), torch.bfloat16, like="torch")
+        assert isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16, f"empty: {type(x)}"
+        x.fill_(comm.rank)
+        comm.all_reduce(x, out=x)
+        assert (x == sum(range(comm.size))).all(), "all_reduce of empty(like='torch')"
+
+
+@check()
+def check_empty_outlives(factory: RankFactory, size: int) -> None:
+    """An array of empty() stays valid when its communicator is closed."""
+    for rank, (first, last) in enumerate(factory.run(size, _empty_outlives, fresh=True)):
+        assert (first, last) == (rank, rank), f"after close() rank {rank} reads {first}, {last}"
+
+
+def _empty_outlives(comm: Communicator) -> tuple[float, float]:
+    x = comm.empty(100_000)
+    x[:] = comm.rank
+    comm.barrier()
+    comm.close()
+    return float(x[0]), float(x[-1])
