@@ -15,6 +15,7 @@ from typing import Any
 from collective.backend import ANY_SOURCE
 from collective.communicator import Communicator, connect
 from collective.errors import (
+    AllocationError,
     BackendError,
     BackendNotFoundError,
     BackendUnavailableError,
@@ -71,6 +72,7 @@ _CALLS = (
 
 __all__ = [
     "ANY_SOURCE",
+    "AllocationError",
     "BackendError",
     "BackendNotFoundError",
     "BackendUnavailableError",

@@ -94,7 +94,7 @@ class Communicator(Reductions, ObjectCalls):
             like: the framework, as its name or an array; NumPy by default.
 
         Raises:
-            MemoryError: on every rank, if there is not enough.
+            AllocationError: there is not enough; on every rank.
             MismatchError: shapes or dtypes differ.
 
         See Also:

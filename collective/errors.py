@@ -6,6 +6,7 @@
     ├ InvalidArgumentError (ValueError)      refused before anything is sent
     │ ├ DtypeError, ShapeError, DeviceError, RankError
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
+    ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
     ├ MismatchError                          ranks disagree; raised on every rank
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
     ├ BackendNotFoundError (LookupError)     lists the known names
@@ -24,6 +25,7 @@ Wording, everywhere: *operation: given; allowed; who; remedy.*
 from __future__ import annotations
 
 __all__ = [
+    "AllocationError",
     "BackendError",
     "BackendNotFoundError",
     "BackendUnavailableError",
@@ -71,6 +73,13 @@ class RankError(InvalidArgumentError):
 
 class ConfigError(CollectiveError, ValueError):
     """A setting is unknown, malformed, or contradicts another; says where it came from."""
+
+
+class AllocationError(CollectiveError, MemoryError):
+    """Some rank has no memory for a collective allocation.
+
+    Raised on every rank; nothing was allocated, and the communicator stays usable.
+    """
 
 
 class MismatchError(CollectiveError):

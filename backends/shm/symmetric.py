@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from collective.errors import AllocationError
+
 from .control import Control
 from .segment import Segment
 
@@ -45,7 +47,7 @@ class Heap:
         """Return this rank's part of a new segment; all ranks call it together.
 
         Raises:
-            MemoryError: on every rank, if there is no memory for all the parts.
+            AllocationError: on every rank, if there is no memory for all the parts.
         """
         control = self._control
         self._count += 1
@@ -71,7 +73,7 @@ class Heap:
             segment.close_descriptor()
         for rank, text in enumerate(failures):
             if text:
-                raise MemoryError(
+                raise AllocationError(
                     f"empty: {nbytes} bytes on each of {control.size} ranks: {text.decode()} "
                     f"[on rank {rank}]"
                 )

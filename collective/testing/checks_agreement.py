@@ -101,14 +101,14 @@ _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
     ),
 }  # fmt: skip
 _CASES: list[Case] = [{"what": what} for what in _DISAGREEMENTS]
-_ONLY_ALWAYS = "always"
+_ALWAYS = "always"
 
 
 @check(_CASES, at_least=2)
 def check_mismatch(factory: RankFactory, size: int, *, what: str) -> None:
     """Different calls raise MismatchError on every rank, and the communicator stays usable."""
     # A transport that compares nothing by itself does when it is asked to.
-    texts = factory.run(size, _mismatch, what, check=_ONLY_ALWAYS)
+    texts = factory.run(size, _mismatch, what, check=_ALWAYS)
     for word in _DISAGREEMENTS[what][2]:
         for rank, text in enumerate(texts):
             if word not in text:
@@ -135,7 +135,7 @@ def _expect_mismatch(comm: Communicator, call: _Call) -> str:
 @check(at_least=2)
 def check_mismatch_names_ranks(factory: RankFactory, size: int) -> None:
     """MismatchError says which rank did what, and where in its program."""
-    for rank, (text, sites) in enumerate(factory.run(size, _names, check=_ONLY_ALWAYS)):
+    for rank, (text, sites) in enumerate(factory.run(size, _names, check=_ALWAYS)):
         last = [line for line in text.splitlines() if "max" in line]
         if not last or f"{size - 1}" not in last[0]:
             raise AssertionError(f"rank {rank}'s error does not say who asked for max: {text}")
@@ -158,7 +158,7 @@ def _names(comm: Communicator) -> tuple[str, list[str]]:
 @check(at_least=2)
 def check_mismatch_writes_nothing(factory: RankFactory, size: int) -> None:
     """After a mismatch the arrays of the call are as they were."""
-    factory.run(size, _writes_nothing, check=_ONLY_ALWAYS)
+    factory.run(size, _writes_nothing, check=_ALWAYS)
 
 
 def _writes_nothing(comm: Communicator) -> None:
@@ -185,7 +185,7 @@ def check_mismatch_by_itself(factory: RankFactory, size: int, *, what: str) -> N
 @check(at_least=2)
 def check_mismatch_in_background(factory: RankFactory, size: int) -> None:
     """A mismatch of calls in the background is raised by wait(), and those after it go on."""
-    factory.run(size, _in_background, check=_ONLY_ALWAYS)
+    factory.run(size, _in_background, check=_ALWAYS)
 
 
 def _in_background(comm: Communicator) -> None:

@@ -178,7 +178,7 @@ def _out_that_does_not_fit(comm: Communicator) -> None:
     else:
         assert_same(comm.all_gather(np.ones(1)), np.ones(comm.size), "all_gather beside it")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    work = comm.send(np.ones(3), right, async_op=True)
+    work = comm.send(np.ones(comm.size + 5), right, async_op=True)
     if last:
         _expect(comm, lambda c: c.recv(out, left), ShapeError, "recv")
         assert_same(out, np.full(comm.size + 1, -1.0), "out that does not fit")

@@ -1,0 +1,304 @@
+"""Checks of failure: a rank that dies, raises, aborts, leaves or is late, and what peers hear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    PeerFailedError,
+    PeerLostError,
+)
+from collective.testing import faults
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.failed import RankDiedError, RankHungError, RanksFailedError
+from collective.testing.samples import LARGE, assert_same
+
+# The promise is two seconds; the rest is what a busy machine may add.
+_PROMISED_S = 2.0
+_NOISE_S = 1.0
+
+_Call = Callable[[Communicator, Any], Any]
+
+
+@dataclass
+class _Told:
+    """What a rank heard: the error, and how long it waited for it."""
+
+    error: CollectiveError
+    seconds: float
+
+
+def _listen(call: Callable[[], Any]) -> _Told:
+    """Repeat ``call`` until it raises one of our errors."""
+    while True:
+        since = time.monotonic()
+        try:
+            call()
+        except CollectiveError as error:
+            return _Told(error, time.monotonic() - since)
+
+
+def _hold(told: Any, kind: type[CollectiveError], what: str, words: tuple[str, ...] = ()) -> None:
+    """Hold that a rank heard an error of ``kind``, in time, with ``words`` in its text."""
+    if not isinstance(told, _Told):
+        raise AssertionError(f"{what}: got {told!r} instead of {kind.__name__}")
+    if not isinstance(told.error, kind):
+        raise AssertionError(
+            f"{what}: heard {type(told.error).__name__} instead of {kind.__name__}: {told.error}"
+        )
+    if told.seconds > _PROMISED_S + _NOISE_S:
+        raise AssertionError(f"{what}: heard of it after {told.seconds:.1f} s; promised: 2 s")
+    for word in words:
+        if word not in str(told.error):
+            raise AssertionError(f"{what}: the error does not tell {word!r}: {told.error}")
+
+
+def _survivors(
+    factory: RankFactory, size: int, victim: int, function: Callable[..., Any], *args: Any,
+    **options: Any,
+) -> dict[int, Any]:  # fmt: skip
+    """Run ``function``, of which ``victim`` is to die, and return the others' results."""
+    try:
+        factory.run(size, function, *args, fresh=True, **options)
+    except RanksFailedError as failure:
+        if isinstance(failure.errors.get(victim), RankDiedError) and len(failure.errors) == 1:
+            return failure.results
+        raise
+    raise AssertionError(f"rank {victim} was to die and did not")
+
+
+def _detects(capabilities: Capabilities) -> str | None:
+    return None if capabilities.detects_lost_peers else "does not detect lost peers"
+
+
+_CALLS: dict[str, _Call] = {
+    "barrier": lambda comm, x: comm.barrier(),
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=comm.size - 1),
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "all_to_all": lambda comm, x: comm.all_to_all(x),
+    "recv": lambda comm, x: comm.recv(None, comm.size - 1) if comm.size else None,
+}
+
+
+@check([{"call": call} for call in _CALLS], at_least=2, needs=_detects)
+def check_killed_peer(factory: RankFactory, size: int, *, call: str) -> None:
+    """A rank that dies before a call is PeerLostError on all others, within two seconds."""
+    victim = size - 1
+    plan = [faults.kill(victim, at_call=2)]
+    for rank, told in _survivors(factory, size, victim, _wait_for, call, faults=plan).items():
+        what = f"rank {rank} in {call} with rank {victim}, which was killed"
+        _hold(told, PeerLostError, what, (f"rank {victim}",))
+        assert victim in told.error.ranks, f"{what}: .ranks is {told.error.ranks}"
+
+
+def _wait_for(comm: Communicator, call: str) -> _Told:
+    x = np.ones(100)
+    comm.barrier()
+    if call == "recv" and comm.rank == comm.size - 1:
+        comm.barrier()  # where it dies
+    return _listen(lambda: _CALLS[call](comm, x))
+
+
+_MIDDLE: list[Case] = [{"after": after} for after in (0.002, 0.02)]
+
+
+@check(_MIDDLE, at_least=2, needs=_detects)
+def check_killed_in_the_middle(factory: RankFactory, size: int, *, after: float) -> None:
+    """A rank that dies during a large operation is PeerLostError on all others too."""
+    plan = [faults.kill(0, at_call=4, after=after)]
+    for rank, told in _survivors(factory, size, 0, _large_calls, faults=plan).items():
+        _hold(told, PeerLostError, f"rank {rank} in a large all_reduce", ("rank 0",))
+
+
+def _large_calls(comm: Communicator) -> _Told:
+    x = np.ones(16 * LARGE, np.float32)
+    comm.barrier()
+    return _listen(lambda: comm.all_reduce(x, out=x, op="max"))
+
+
+@check(at_least=2, needs=_detects)
+def check_left_peer(factory: RankFactory, size: int) -> None:
+    """A rank that closes while others still need it is PeerLostError for them."""
+    for rank, told in enumerate(factory.run(size, _left_peer, fresh=True)):
+        if rank != size - 1:
+            _hold(told, PeerLostError, f"rank {rank}", (f"rank {size - 1}",))
+
+
+def _left_peer(comm: Communicator) -> _Told | None:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        comm.close()
+        return None
+    return _listen(comm.barrier)
+
+
+@check()
+def check_closing_after_the_last_call(factory: RankFactory, size: int) -> None:
+    """A rank may close as soon as its last call has returned, though peers are still in it."""
+    for turn in range(5):
+        factory.run(size, _closing, 10 ** (turn + 1), fresh=True)
+
+
+def _closing(comm: Communicator, count: int) -> None:
+    x = np.full(count, comm.rank)
+    total = comm.all_reduce(x)
+    joined = comm.all_gather(x)
+    comm.close()
+    assert_same(total, np.full(count, sum(range(comm.size))), "all_reduce before close()")
+    assert_same(joined, np.repeat(np.arange(comm.size), count), "all_gather before close()")
+
+
+class _Trouble(Exception):
+    """What a rank's own code raises in these checks."""
+
+
+@check([{"call": call} for call in ("barrier", "all_reduce", "recv")], at_least=2)
+def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
+    """A rank whose code raises is PeerFailedError with its traceback on all others."""
+    victim = size - 1
+    try:
+        factory.run(size, _failed_peer, call, fresh=True)
+    except RanksFailedError as failure:
+        if set(failure.errors) != {victim} or not isinstance(failure.cause, _Trouble):
+            raise
+        heard = failure.results
+    else:
+        raise AssertionError(f"rank {victim} was to raise and did not")
+    for rank, told in heard.items():
+        what = f"rank {rank} in {call} with rank {victim}, which raised"
+        _hold(told, PeerFailedError, what, (f"rank {victim}", "_Trouble", "lost the keys"))
+        assert told.error.rank == victim, f"{what}: .rank is {told.error.rank}"
+        assert "in _failed_peer" in told.error.traceback, f"{what}: {told.error.traceback!r}"
+
+
+def _failed_peer(comm: Communicator, call: str) -> _Told:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.05)
+        raise _Trouble("lost the keys")
+    return _listen(lambda: _CALLS[call](comm, np.ones(3)))
+
+
+@check(at_least=2)
+def check_abort(factory: RankFactory, size: int) -> None:
+    """abort() breaks the communicator for every rank, with its reason, now and later."""
+    for rank, (now, later) in enumerate(factory.run(size, _abort, fresh=True)):
+        for told, when in ((now, "while it waited"), (later, "afterwards")):
+            _hold(told, CommunicatorAbortedError, f"rank {rank}, {when}", ("out of coffee",))
+
+
+def _abort(comm: Communicator) -> tuple[_Told, _Told]:
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.05)
+        comm.abort("out of coffee")
+    x = np.ones(4)
+    return _listen(lambda: comm.all_reduce(x)), _listen(lambda: comm.all_gather(x))
+
+
+@check(at_least=2)
+def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
+    """abort() reaches ranks that wait in a group made of the communicator."""
+    for rank, told in enumerate(factory.run(size, _abort_group, fresh=True)):
+        if rank:
+            _hold(told, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
+
+
+def _abort_group(comm: Communicator) -> _Told | None:
+    group = comm.dup()
+    if comm.rank:
+        return _listen(group.barrier)
+    time.sleep(0.05)
+    comm.abort("out of tea")
+    return None
+
+
+@check([{"call": call} for call in ("barrier", "all_reduce", "recv")], at_least=2)
+def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
+    """A late rank is CollectiveTimeoutError, which names it; it hears of it when it comes."""
+    late = size - 1
+    outcomes = factory.run(size, _late_peer, call, fresh=True, call_timeout=0.4)
+    kinds = [type(told.error).__name__ for told in outcomes]
+    timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
+    assert timed_out, f"nobody's call timed out: {kinds}"
+    if factory.capabilities.checks_calls or size == 2:
+        # All ranks wait for the late one itself, not for one another.
+        for rank in timed_out:
+            what = f"rank {rank} in {call} with rank {late}, which is late"
+            _hold(outcomes[rank], CollectiveTimeoutError, what, (f"rank {late}",))
+            assert outcomes[rank].error.ranks == (late,), f"{what}: {outcomes[rank].error.ranks}"
+    for rank, told in enumerate(outcomes):
+        if rank not in timed_out:
+            _hold(told, CommunicatorAbortedError, f"rank {rank}, after the timeout")
+
+
+def _late_peer(comm: Communicator, call: str) -> _Told:
+    if comm.rank == comm.size - 1:
+        time.sleep(1.0)
+        # Whatever it calls: the others are gone.
+        return _listen(comm.barrier)
+    return _listen(lambda: _CALLS[call](comm, np.ones(3)))
+
+
+def _compares(capabilities: Capabilities) -> str | None:
+    return None if capabilities.checks_calls else "does not know the ranks' last calls"
+
+
+@check(at_least=2, needs=_compares)
+def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
+    """The error of a timeout says what the absent rank did last."""
+    for rank, told in enumerate(factory.run(size, _last_call, fresh=True, call_timeout=0.3)):
+        if rank != size - 1 and isinstance(told.error, CollectiveTimeoutError):
+            _hold(told, CollectiveTimeoutError, f"rank {rank}", ("broadcast", "int16[3]"))
+
+
+def _last_call(comm: Communicator) -> _Told:
+    comm.broadcast(np.ones(3, np.int16), root=0)
+    if comm.rank == comm.size - 1:
+        time.sleep(0.8)
+    return _listen(comm.barrier)
+
+
+@check(at_least=2)
+def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
+    """timeout= of a call counts instead of the communicator's."""
+    for rank, told in enumerate(factory.run(size, _one_call, fresh=True)):
+        if rank:
+            _hold(told, CollectiveError, f"rank {rank}")
+    # One that waits for nobody in particular ends as well.
+
+
+def _one_call(comm: Communicator) -> _Told | None:
+    if comm.rank == 0:
+        time.sleep(0.8)
+        return None
+    told = _listen(lambda: comm.barrier(timeout=0.2))
+    assert told.seconds < 0.7, f"timeout=0.2 took {told.seconds:.2f} s"
+    return told
+
+
+@check()
+def check_ranks_end(factory: RankFactory, size: int) -> None:
+    """A function that does nothing returns on every rank: nothing hangs on connecting."""
+    try:
+        ranks = factory.run(size, _nothing, fresh=True)
+    except RanksFailedError as failure:
+        hung = [rank for rank, error in failure.errors.items() if isinstance(error, RankHungError)]
+        raise AssertionError(f"connecting failed; hung ranks: {hung}\n{failure}") from failure
+    assert ranks == list(range(size)), f"the ranks say that they are {ranks}"
+
+
+def _nothing(comm: Communicator) -> int:
+    assert f"rank {comm.rank} of {comm.size}" in repr(comm), repr(comm)
+    return comm.rank
