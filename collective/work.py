@@ -89,7 +89,8 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
-        return self._running is None and not self._queue
+        # Without the lock, so in this order: what leaves the queue is running before.
+        return not self._queue and self._running is None
 
     def submit(self, what: str, function: Callable[[], T]) -> Work[T]:
         """Queue ``function``; ``what`` names it in error texts."""
@@ -120,8 +121,9 @@ class Lane:
                 ):
                     self._thread = None
                     return
-                work, function = self._queue.pop(0)
+                work, function = self._queue[0]
                 self._running = work
+                del self._queue[0]
             # No reference to the call may outlive it: it holds the user's arrays.
             try:
                 work._run(function)

@@ -122,7 +122,12 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
     if name == "broadcast":
         root = arguments[1]
         whole = views([src.count] * size)
-        copies = [(src.array, whole[root])] if rank != root else []
+        # All ranks copy alike: the others fetch what begins, the root hands out the rest.
+        cut = src.count * (size - 1) // size
+        if rank == root:
+            copies = [(whole[r][cut:], src.array[cut:]) for r in range(size) if r != root]
+        else:
+            copies = [(src.array[:cut], whole[root][:cut])]
         return Prepared(control, call, place, copies)
     dst: Buffer = arguments[1]
     if name == "all_gather":
