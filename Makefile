@@ -3,7 +3,7 @@
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory
 #   make test     run the tests
 #   make check    formatter, linter, types and tests
-#   make bench    compare with MPI and Gloo
+#   make bench    compare with three MPI libraries and Gloo (installs them into .bench)
 #   make clean    remove all that was built
 
 SHELL := bash
@@ -46,7 +46,8 @@ types: .venv/.dev
 	$(BIN)/mypy --strict -p collective
 
 bench: .venv/.bench
-	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/peers.py setup
+	$(BIN)/python benchmarks/targets.py
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
@@ -72,5 +73,5 @@ bench: .venv/.bench
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .bench build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,11 +71,9 @@ class Contestant:
                 launcher += ["--oversubscribe"]
                 launcher += ["--allow-run-as-root"] if os.geteuid() == 0 else []
             return [([*launcher, str(self.venv / "bin" / "python"), *worker], {})]
-        if self.name == "shm":
-            run = ["-m", "collective", "run", "-n", str(size), "--backend", "shm"]
+        if self.name in OURS:
+            run = ["-m", "collective", "run", "-n", str(size), "--backend", self.name]
             return [([sys.executable, *run, *worker], {})]
-        if self.name == "threads":
-            return [([sys.executable, *worker, str(size)], {})]
         variables = {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         return [
             ([sys.executable, *worker], {**variables, "RANK": str(rank)}) for rank in range(size)

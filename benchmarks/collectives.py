@@ -20,7 +20,7 @@ from pathlib import Path
 import peers
 from arena import Arena, ArenaError, contestants
 from measure import OPERATIONS, Pace, Record, compare, fastest_mpi, find
-from report import Progress, duration, machine, parse_size, print_table, size_name, write
+from report import Observer, Progress, duration, parse_size, print_table, size_name, write
 
 __all__ = ["RIVALS", "add_options", "run", "show"]
 
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     operations = OPERATIONS if "all" in options.operations else options.operations
     able, missing = contestants([*options.ours, *options.against], peers.find(options))
-    about = machine()
+    observer = Observer()
     try:
         with Arena(able, options.n) as arena:
             pace = Pace.of(options.quick)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(
         options.json,
         {
-            "machine": about,
+            "machine": observer.machine(),
             "versions": versions,
             "missing": missing,
             "records": [record.as_json() for record in records],

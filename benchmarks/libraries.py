@@ -212,7 +212,7 @@ def open_library(name: str, folder: Path) -> Library:
     """Connect this process with the other ranks of the library's job.
 
     Args:
-        name: ``"shm"``, ``"mpi"``, ``"gloo"`` or ``"memcpy"``.
+        name: ``"shm"``, ``"threads"``, ``"mpi"``, ``"gloo"`` or ``"memcpy"``.
         folder: private to this job.
     """
     if name == "mpi":

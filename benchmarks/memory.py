@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arena import Arena, ArenaError, Contestant
 from measure import OPERATIONS
-from report import Progress, machine, parse_size, print_table, size_name, write
+from report import Observer, Progress, parse_size, print_table, size_name, write
 
 __all__ = ["Footprint", "run", "show"]
 
@@ -90,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args(arguments)
-    about = machine()
+    observer = Observer()
     try:
         footprints = [found for ranks in options.n for found in run(ranks, options.sizes)]
     except ArenaError as error:
         print(f"memory: {error}", file=sys.stderr)
         return 1
     show(footprints)
-    write(options.json, {"machine": about, "memory": [asdict(f) for f in footprints]})
+    write(options.json, {"machine": observer.machine(), "memory": [asdict(f) for f in footprints]})
     return 0
 
 

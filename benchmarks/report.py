@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Progress", "duration", "machine", "parse_size", "print_table", "size_name", "write"]
+__all__ = ["Observer", "Progress", "duration", "parse_size", "print_table", "size_name", "write"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -44,22 +45,48 @@ def duration(seconds: float) -> str:
     return f"{us:.0f}" if us >= 100 else f"{us:.3g}"
 
 
-def machine() -> dict[str, Any]:
-    """Return what has to be known about the place of a measurement."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        model = found[1] if found else model
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+class Observer:
+    """Knows, at the end of a run, where it was made and how much others disturbed it."""
+
+    def __init__(self) -> None:
+        self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._start = time.monotonic()
+        self._busy, self._own = _busy_seconds(), _own_seconds()
+
+    def machine(self) -> dict[str, Any]:
+        """Return the place, and ``others``: cores that were taken by other processes.
+
+        Counts what our own ranks took once they have ended, not before.
+        """
+        wall = time.monotonic() - self._start
+        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        model = platform.processor() or platform.machine()
+        cpuinfo = Path("/proc/cpuinfo")
+        if cpuinfo.exists():
+            found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+            model = found[1] if found else model
+        return {
+            "date": self._date,
+            "cpu": model,
+            "cores": len(os.sched_getaffinity(0)),
+            "others": max(0.0, others / wall),
+            "seconds": wall,
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
+
+
+def _busy_seconds() -> float:
+    """Return how long all cores together have been busy since boot, or stolen."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    user, nice, system, _, _, irq, soft, steal = fields
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -69,7 +96,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         from rich.table import Table
 
         # Into a pipe or file it must not be cut to the width of a terminal.
-        console = Console(width=None if sys.stdout.isatty() else 200)
+        console = Console(width=None if sys.stdout.isatty() else 300)
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(header):
             figures = index > 0 and all(_is_figure(row[index]) for row in rows)

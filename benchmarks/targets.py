@@ -27,7 +27,7 @@ import waiting
 from arena import Arena, ArenaError, contestants
 from measure import OPERATIONS, Pace, Record
 from promises import judge
-from report import machine, parse_size, print_table, write
+from report import Observer, parse_size, print_table, write
 
 _ALL_REDUCE = "4 64 1K 64K 256K 1M 16M 64M"
 _OTHERS = "64K 256K 1M 16M 64M"
@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all measurements and return what is written as JSON."""
     able, missing = contestants(["shm", *options.against], peers.find(options))
     pace, quick = Pace.of(options.quick), options.quick
-    about = machine()
+    observer = Observer()
     with Arena(able, 2) as arena:
         versions = arena.versions
         sizes = _sizes(_ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = _sizes("1M 16M" if quick else "1M 64M")
     footprints = [found for ranks in (2, 4, 8) for found in memory.run(ranks, sizes)]
     return {
-        "machine": about,
+        "machine": observer.machine(),
         "versions": versions,
         "missing": missing,
         "records": [record.as_json() for record in records],
@@ -77,11 +77,14 @@ def show(run: dict[str, Any], details: bool) -> None:
         waiting.show(waits)
         memory.show(footprints)
     about = run["machine"]
-    judged = judge(records, waits, footprints)
+    place = f"{about['cpu']}, {about['cores']} cores"
     print_table(
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores, load {about['load']:.1f} at start",
+        f"{about['date']}, {place}, of which {about['others']:.1f} taken by others",
         ["promise", "must", "aim", "measured", "verdict"],
-        [[p.what, p.must, p.aim, p.measured, p.verdict] for p in judged],
+        [
+            [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
+            for judged in judge(records, waits, footprints)
+        ],
     )
     for name, version in run["versions"].items():
         print(f"{name}: {version}")

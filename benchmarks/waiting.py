@@ -17,7 +17,7 @@ import peers
 from arena import Arena, ArenaError, contestants
 from collectives import add_options
 from measure import Pace
-from report import Progress, machine, print_table, write
+from report import Observer, Progress, print_table, write
 
 __all__ = ["Wait", "run", "show"]
 
@@ -70,7 +70,8 @@ def run(arena: Arena, late: float, pace: Pace) -> list[Wait]:
 def _wait(arena: Arena, name: str, late: float) -> float:
     answers = arena.ask(name, "wait_for_late", memory="ordinary", late=late)
     assert not isinstance(answers, str)
-    return max(answer["cpu"] / answer["wall"] for answer in answers if answer)
+    shares: list[float] = [answer["cpu"] / answer["wall"] for answer in answers if answer]
+    return max(shares)
 
 
 def show(waits: Sequence[Wait]) -> None:
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.n < 2:
         parser.error("-n: somebody has to be late, and somebody to wait: 2 at least")
     able, missing = contestants(["shm", "threads", *options.against], peers.find(options))
-    about = machine()
+    observer = Observer()
     try:
         with Arena(able, options.n) as arena:
             waits = run(arena, options.late, Pace(1 if options.quick else 3, 0.0))
@@ -109,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(waits)
     for name, reason in missing.items():
         print(f"{name}: not measured: {reason}")
-    write(options.json, {"machine": about, "waiting": [asdict(wait) for wait in waits]})
+    write(
+        options.json, {"machine": observer.machine(), "waiting": [asdict(wait) for wait in waits]}
+    )
     return 0
 
 

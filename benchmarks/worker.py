@@ -2,7 +2,7 @@
 
 Started by :mod:`arena` in the environment of the library that is measured::
 
-    python worker.py LIBRARY FOLDER [SIZE]
+    python worker.py LIBRARY FOLDER
 
 It connects to the socket ``FOLDER/../arena``, says who it is, and answers each line of
 JSON with one. While another contestant has its turn it is blocked in a read.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from libraries import Call, Library, Ours, Unsupported, open_library
+from libraries import Call, Library, Unsupported, open_library
 from startline import StartLine
 
 Array = np.ndarray[Any, Any]
@@ -211,7 +211,7 @@ def _expected(operation: str, rank: int, size: int, count: int) -> Array | None:
         return np.concatenate(inputs)
     if operation == "all_to_all":
         return np.concatenate([x[part] for x in inputs])
-    total = np.add.reduce(inputs)
+    total: Array = np.add.reduce(inputs)
     return total[part] if operation == "reduce_scatter" else total
 
 
@@ -239,25 +239,12 @@ def _segments(arrays: list[Array]) -> tuple[int, int]:
     return mapped, resident
 
 
-def _be_threads(folder: Path, size: int) -> None:
-    """Be all ranks of the ``threads`` transport."""
-    from collective.testing import run_ranks
-
-    def rank(comm: Any) -> None:
-        worker = Worker(Ours(comm), folder, resource.RUSAGE_THREAD)
-        worker.serve(str(folder.parent / "arena"))
-
-    run_ranks(size, rank, backend="threads", timeout=3600)
-
-
 def main() -> None:
-    """Be the rank that the command line says."""
-    library, where = sys.argv[1:3]
+    """Be the rank that the launcher says."""
+    name, where = sys.argv[1:]
     folder = Path(where)
-    if library == "threads":
-        _be_threads(folder, int(sys.argv[3]))
-        return
-    worker = Worker(open_library(library, folder), folder, resource.RUSAGE_SELF)
+    whose = resource.RUSAGE_THREAD if name == "threads" else resource.RUSAGE_SELF
+    worker = Worker(open_library(name, folder), folder, whose)
     worker.serve(str(folder.parent / "arena"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective import reduction
-from collective.algorithms import pieces
+from collective.algorithms import costs, pieces
 from collective.backend import Backend
 from collective.buffer import Buffer
 from collective.dtypes import BY_NAME, DType
@@ -176,6 +177,16 @@ def test_ordered_fold_has_the_bits_of_a_sequential_one(
         check_reduction(kind, operation, inputs, FLOAT32, op, expected, ordered=True)
 
 
+@reductions
+@pytest.mark.parametrize("size", [4, 16])
+def test_ordered_fold_too_long_to_collect_and_too_short_to_cut(operation: str, size: int) -> None:
+    rng = np.random.default_rng(6)
+    inputs = [rng.standard_normal(101).astype(np.float32) for _ in range(size)]
+    expected = fold_in_order(SUBTRACT, FLOAT32, inputs)
+    with mock.patch.object(costs, "START_BYTES", 256):  # of 404 a rank
+        check_reduction(Rendezvous, operation, inputs, FLOAT32, SUBTRACT, expected, ordered=True)
+
+
 def expected_of(name: str, dtype: DType, inputs: list[Array]) -> Array:
     """Return the result as float64, complex128 or the integers themselves."""
     wide = [reduction.bfloat16_to_float32(x) if dtype.name == "bfloat16" else x for x in inputs]
@@ -255,11 +266,11 @@ def test_scaling_is_applied_once(
 @places
 @counts_
 @sizes
-@pytest.mark.parametrize("name", ["sum", "compose", "subtract", "premul_sum"])
+@pytest.mark.parametrize("name", ["sum", "compose", "subtract", "premul_sum", "lor"])
 def test_scan(
     kind: type[Backend], regime: str, in_place: bool, count: int, size: int, name: str
 ) -> None:
-    ops = {"sum": as_op("sum"), "compose": COMPOSE, "subtract": SUBTRACT}
+    ops = {"compose": COMPOSE, "subtract": SUBTRACT, "lor": as_op("lor")}
     dtype = BY_NAME["float64"] if name == "premul_sum" else INT64
     inputs = [maps(count, rank).astype(dtype.storage) for rank in range(size)]
 
@@ -268,7 +279,7 @@ def test_scan(
         out = Output(count, dtype)
         src = out.buffer if in_place else Buffer(inputs[rank].copy(), dtype)
         src.array[:] = inputs[rank]
-        op = premul_sum(0.5**rank) if name == "premul_sum" else ops[name]
+        op = premul_sum(0.5**rank) if name == "premul_sum" else ops.get(name, as_op("sum"))
         backend.scan(src, out.buffer, op, CALL, TIMEOUT)
         if not in_place:
             same(src.array, inputs[rank])
@@ -276,9 +287,11 @@ def test_scan(
 
     with in_regime(regime):
         results = run(size, body, kind)
-    op = ops.get(name, ops["sum"])
+    op = ops.get(name, as_op("sum"))
     scaled = [x * 0.5**r if name == "premul_sum" else x for r, x in enumerate(inputs)]
     prefixes = [fold_in_order(op, dtype, scaled[: rank + 1]) for rank in range(size)]
+    if name == "lor":
+        prefixes[0] = (prefixes[0] != 0).astype(np.int64)
     same(np.stack(results), np.stack(prefixes))
 
 

@@ -100,8 +100,9 @@ class Heap:
         if base is None or not self._by_root:
             return 0, 0, address
         part = self._by_root.get(id(base))
-        if part is None and not isinstance(base, np.ndarray):
-            # Memory that went through another framework has lost its base.
+        # A view's base is the segment's root, or an array over the memory of another
+        # framework, which does not lead to the root: such memory is known by its address.
+        if part is None and getattr(base, "base", base) is not None:
             for candidate in list(self._by_root.values()):
                 if candidate.start <= address < candidate.stop:
                     part = candidate

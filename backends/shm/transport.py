@@ -272,12 +272,15 @@ class ShmBackend(OneSided):
         try:
             if process_vm_readv(pid, address, address_of(out), out.nbytes):
                 return
+            dead = not control.segment.alive(rank)
         except ProcessLookupError:
-            pass
-        if control.segment.alive(rank):
+            dead = True  # its memory goes some time before its lock
+        if not dead:
+            text = f"reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed"
+            control.fail(Failure("aborted", self.rank, text))
             raise BackendError(
-                f"shm: reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed "
-                f"[rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do without.",
+                f"shm: {text} [rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do "
+                "without.",
                 "shm",
             )
         text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
@@ -459,10 +462,14 @@ def _with_choice(name: str) -> Callable[..., None]:
         except Disagreement as difference:
             if not difference.alike:
                 raise
+            if memo is not None:
+                memo[name] = None  # the same would be found out every time
             try:
                 general(self, *arguments)
             except NeedsMessages:
                 messages(self, *arguments)
+        finally:
+            self._source = None  # or it would keep the caller's array, and its segment
 
     return operation
 

@@ -92,17 +92,12 @@ def parts(
     if in_order and messages.size > 2:
         _parts_in_order(messages, folding, src, dst, limits)
     else:
-        _parts_as_they_come(messages, folding, src, dst, limits, in_order)
+        _parts_as_they_come(messages, folding, src, dst, limits)
     folding.leave(dst)
 
 
 def _parts_as_they_come(
-    messages: Messages,
-    folding: Folding,
-    src: Buffer,
-    dst: Buffer,
-    limits: Sequence[int],
-    in_order: bool,
+    messages: Messages, folding: Folding, src: Buffer, dst: Buffer, limits: Sequence[int]
 ) -> None:
     rank, size = messages.rank, messages.size
     step = pieces.chunk(src.dtype.itemsize)
@@ -119,7 +114,8 @@ def _parts_as_they_come(
             theirs = room.part(0, result.count)
             messages.exchange(folding.enter(out), to, theirs, source)
             mine = value.part(low, low + step)
-            left, right = (theirs, mine) if in_order and source < rank else (mine, theirs)
+            # Of two ranks the lower is on the left, so that two are always in order.
+            left, right = (theirs, mine) if source < rank else (mine, theirs)
             folding.join(left, right, result)
         value = dst
 

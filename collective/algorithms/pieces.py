@@ -36,6 +36,5 @@ def limits(counts: Sequence[int]) -> list[int]:
 
 
 def copy(src: Buffer, dst: Buffer) -> None:
-    """Copy ``src`` to ``dst``, unless they are the same memory."""
-    if src.array is not dst.array and src.address != dst.address:
-        np.copyto(dst.array, src.array)
+    """Copy ``src`` to ``dst``; where they are the same memory NumPy does nothing."""
+    np.copyto(dst.array, src.array)

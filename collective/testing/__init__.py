@@ -1,0 +1,45 @@
+"""Several ranks in plain tests, faults on purpose, and the suite that a transport has to pass.
+
+Nothing here needs a launcher, a port, a GPU or pytest (which only
+:func:`parametrize_with_checks` imports)::
+
+    from collective.testing import run_ranks
+
+    def test_sum():
+        assert run_ranks(4, lambda comm: comm.all_reduce(np.array([1]))[0]) == [4, 4, 4, 4]
+
+``python -m collective.testing shm`` holds a transport against the suite.
+"""
+
+from __future__ import annotations
+
+from collective.testing import faults
+from collective.testing.checks import Check, RankFactory, check
+from collective.testing.conformance import Result, all_checks, run_checks
+from collective.testing.failed import (
+    RankDiedError,
+    RankHungError,
+    RanksFailedError,
+    RemoteError,
+)
+from collective.testing.faults import FaultyBackend
+from collective.testing.parametrize import parametrize_with_checks
+from collective.testing.ranks import RankPool, run_ranks
+
+__all__ = [
+    "Check",
+    "FaultyBackend",
+    "RankDiedError",
+    "RankFactory",
+    "RankHungError",
+    "RankPool",
+    "RanksFailedError",
+    "RemoteError",
+    "Result",
+    "all_checks",
+    "check",
+    "faults",
+    "parametrize_with_checks",
+    "run_checks",
+    "run_ranks",
+]

@@ -10,7 +10,7 @@ import numpy as np
 from collective.capabilities import Capabilities
 from collective.communicator import Communicator
 from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import LARGE, Array, assert_same, expected, has, plain, values
+from collective.testing.samples import LARGE, Array, assert_same, expected, has, values
 
 #: A few elements, more than a slot of shared memory holds, and more than a mebibyte.
 _COUNTS: list[Case] = [{"count": count} for count in (12, 24_000, LARGE)]
@@ -184,34 +184,60 @@ def _structures(comm: Communicator) -> None:
         assert_same(leaf, expected("sum", inputs[k]), f"leaf {k} of all_reduce in place")
 
 
-@check(needs=_needs_torch)
+@check(at_least=2, needs=_needs_torch)
 def check_frameworks(factory: RankFactory, size: int) -> None:
     """PyTorch and NumPy ranks take part in one call, and each gets its own kind back."""
     factory.run(size, _frameworks)
 
 
 def _frameworks(comm: Communicator) -> None:
-    torch = importlib.import_module("torch")
-    wrap = torch.from_numpy if comm.rank % 2 else np.asarray
-    kind = torch.Tensor if comm.rank % 2 else np.ndarray
+    # Only odd ranks import PyTorch, which takes seconds.
+    torch = importlib.import_module("torch") if comm.rank % 2 else None
+    kind = np.ndarray if torch is None else torch.Tensor
     count = 6 * comm.size
     inputs = [values("float32", count, rank, 56) for rank in range(comm.size)]
-    mine = wrap(inputs[comm.rank].copy())
+    mine: Any = inputs[comm.rank].copy()
+    mine = mine if torch is None else torch.from_numpy(mine)
     found = _every_call(comm, mine, 0)
     wanted = _wanted(comm.size, comm.rank, inputs, 0)
     for call, result in found.items():
         if wanted[call] is not None:
             assert isinstance(result, kind), f"{call}: {type(result)} on a rank of {kind}"
             assert_same(result, wanted[call], f"{call} of PyTorch and NumPy")
-    taken = comm.broadcast(mine if comm.rank == 0 else None, root=0, like="torch")
-    assert comm.rank == 0 or isinstance(taken, torch.Tensor), f"like='torch' gave {type(taken)}"
-    if "bfloat16" in comm.capabilities.dtypes:
-        half = torch.arange(count, dtype=torch.bfloat16)[::2] * (comm.rank + 1)
-        total = comm.all_reduce(half)
-        wanted_half = plain(torch.arange(count)[::2]) * (comm.size * (comm.size + 1) // 2)
-        assert total.dtype is torch.bfloat16, f"all_reduce of bfloat16 gave {total.dtype}"
-        rounded = plain(torch.from_numpy(wanted_half).to(torch.bfloat16))
-        assert np.allclose(plain(total), rounded, rtol=2e-2), "all_reduce of strided bfloat16"
+    like = "numpy" if torch is None else "torch"
+    taken = comm.broadcast(inputs[0] if comm.rank == 0 else None, root=0, like=like)
+    assert isinstance(taken, kind), f"broadcast(None, like={like!r}) gave {type(taken)}"
+    x = comm.empty((3, 4), like=like)
+    assert isinstance(x, kind), f"empty(like={like!r}) gave {type(x)}"
+    x[...] = comm.rank
+    comm.all_reduce(x, out=x)
+    total = np.full((3, 4), sum(range(comm.size)), np.float32)
+    assert_same(x, total, "all_reduce of empty() of PyTorch and NumPy")
+
+
+@check(at_least=2, needs=_needs_torch)
+def check_torch_bfloat16(factory: RankFactory, size: int) -> None:
+    """PyTorch's bfloat16, which NumPy does not have, travels and folds."""
+    factory.run(size, _torch_bfloat16)
+
+
+def _torch_bfloat16(comm: Communicator) -> None:
+    pair = comm.split(comm.rank // 2 if comm.rank < 2 else None)
+    if pair is None or "bfloat16" not in comm.capabilities.dtypes:
+        return
+    torch = importlib.import_module("torch")
+    whole = torch.arange(40, dtype=torch.bfloat16)
+    strided = (whole * (comm.rank + 1))[::2]
+    total = pair.all_reduce(strided)
+    assert total.dtype is torch.bfloat16, f"all_reduce of bfloat16 gave {total.dtype}"
+    assert_same(total, whole[::2] * 3, "all_reduce of strided bfloat16")
+    assert_same(pair.broadcast(strided, root=1), (whole * 2)[::2], "broadcast of bfloat16")
+    x = pair.empty((4, 4), torch.bfloat16, like="torch")
+    assert x.dtype is torch.bfloat16, f"empty: {x.dtype}"
+    x.fill_(comm.rank + 1)
+    pair.all_reduce(x, out=x)
+    assert_same(x, torch.full((4, 4), 3, dtype=torch.bfloat16), "all_reduce of empty() in bfloat16")
+    pair.close()
 
 
 class Exporter:

@@ -218,15 +218,15 @@ def check_send_between_frameworks(factory: RankFactory, size: int) -> None:
 
 
 def _send_between_frameworks(comm: Communicator) -> None:
-    torch = importlib.import_module("torch")
-    x = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    if comm.rank == 0:
-        comm.send(x.T, 1)
-        back = comm.recv(None, 1, like="torch")
+    numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
+    if comm.rank == 1:
+        torch = importlib.import_module("torch")
+        comm.send(torch.from_numpy(numbers).T, 0)
+        back = comm.recv(None, 0, like="torch")
         assert isinstance(back, torch.Tensor), f"like='torch' gave {type(back)}"
-        assert_same(back, x + 1, "NumPy's answer")
-    elif comm.rank == 1:
-        found = comm.recv(None, 0)
+        assert_same(back, numbers + 1, "NumPy's answer")
+    elif comm.rank == 0:
+        found = comm.recv(None, 1)
         assert isinstance(found, np.ndarray), f"recv(None) gave {type(found)}"
-        assert_same(found, x.numpy().T, "PyTorch's message")
-        comm.send(found.T + 1, 0)
+        assert_same(found, numbers.T, "PyTorch's message")
+        comm.send(found.T + 1, 1)

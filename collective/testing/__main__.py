@@ -1,0 +1,105 @@
+"""``python -m collective.testing NAME``: hold a transport against the suite."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from collective.errors import CollectiveError
+from collective.testing.conformance import Result, run_checks
+
+_MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "-", "expected": "xfail"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suite, print a table and return the exit code: 0 if all is well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m collective.testing",
+        description="Run the conformance suite on a transport.",
+    )
+    parser.add_argument("name", help="a registered transport, or module:Class")
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=(1, 2, 3, 4),
+        metavar="N,N",
+        help="numbers of ranks (default: 1,2,3,4)",
+    )
+    parser.add_argument("--checks", nargs="+", metavar="CHECK", help="only these checks")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, help="seconds until a case counts as hung"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    given = parser.parse_args(arguments)
+    progress = _Progress() if sys.stderr.isatty() else None
+    try:
+        results = run_checks(
+            given.name,
+            given.sizes,
+            checks=given.checks,
+            timeout=given.timeout,
+            report=progress or (lambda result: None),
+        )
+    except (CollectiveError, ValueError) as error:
+        parser.error(str(error))
+    if given.json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+    else:
+        print(table(given.name, given.sizes, results))
+    return 0 if _verdict(results)[0] else 1
+
+
+class _Progress:
+    """Shows on a terminal which check was last."""
+
+    def __call__(self, result: Result) -> None:
+        print(f"\r\x1b[K{result.size} ranks: {result.check}", end="\r", file=sys.stderr, flush=True)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; positive integers with commas, as 1,2,3,4")
+    return sizes
+
+
+def table(name: str, sizes: Sequence[int], results: Sequence[Result]) -> str:
+    """Return the results as text: a line a check, a column a size, then what is wrong."""
+    found = {(result.check, result.size): result for result in results}
+    checks = list(dict.fromkeys(result.check for result in results))
+    width = max(map(len, checks), default=0)
+    lines = [f"{name:<{width}}  " + "".join(f"{size:>7}" for size in sizes)]
+    for check in checks:
+        marks = "".join(f"{_MARKS[found[check, size].outcome]:>7}" for size in sizes)
+        reasons = {found[check, size].text for size in sizes} - {""}
+        skipped = all(found[check, size].outcome == "skipped" for size in sizes)
+        note = f"  ({'; '.join(sorted(reasons))})" if skipped else ""
+        lines.append(f"{check:<{width}}  {marks}{note}")
+    for result in results:
+        if result.outcome == "failed":
+            lines += ["", f"===== {result.size} ranks: {result.text}"]
+    seconds = sum(result.seconds for result in results)
+    lines += ["", f"{_verdict(results)[1]} ({seconds:.0f} s)"]
+    return "\n".join(lines)
+
+
+def _verdict(results: Sequence[Result]) -> tuple[bool, str]:
+    """Return whether all is well, and a sentence about it."""
+    count = {outcome: sum(r.outcome == outcome for r in results) for outcome in _MARKS}
+    told = ", ".join(f"{number} {outcome}" for outcome, number in count.items() if number)
+    if count["failed"]:
+        return False, f"does not conform: {told}"
+    # With one rank nothing is ever sent.
+    if not any(result.size > 1 and result.outcome == "passed" for result in results):
+        return False, f"nothing was communicated: {told}; run it with 2 ranks or more"
+    return True, f"conforms: {told}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
