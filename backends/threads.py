@@ -212,6 +212,10 @@ class ThreadsBackend(OneSided):
     def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
         return [array for array in self._hub.outputs if array is not None]
 
+    def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
+        self.agree(call, timeout)
+        return super().empty(nbytes, call, timeout)
+
     # -- failure, life --------------------------------------------------------------------
 
     def _wait(
@@ -243,7 +247,7 @@ class ThreadsBackend(OneSided):
                 text = f"waited {timeout:g} s for rank {', '.join(map(str, absent))}: {told}"
                 self.abort(Failure("timeout", self.rank, text, tuple(absent)))
                 raise CollectiveTimeoutError(f"{what}: {text} [rank {self.rank}]", tuple(absent))
-            hub.condition.wait(remaining)
+            hub.condition.wait(min(remaining, threading.TIMEOUT_MAX))
 
     def _left(self, ranks: Sequence[int]) -> str:
         return "; ".join(

@@ -50,7 +50,7 @@ def run(
     return records
 
 
-def show(records: Sequence[Record]) -> None:
+def show(records: Sequence[Record], markdown: bool = False) -> None:
     """Print a table an operation and number of ranks."""
     for operation, ranks in dict.fromkeys((r.operation, r.ranks) for r in records):
         chosen = [r for r in records if (r.operation, r.ranks) == (operation, ranks)]
@@ -69,7 +69,7 @@ def show(records: Sequence[Record]) -> None:
                 cells.append("–" if ratio is None else f"{ratio:.2f}")
             rows.append(cells)
         header = ["size", *sides, *(f"MPI / {side}" for side in ours)]
-        print_table(f"{operation}, {ranks} ranks, µs", header, rows)
+        print_table(f"{operation}, {ranks} ranks, µs", header, rows, markdown)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

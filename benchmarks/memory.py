@@ -65,7 +65,7 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
     return found
 
 
-def show(footprints: Sequence[Footprint]) -> None:
+def show(footprints: Sequence[Footprint], markdown: bool = False) -> None:
     """Print the table."""
     sizes = list(dict.fromkeys(f.nbytes for f in footprints))
     rows = []
@@ -78,7 +78,7 @@ def show(footprints: Sequence[Footprint]) -> None:
     header = ["ranks", "operation"]
     for column in ("mapped", "in use", "during the call"):
         header += [f"{column}, {size_name(nbytes)}" for nbytes in sizes]
-    print_table("Memory per rank beside the arrays, shm", header, rows)
+    print_table("Memory per rank beside the arrays, shm", header, rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

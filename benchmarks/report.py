@@ -89,8 +89,18 @@ def _own_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: all but the first column to the right if they are figures."""
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False
+) -> None:
+    """Print a table: columns of figures to the right, the first one always to the left."""
+    figures = [i > 0 and all(_is_figure(row[i]) for row in rows) for i in range(len(header))]
+    if markdown:
+        rule = ["---:" if right else "---" for right in figures]
+        print(f"**{title}**\n")
+        for row in [header, rule, *rows]:
+            print(f"| {' | '.join(row)} |")
+        print()
+        return
     if importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
@@ -98,9 +108,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         # Into a pipe or file it must not be cut to the width of a terminal.
         console = Console(width=None if sys.stdout.isatty() else 300)
         table = Table(title=title, title_justify="left")
-        for index, name in enumerate(header):
-            figures = index > 0 and all(_is_figure(row[index]) for row in rows)
-            table.add_column(name, justify="right" if figures else "left")
+        for name, right in zip(header, figures):
+            table.add_column(name, justify="right" if right else "left")
         for row in rows:
             table.add_row(*row)
         console.print(table)

@@ -67,15 +67,15 @@ def _sizes(text: str) -> list[int]:
     return [parse_size(size) for size in text.split()]
 
 
-def show(run: dict[str, Any], details: bool) -> None:
+def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
     """Print a run: its figures if ``details``, then each promise and what became of it."""
     records = [Record(**fields) for fields in run["records"]]
     waits = [waiting.Wait(**fields) for fields in run["waiting"]]
     footprints = [memory.Footprint(**fields) for fields in run["memory"]]
     if details:
-        collectives.show(records)
-        waiting.show(waits)
-        memory.show(footprints)
+        collectives.show(records, markdown)
+        waiting.show(waits, markdown)
+        memory.show(footprints, markdown)
     about = run["machine"]
     place = f"{about['cpu']}, {about['cores']} cores"
     print_table(
@@ -85,11 +85,13 @@ def show(run: dict[str, Any], details: bool) -> None:
             [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
             for judged in judge(records, waits, footprints)
         ],
+        markdown,
     )
+    bullet = "- " if markdown else ""
     for name, version in run["versions"].items():
-        print(f"{name}: {version}")
+        print(f"{bullet}{name}: {version}")
     for name, reason in run["missing"].items():
-        print(f"{name}: not measured: {reason}")
+        print(f"{bullet}{name}: not measured: {reason}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--from", dest="earlier", type=Path, metavar="FILE", help="measure nothing; print FILE"
     )
     parser.add_argument("--brief", action="store_true", help="print the promises only")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     options = parser.parse_args(arguments)
     if options.earlier is not None:
-        show(json.loads(options.earlier.read_text()), not options.brief)
+        show(json.loads(options.earlier.read_text()), not options.brief, options.markdown)
         return 0
     # Inherited by all ranks.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"targets: {error}", file=sys.stderr)
         return 1
     write(options.json, run)
-    show(run, not options.brief)
+    show(run, not options.brief, options.markdown)
     return 0
 
 

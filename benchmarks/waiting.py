@@ -74,7 +74,7 @@ def _wait(arena: Arena, name: str, late: float) -> float:
     return max(shares)
 
 
-def show(waits: Sequence[Wait]) -> None:
+def show(waits: Sequence[Wait], markdown: bool = False) -> None:
     """Print the table."""
     rows = [
         [
@@ -87,7 +87,8 @@ def show(waits: Sequence[Wait]) -> None:
     ]
     late = waits[0].late if waits else 0.0
     title = f"Waiting {late:g} s for a late peer, % of a core"
-    print_table(title, ["contestant", "in", "ranks", "median", "least", "most"], rows)
+    header = ["contestant", "in", "ranks", "median", "least", "most"]
+    print_table(title, header, rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 from collective.backend import ANY_SOURCE
 from collective.communicator import Communicator, connect
@@ -42,33 +44,8 @@ from collective.work import Work
 
 __version__ = "0.1.0"
 
-# Calls of the current communicator, and what one asks it most.
-_CALLS = (
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "dup",
-    "empty",
-    "gather",
-    "gather_object",
-    "group",
-    "recv",
-    "recv_object",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-    "scatter_object",
-    "send",
-    "send_object",
-    "sendrecv",
-    "split",
-    "split_by_host",
-)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 __all__ = [
     "ANY_SOURCE",
@@ -94,15 +71,38 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "Work",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
     "config",
     "connect",
     "current",
+    "dup",
+    "empty",
+    "gather",
+    "gather_object",
+    "group",
     "init",
     "premul_sum",
     "rank",
+    "recv",
+    "recv_object",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+    "sendrecv",
     "size",
+    "split",
+    "split_by_host",
     "user_op",
-    *_CALLS,
 ]
 
 
@@ -116,8 +116,37 @@ def size() -> int:
     return current().size
 
 
-def __getattr__(name: str) -> Any:
-    """Return the current communicator's call of that name."""
-    if name in _CALLS:
-        return getattr(current(), name)
-    raise AttributeError(f"module 'collective' has no attribute {name!r}")
+def _of_current(method: Callable[Concatenate[Communicator, _P], _T]) -> Callable[_P, _T]:
+    """Return the call ``method`` of whatever is the current communicator."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return method(current(), *args, **kwargs)
+
+    return call
+
+
+all_gather = _of_current(Communicator.all_gather)
+all_gather_object = _of_current(Communicator.all_gather_object)
+all_reduce = _of_current(Communicator.all_reduce)
+all_to_all = _of_current(Communicator.all_to_all)
+barrier = _of_current(Communicator.barrier)
+broadcast = _of_current(Communicator.broadcast)
+broadcast_object = _of_current(Communicator.broadcast_object)
+dup = _of_current(Communicator.dup)
+empty = _of_current(Communicator.empty)
+gather = _of_current(Communicator.gather)
+gather_object = _of_current(Communicator.gather_object)
+group = _of_current(Communicator.group)
+recv = _of_current(Communicator.recv)
+recv_object = _of_current(Communicator.recv_object)
+reduce = _of_current(Communicator.reduce)
+reduce_scatter = _of_current(Communicator.reduce_scatter)
+scan = _of_current(Communicator.scan)
+scatter = _of_current(Communicator.scatter)
+scatter_object = _of_current(Communicator.scatter_object)
+send = _of_current(Communicator.send)
+send_object = _of_current(Communicator.send_object)
+sendrecv = _of_current(Communicator.sendrecv)
+split = _of_current(Communicator.split)
+split_by_host = _of_current(Communicator.split_by_host)

@@ -7,6 +7,7 @@ comes by, so nothing is imported that the user has not. Everything behind it is 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
@@ -94,7 +95,7 @@ class DLPackAdapter(Adapter):
     name = "dlpack"
 
     def __init__(self, cls: type) -> None:
-        module = importlib.import_module(cls.__module__.partition(".")[0])
+        module = sys.modules.get(cls.__module__.partition(".")[0])
         self._from_dlpack = getattr(module, "from_dlpack", None)
 
     def view(self, x: Any) -> tuple[Array, DType]:
@@ -122,6 +123,8 @@ class DLPackAdapter(Adapter):
         return array, dtype
 
     def wrap(self, array: Array, dtype: DType) -> Any:
+        if dtype.name == "bfloat16":
+            return _NUMPY.wrap(array, dtype)  # NumPy cannot hand it on
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
 
@@ -185,5 +188,11 @@ def _find(x: Any) -> Adapter:
 
 def _load(framework: str) -> Adapter:
     module, name = _FRAMEWORKS[framework]
-    adapter: Adapter = getattr(importlib.import_module(module), name)()
+    try:
+        adapter: Adapter = getattr(importlib.import_module(module), name)()
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"like: {framework!r} cannot be imported here: {error}. "
+            f"Try `pip install collective[{framework}]`, or like='numpy'."
+        ) from error
     return adapter

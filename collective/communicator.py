@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from collective import dtypes, registry
 from collective.backend import Backend, Failure
 from collective.call import Call
 from collective.errors import (
+    CollectiveTimeoutError,
     CommunicatorAbortedError,
     CommunicatorClosedError,
     DtypeError,
@@ -22,6 +24,7 @@ from collective.errors import (
     RankError,
     ShapeError,
 )
+from collective.exchanging import Exchanging
 from collective.object_calls import ObjectCalls
 from collective.reductions import Reductions
 from collective.world import World
@@ -29,7 +32,7 @@ from collective.world import World
 __all__ = ["Communicator", "connect"]
 
 
-class Communicator(Reductions, ObjectCalls):
+class Communicator(Reductions, Exchanging, ObjectCalls):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -108,12 +111,14 @@ class Communicator(Reductions, ObjectCalls):
             except TypeError:
                 raise DtypeError(f"empty: dtype {dtype!r} {self._who}.") from None
         try:
-            dimensions = tuple(shape) if isinstance(shape, Sequence) else (int(shape),)
-            valid = all(int(n) == n and n >= 0 for n in dimensions)
-        except (TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise ShapeError(f"empty: shape {shape!r} {self._who}.")
+            given = shape if isinstance(shape, Sequence) else (shape,)
+            dimensions = tuple(operator.index(length) for length in given)
+        except TypeError:
+            dimensions = (-1,)
+        if min(dimensions, default=0) < 0:
+            raise ShapeError(
+                f"empty: shape {shape!r}; an integer or some, none of them negative {self._who}."
+            )
         adapter = self._adapter(like)
         count = int(np.prod(dimensions, dtype=np.int64))
         nbytes = count * kind.itemsize
@@ -196,9 +201,15 @@ class Communicator(Reductions, ObjectCalls):
             MPI_Comm_split.
         """
         for name, value in (("color", color), ("key", key)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name == "color":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise InvalidArgumentError(
                     f"split: {name} {value!r} is not an integer {self._who}."
+                )
+            if not -(2**63) <= value < 2**63:
+                raise InvalidArgumentError(
+                    f"split: {name} {value!r}; an integer of 64 bits {self._who}."
                 )
         mine = np.array([[color is not None, color or 0, key]], np.int64)
         table = self.all_gather(mine, counts=[1] * self.size)
@@ -255,10 +266,17 @@ class Communicator(Reductions, ObjectCalls):
         for child in list(self._children):
             child.close()
         for lane in (self._lane, *self._lanes.values()):
-            lane.drain(self.timeout)
+            lane.close(self.timeout)
         self._closed = True
         backend, self._backend = self._backend, _Closed(self._backend)  # type: ignore[assignment]
         backend.close()
+
+    def _leave(self) -> None:
+        """Close the transports, waiting for nothing."""
+        for child in list(self._children):
+            child._leave()
+        if not self._closed:
+            self._backend.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -275,10 +293,12 @@ class Communicator(Reductions, ObjectCalls):
 
     def _tell(self, error: BaseException) -> None:
         """Pass ``error``, which ended this rank's body, to the peers."""
-        if isinstance(error, CommunicatorAbortedError) and not isinstance(error, PeerFailedError):
+        if isinstance(error, PeerFailedError):
+            return  # the peers know of that one
+        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
             text = str(error)
             self._abort(Failure("aborted", self.rank, f"rank {self.rank} gave up: {text}"))
-        elif not isinstance(error, PeerFailedError):  # the peers know of that one
+        else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._abort(Failure("failed", self.rank, text))
 

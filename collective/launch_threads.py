@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import InspectLoader
 from types import CodeType
 from typing import Any, TextIO
@@ -75,6 +75,11 @@ class _Prefixed:
                 self._stream.flush()
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write one after the other."""
+        for line in lines:
+            self.write(line)
+
     def finish(self) -> None:
         """Write the line that this thread has not ended."""
         if self._rests.get(getattr(self._rank, "value", -1)):
@@ -116,12 +121,12 @@ class _Ranks:
             "__package__": self._package,
             "__builtins__": __builtins__,
         }
-        code = 0
+        code, echo, text = 0, False, ""
         try:
             exec(self._code, namespace)
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-            if isinstance(leave.code, str):
+            if leave.code is not None and not isinstance(leave.code, int):
                 print(leave.code, file=sys.stderr)
         except BaseException as error:
             code = 1
@@ -129,11 +134,11 @@ class _Ranks:
             trace = error.__traceback__.tb_next if error.__traceback__ else None
             text = "".join(traceback.format_exception(type(error), error, trace))
             echo = isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError))
+        if code:
             self.failures.append((echo, rank, text))
         with contextlib.suppress(Exception):
-            session.leave_thread(
-                Failure("failed", rank, self.failures[-1][2]) if code and self.failures else None
-            )
+            told = text or f"it left with exit code {code}"
+            session.leave_thread(Failure("failed", rank, told) if code else None)
         self.codes[rank] = code
         for stream in streams:
             stream.finish()
@@ -166,16 +171,14 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         result = 130
     if ranks.failed.is_set() and not result:
-        first = min(ranks.failures, default=None)
-        rank = first[1] if first else next(r for r, c in ranks.codes.items() if c)
+        _, rank, text = min(ranks.failures)
         result = ranks.codes.get(rank, 1)
         print(
             f"collective run: rank {rank} failed first (exit code {result})"
-            + ("; its traceback:" if first else "."),
+            + ("; its traceback:" if text else "."),
             file=sys.stderr,
         )
-        if first:
-            print(first[2], end="", file=sys.stderr)
+        print(text, end="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if any(thread.is_alive() for thread in threads):
@@ -186,9 +189,13 @@ def main(arguments: Sequence[str]) -> int:
 def _load(program: list[str]) -> tuple[CodeType, str, str | None]:
     """Return the program's code, its path and its package, and set ``sys.argv``."""
     if program[0] == "-m":
-        spec = importlib.util.find_spec(program[1])
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{program[1]}.__main__")
+        sys.path.insert(0, os.getcwd())
+        try:
+            spec = importlib.util.find_spec(program[1])
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{program[1]}.__main__")
+        except ModuleNotFoundError:  # it is in a package that is not there
+            spec = None
         code = (
             spec.loader.get_code(spec.name)
             if spec and isinstance(spec.loader, InspectLoader)
@@ -197,14 +204,14 @@ def _load(program: list[str]) -> tuple[CodeType, str, str | None]:
         if spec is None or code is None or spec.origin is None:
             sys.exit(f"collective run: no module named {program[1]!r}")
         sys.argv = [spec.origin, *program[2:]]
-        sys.path.insert(0, os.getcwd())
         return code, spec.origin, spec.parent
     path = program[0]
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = program
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    return compile(source, path, "exec"), path, None
+    # Not with this file's own __future__ imports.
+    return compile(source, path, "exec", dont_inherit=True), path, None
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from collective import objects
+from collective.broadcasting import Broadcasting
 from collective.errors import InvalidArgumentError
-from collective.movements import Movements
+from collective.gathering import Gathering
 from collective.point_to_point import PointToPoint
+from collective.scattering import Scattering
 
 __all__ = ["ObjectCalls"]
 
 
-class ObjectCalls(Movements, PointToPoint):
+class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
     """The part of a communicator for objects.
 
     By default an object is plain data: None, bool, int, float, complex, str, bytes, list,

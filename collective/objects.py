@@ -10,6 +10,7 @@ well, but NumPy is to stay the only dependency.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import struct
 from typing import Any
@@ -25,6 +26,8 @@ __all__ = ["decode", "encode"]
 _SAFE, _PICKLE = b"\x01", b"\x02"
 _HEAD = struct.Struct("<cQ")
 _ALIGN = 16
+# Python refuses to read longer integers from decimal digits: that takes quadratic time.
+_DECIMAL_BITS = 1024
 
 
 def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
@@ -51,7 +54,10 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
 
     Raises:
         InvalidArgumentError: it is a pickle and ``use_pickle`` is False.
+        CollectiveError: the bytes are not what :func:`encode` makes.
     """
+    if raw.size < _HEAD.size:
+        raise CollectiveError(f"object: {raw.size} bytes are too few to be one.")
     kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
     if kind == _PICKLE:
         if not use_pickle:
@@ -63,7 +69,12 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
     if kind != _SAFE:
         raise CollectiveError(f"object: the bytes begin with {kind!r}, which no version writes.")
     text = raw[_HEAD.size : _HEAD.size + length].tobytes()
-    return _object(json.loads(text), _Reader(raw, _HEAD.size + length))
+    try:
+        return _object(json.loads(text), _Reader(raw, _HEAD.size + length))
+    except CollectiveError:
+        raise
+    except (IndexError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise CollectiveError(f"object: the bytes are damaged: {error}") from error
 
 
 class _Reader:
@@ -76,12 +87,16 @@ class _Reader:
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
         start = self._position + -self._position % _ALIGN
         self._position = start + nbytes
+        if nbytes < 0 or self._position > self._raw.size:
+            raise ValueError(f"{nbytes} bytes at {start} of {self._raw.size}")
         return self._raw[start : start + nbytes].copy()
 
 
 def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
     """Return ``value`` as JSON: scalars as they are, everything else as [tag, …]."""
     kind = type(value)
+    if kind is int and value.bit_length() > _DECIMAL_BITS:
+        return ["int", hex(value)]
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list or kind is tuple:
@@ -124,14 +139,20 @@ def _object(node: Any, reader: _Reader) -> Any:
         return frozenset(_object(item, reader) for item in rest)
     if tag == "complex":
         return complex(*rest)
+    if tag == "int":
+        return int(rest[0], 16)
     if tag == "bytes":
         return reader.take(rest[0]).tobytes()
+    if tag != "array":
+        raise ValueError(f"{tag!r} is no kind of object")
     framework, name, *shape = rest
     dtype = dtypes.named(name)
-    count = int(np.prod(shape, dtype=np.int64))
+    if any(type(length) is not int or length < 0 for length in shape):
+        raise ValueError(f"an array of shape {shape}")
+    count = math.prod(shape)
     array = reader.take(count * dtype.itemsize).view(dtype.storage).reshape(shape)
     if framework == "scalar":
-        return array[()]
+        return adapter_like("numpy").wrap(array, dtype)[()]
     # An array of a kind that is unknown by name (DLPack) comes back as NumPy.
     adapter = adapter_like("numpy" if framework == "dlpack" else framework)
     return adapter.wrap(array, dtype)

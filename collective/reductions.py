@@ -19,8 +19,6 @@ from collective.rows import Rows, split_sizes
 
 __all__ = ["Reductions"]
 
-_TREES = (list, tuple, dict)
-
 
 class _Plan:
     """A reduction that has been validated once and is then repeated."""
@@ -81,7 +79,7 @@ class Reductions(Calls):
         if kept is not None and self._lane.idle:
             self._collective(self._backend.all_reduce, *kept, self.timeout)
             return out
-        if type(x) in _TREES:
+        if type(x) is not np.ndarray and tree.is_tree(x):
             return self._go(
                 "all_reduce",
                 self._tree_reduction("all_reduce", x, op, out, order, timeout, None),
@@ -137,7 +135,7 @@ class Reductions(Calls):
         root = self._rank("reduce", "root", root)
         if self.rank != root:
             out = None
-        if type(x) in _TREES:
+        if type(x) is not np.ndarray and tree.is_tree(x):
             return self._go(
                 "reduce", self._tree_reduction("reduce", x, op, out, order, timeout, root), async_op
             )
@@ -194,7 +192,7 @@ class Reductions(Calls):
             raise InvalidArgumentError(
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
             )
-        if type(x) in _TREES:
+        if type(x) is not np.ndarray and tree.is_tree(x):
             return self._go(
                 "scan", self._tree_reduction("scan", x, op, out, None, timeout, None), async_op
             )
@@ -251,7 +249,7 @@ class Reductions(Calls):
         if kept is not None and self._lane.idle:
             self._collective(self._backend.reduce_scatter, *kept, self.timeout)
             return out
-        if type(x) in _TREES:
+        if type(x) is not np.ndarray and tree.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
         adapter = adapter_of(x)

@@ -58,7 +58,7 @@ def find(name: str) -> type[Backend]:
     module, _, attribute = entry.path.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         remedy = f" Try `{entry.install}`." if entry.install else ""
         raise BackendUnavailableError(
             f"backend {name!r}: {entry.path} cannot be imported: {error}.{remedy}"

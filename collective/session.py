@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
-import traceback
 import weakref
 from typing import Any
 
@@ -19,8 +19,10 @@ __all__ = ["choose", "current", "init", "leave_thread", "set_current", "settings
 
 # The current communicator: a thread's own where ranks are threads, else the process's.
 _of_thread = threading.local()
-_of_process: weakref.ref[Communicator] | None = None
+_of_process: Communicator | None = None
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# A forked child is no rank, and must not take leave for its parent.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def init(
@@ -63,12 +65,13 @@ def init(
             local_rank=world.local_rank, local_size=world.local_size,
         )  # fmt: skip
     settled = load(arguments)
+    as_thread = world is not None
     if world is None:
         world, name = build(settled), choose(settled)
     else:
         # Ranks that are threads of this process cannot be anything else to each other,
         # whatever a script asks for by default; they can be told to use another.
-        name = "threads" if settled.backend in ("auto", "threads") else settled.backend
+        name = "threads" if settled.backend == "auto" else choose(settled)
         if name != "threads":
             raise UnsupportedError(
                 f"init: backend {name!r} ({settled.origin('backend')}); this program runs with "
@@ -84,6 +87,8 @@ def init(
     )
     set_current(comm)
     _open.add(comm)
+    if as_thread:
+        _of_thread.opened.append(comm)
     return comm
 
 
@@ -131,12 +136,11 @@ def current() -> Communicator:
         CommunicatorClosedError: there is none, or it is closed.
     """
     comm: Communicator | None = getattr(_of_thread, "communicator", None)
-    if comm is None and _of_process is not None:
-        comm = _of_process()
+    if comm is None:
+        comm = _of_process
     if comm is None or comm.closed:
         raise CommunicatorClosedError(
-            "collective: there is no open communicator; call collective.init() first and keep "
-            "what it returns."
+            "collective: there is no open communicator; call collective.init() first."
         )
     return comm
 
@@ -147,21 +151,21 @@ def set_current(comm: Communicator) -> None:
     if comm.capabilities.in_process and comm.size > 1:
         _of_thread.communicator = comm
     else:
-        _of_process = weakref.ref(comm)
+        _of_process = comm
 
 
 def thread_world(world: World | None) -> None:
     """Make ``init()`` in this thread join ``world``: launchers of ranks as threads say this."""
     _of_thread.world = world
+    _of_thread.opened = []
 
 
 def leave_thread(failure: Failure | None) -> None:
     """Close what this thread's ``init()`` opened, telling the peers of a failure."""
-    comm: Communicator | None = getattr(_of_thread, "communicator", None)
-    if comm is not None and not comm.closed:
+    for comm in getattr(_of_thread, "opened", ()):
         if failure is not None:
             comm._abort(failure)
-        comm._backend.close()
+        comm._leave()
 
 
 @atexit.register
@@ -169,9 +173,6 @@ def _leave() -> None:
     """At exit, tell the peers: of an exception that ended the program, or that it is over."""
     error = getattr(sys, "last_value", None)
     for comm in list(_open):
-        if comm.closed:
-            continue
-        if isinstance(error, BaseException):
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            comm._abort(Failure("failed", comm.rank, text))
-        comm._backend.close()
+        if isinstance(error, BaseException) and not comm.closed:
+            comm._tell(error)
+        comm._leave()

@@ -16,7 +16,7 @@ def is_tree(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> list[Any]:
-    """Return the leaves, dicts in the order of their sorted keys.
+    """Return the leaves, dicts in the order of their keys' text.
 
     Raises:
         InvalidArgumentError: a dict's keys cannot be sorted.
@@ -61,9 +61,11 @@ def skeleton(tree: Any) -> Any:
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:
     try:
-        return sorted(tree)
+        keys = sorted(tree)
     except TypeError:
         raise InvalidArgumentError(
             f"structure: the keys {list(tree)[:4]} cannot be sorted, so ranks could not agree "
             "on their order; use strings."
         ) from None
+    # By their text (10 before 2): a skeleton from another rank has nothing else.
+    return sorted(keys, key=str)

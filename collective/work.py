@@ -85,6 +85,7 @@ class Lane:
         self._queue: list[tuple[Work[Any], Callable[[], Any]]] = []
         self._running: Work[Any] | None = None
         self._thread: threading.Thread | None = None
+        self._linger = _LINGER_S
 
     @property
     def idle(self) -> bool:
@@ -113,12 +114,22 @@ class Lane:
                 return False
         return True
 
+    def close(self, timeout: float) -> None:
+        """Wait until the lane is idle, for ``timeout`` seconds, and see its thread off."""
+        idle = self.drain(timeout)
+        with self._condition:
+            self._linger = 0.0
+            self._condition.notify()
+            thread = self._thread
+        if idle and thread is not None:
+            thread.join()
+
     def _serve(self) -> None:
         while True:
             with self._condition:
-                if not self._queue and not self._condition.wait_for(
-                    lambda: bool(self._queue), _LINGER_S
-                ):
+                if not self._queue and self._linger:
+                    self._condition.wait_for(lambda: self._queue or not self._linger, self._linger)
+                if not self._queue:
                     self._thread = None
                     return
                 work, function = self._queue[0]

@@ -32,7 +32,6 @@ from tests.algorithm_cases import (
     Array,
     Output,
     compose,
-    counts_,
     in_regime,
     kinds,
     maps,
@@ -264,7 +263,7 @@ def test_scaling_is_applied_once(
 @kinds
 @regimes
 @places
-@counts_
+@pytest.mark.parametrize("count", [0, 33])
 @sizes
 @pytest.mark.parametrize("name", ["sum", "compose", "subtract", "premul_sum", "lor"])
 def test_scan(

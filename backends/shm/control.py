@@ -8,7 +8,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from collective.backend import Failure
 from collective.call import Call, Disagreement
@@ -116,12 +115,18 @@ class Control:
 
     # -- life ---------------------------------------------------------------------------
 
-    def join(self, timeout: float, last: Callable[[], None] | None = None) -> None:
+    def join(
+        self,
+        timeout: float,
+        last: Callable[[], None] | None = None,
+        watch: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         """Announce this process and wait for the others.
 
         Args:
             last: if given, this rank announces itself after all others, and calls this
                 in between: nobody has gone on by then, and everybody is here.
+            watch: called now and then with the ranks that are missing; it may raise.
 
         Raises:
             RendezvousError: somebody did not come; names them.
@@ -130,14 +135,23 @@ class Control:
         self.segment.lock_alive(self.rank)
         self.words[self._line + _PID] = os.getpid()
         if last is not None:
-            self._wait_joined([r for r in range(self.size) if r != self.rank], deadline, timeout)
+            others = [r for r in range(self.size) if r != self.rank]
+            self._wait_joined(others, deadline, timeout, watch)
             last()
         self.words[self._line + _STATE] = _JOINED
-        self._wait_joined(range(self.size), deadline, timeout)
+        self._wait_joined(range(self.size), deadline, timeout, watch)
 
-    def _wait_joined(self, ranks: Sequence[int], deadline: float, timeout: float) -> None:
+    def _wait_joined(
+        self,
+        ranks: Sequence[int],
+        deadline: float,
+        timeout: float,
+        watch: Callable[[Sequence[int]], None] | None,
+    ) -> None:
         pause = 0.0005
         while missing := [r for r in ranks if not self.words[(1 + r) * _LINE + _STATE]]:
+            if watch is not None:
+                watch(missing)
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"shm: after {timeout:g} s ranks {missing} of {self.size} have not arrived "
@@ -278,6 +292,12 @@ class Control:
             nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
             time.sleep(min(nap, max(0.0, start + timeout - now)))
 
+    def watch(self, ranks: Sequence[int], what: str) -> None:
+        """Raise if the communicator is broken, or one of ``ranks`` is gone."""
+        if self.words[_BROKEN]:
+            raise self.failure(what)
+        self._check_peers(lambda: False, ranks, what, True)
+
     def _check_peers(
         self, ready: Callable[[], bool], awaited: Sequence[int], what: object, all_needed: bool
     ) -> None:
@@ -337,11 +357,12 @@ class Control:
         """Break the communicator for all ranks; the first failure of a rank counts."""
         words, line = self.words, self._line
         if not words[line + _FAILED_AT]:
-            text = failure.text
-            if len(text.encode()) > _FAILURE_BYTES // 2:  # the end of a traceback tells most
-                text = "…" + text.encode()[-_FAILURE_BYTES // 2 :].decode(errors="ignore")
-            record: list[Any] = [failure.kind, failure.rank, text, list(failure.ranks)]
-            raw = json.dumps(record, ensure_ascii=False).encode()[:_FAILURE_BYTES]
+            head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
+            text = failure.text.encode(errors="backslashreplace")
+            room = _FAILURE_BYTES - len(head)
+            if len(text) > room:  # the end of a traceback tells most
+                text = b"..." + text[3 - room :]
+            raw = head + text
             at = self.layout.failures[self.rank]
             self.segment.map[at : at + len(raw)] = raw
             words[line + _FAILURE_LENGTH] = len(raw)
@@ -359,10 +380,12 @@ class Control:
             if at := words[line + _FAILED_AT]:
                 where = self.layout.failures[rank]
                 raw = self.segment.map[where : where + words[line + _FAILURE_LENGTH]]
-                kind, reporter, text, ranks = json.loads(raw)
+                head, _, text = raw.partition(b"\n")
+                kind, reporter, ranks = json.loads(head)
+                failure = Failure(kind, reporter, text.decode(errors="ignore"), tuple(ranks))
                 # A rank whose own code raised is a cause; the others may be its echo.
-                found.append((kind != "failed", at, Failure(kind, reporter, text, tuple(ranks))))
-        return min(found)[2].error(str(what), self.rank)
+                found.append((kind != "failed", at, failure))
+        return min(found, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
 
 
 def _clip(text: str, nbytes: int) -> bytes:

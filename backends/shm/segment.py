@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 
 from collective.errors import BackendUnavailableError
 
 __all__ = ["Segment", "process_vm_readv"]
+
+_NAME = "collective"
+_MEMFD = f"/memfd:{_NAME}"  # how /proc/PID/fd shows one
 
 
 class Segment:
@@ -33,9 +38,12 @@ class Segment:
 
     def __init__(self, descriptor: int, path: str, owner: bool) -> None:
         self.path = path
-        self._descriptor = descriptor
         self._unlinkable = owner and not path.startswith("/proc/")
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._descriptor = descriptor
+        # A communicator may be dropped without having been closed.
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
         # Transparent huge pages: a tenth of the page faults, where the system allows it.
         if hasattr(mmap, "MADV_HUGEPAGE") and len(self.map) >= 2 << 20:
             with contextlib.suppress(OSError):
@@ -52,10 +60,10 @@ class Segment:
         descriptor = -1
         try:
             if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("collective", os.MFD_CLOEXEC)
+                descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
                 path = f"/proc/{os.getpid()}/fd/{descriptor}"
             else:
-                descriptor, path = tempfile.mkstemp(prefix="collective-")
+                descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}-")
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
             return cls(descriptor, path, owner=True)
@@ -74,7 +82,15 @@ class Segment:
         Raises:
             OSError: its process is gone, or belongs to another user.
         """
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, owner=False)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # The number of a dead process may be another's by now, with a file of its own.
+            if path.startswith("/proc/") and not os.readlink(path).startswith(_MEMFD):
+                raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
+            return cls(descriptor, path, owner=False)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def unlink(self) -> None:
         """Take its name away; those who have opened it keep it."""
@@ -85,9 +101,8 @@ class Segment:
 
     def close_descriptor(self) -> None:
         """Let go of the descriptor; the mapping stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._descriptor = -1
+        self._close()
 
     # A process shows that it lives by a lock on a byte of the segment: the kernel drops
     # it when the process dies, however it dies, before anybody has reaped it, and forked
@@ -166,8 +181,8 @@ def process_vm_readv(pid: int, address: int, into: int, nbytes: int) -> bool:
         if copied == nbytes:
             return True
         if copied < 0:
-            if ctypes.get_errno() == 3:  # ESRCH
-                raise ProcessLookupError(3, f"process {pid} is gone")
+            if ctypes.get_errno() == errno.ESRCH:
+                raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone")
             return False
         # A single call moves at most 2 GiB less a page.
         nbytes -= copied

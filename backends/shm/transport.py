@@ -17,7 +17,13 @@ from collective.buffer import Buffer
 from collective.call import Call, Disagreement
 from collective.capabilities import Capabilities
 from collective.dtypes import BY_NAME
-from collective.errors import BackendError, PeerLostError, RendezvousError, UnsupportedError
+from collective.errors import (
+    BackendError,
+    BackendUnavailableError,
+    PeerLostError,
+    RendezvousError,
+    UnsupportedError,
+)
 from collective.reduction import Fold, Scale
 
 from .control import SLOT_BYTES, Control, Layout
@@ -140,12 +146,13 @@ class ShmBackend(OneSided):
         timeout: float,
         single_copy: bool,
         last: Callable[[], None] | None = None,
+        watch: Callable[[Sequence[int]], None] | None = None,
     ) -> Self:
         control = Control(segment, rank, size)
         self = cls(control)
         self._wanted = single_copy
         try:
-            control.join(timeout, last)
+            control.join(timeout, last, watch)
             self._single_copy = self._probe_single_copy(timeout)
         except BaseException:
             self.close()
@@ -189,15 +196,27 @@ class ShmBackend(OneSided):
     def group(self, ranks: Sequence[int], timeout: float) -> ShmBackend:
         me = list(ranks).index(self.rank)
         note = np.zeros(_PATH_BYTES, np.uint8)
+        # Everybody comes by here first, where it is noticed who is late, lost or failed.
         if me == 0:
-            segment = Segment.create(Layout(len(ranks)).nbytes)
+            for rank in ranks[1:]:
+                self.recv(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
+            try:
+                segment = Segment.create(Layout(len(ranks)).nbytes)
+            except BackendUnavailableError as error:
+                self.abort(Failure("aborted", self.rank, str(error)))  # they wait for its path
+                raise
             note[: len(segment.path)] = list(segment.path.encode())
             for rank in ranks[1:]:
                 self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
         else:
+            self.send(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
             self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
             segment = Segment.open(note.tobytes().rstrip(b"\0").decode())
-        return self._attach(segment, me, len(ranks), timeout, self._wanted)
+
+        def watch(missing: Sequence[int]) -> None:
+            self._control.watch([ranks[r] for r in missing if r != me], "group")
+
+        return self._attach(segment, me, len(ranks), timeout, self._wanted, watch=watch)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self._control.arrive(call, timeout)

@@ -18,9 +18,10 @@ __all__ = [
     "whole_pays",
 ]
 
-#: What could be carried in the time that starting a message takes: some 15 µs through
-#: Python and a socket or a queue, at some 4 GB/s.
-START_BYTES = 64 << 10
+#: What could be carried in the time that starting a message takes: some 15 µs in Python,
+#: at some 8 GB/s between processes of one host. (A network carries less in that time, but
+#: takes longer to start, too.)
+START_BYTES = 128 << 10
 
 
 def rounds(size: int) -> int:
@@ -53,8 +54,8 @@ def doubling_beats_pairwise(size: int, nbytes: int) -> bool:
 def whole_pays(nbytes: int) -> bool:
     """Tell whether every rank should collect all inputs, of ``nbytes`` each, and fold them.
 
-    With n ranks, log(n) rounds and (n - 1) bytes to carry and to fold, against 2 (n - 1)
-    rounds and about 3: they meet at one START_BYTES for any n.
+    With n ranks and m bytes, log(n) rounds with (n - 1) m to carry and as much to fold,
+    against 2 (n - 1) rounds with 3 m in all: they meet near START_BYTES for any n.
     """
     return nbytes <= START_BYTES
 

@@ -9,10 +9,14 @@ from collective.testing.checks import RankFactory, check
 from collective.testing.samples import assert_same, expected, values
 
 
-def _hold(group: Communicator, members: list[int], what: str, seed: int = 0) -> None:
-    """Hold that calls in ``group`` are among ``members``, ranks of the outer communicator."""
+def _hold(
+    comm: Communicator, group: Communicator, members: list[int], what: str, seed: int = 0
+) -> None:
+    """Hold that calls in ``group`` are among ``members``, ranks of ``comm``, in this order."""
     assert group.size == len(members), f"{what}: size {group.size}; expected {len(members)}"
-    outer = members[group.rank]
+    outer = comm.rank
+    if members[group.rank] != outer:
+        raise AssertionError(f"{what}: rank {outer} is {group.rank} there; members: {members}")
     for count in (5, 30_000):
         inputs = [values("float32", count, rank, seed) for rank in members]
         mine = values("float32", count, outer, seed)
@@ -37,23 +41,23 @@ def _split(comm: Communicator) -> None:
     half = comm.split(comm.rank % 2)
     assert half is not None
     members = [rank for rank in everyone if rank % 2 == comm.rank % 2]
-    _hold(half, members, "split by parity", 90)
+    _hold(comm, half, members, "split by parity", 90)
     turned = comm.split(7, key=-comm.rank)
     assert turned is not None
-    _hold(turned, list(reversed(everyone)), "split with falling keys", 91)
+    _hold(comm, turned, list(reversed(everyone)), "split with falling keys", 91)
     some = comm.split(None if comm.rank == 0 else 1)
     assert (some is None) == (comm.rank == 0), f"split(None) gave rank {comm.rank} {some!r}"
     if some is not None:
-        _hold(some, list(range(1, comm.size)), "split without rank 0", 92)
+        _hold(comm, some, list(range(1, comm.size)), "split without rank 0", 92)
         some.close()
-    _hold(half, members, "split by parity, again", 93)
+    _hold(comm, half, members, "split by parity, again", 93)
     deeper = half.split(half.rank // 2)
     assert deeper is not None
     at = half.rank // 2 * 2
-    _hold(deeper, members[at : at + 2], "split of a split", 94)
+    _hold(half, deeper, members[at : at + 2], "split of a split", 94)
     for group in (deeper, turned, half):
         group.close()
-    _hold(comm, list(everyone), "the communicator that was split", 95)
+    _hold(comm, comm, list(everyone), "the communicator that was split", 95)
 
 
 @check(at_least=2)
@@ -69,7 +73,7 @@ def _groups_side_by_side(comm: Communicator) -> None:
     half = comm.group(mine)
     # A different number of calls in each: nothing may wait for the other group.
     for turn in range(1 if rank in low else 4):
-        _hold(half, mine, f"group {mine}", turn)
+        _hold(comm, half, mine, f"group {mine}", turn)
     # Overlapping: neighbours, in one order everywhere.
     pairs = [[first, first + 1] for first in range(size - 1)]
     groups = [comm.group(pair) if rank in pair else None for pair in pairs]
@@ -81,12 +85,12 @@ def _groups_side_by_side(comm: Communicator) -> None:
         assert_same(work.wait(), np.array([total]), f"all_reduce in group {pair}")
     if rank == 0:
         alone = comm.group([0])
-        _hold(alone, [0], "a group of one")
+        _hold(comm, alone, [0], "a group of one")
         alone.close()
     if size > 2 and rank != 1:
         members = [r for r in reversed(range(size)) if r != 1]
         turned = comm.group(members)
-        _hold(turned, members, f"group {members}", 9)
+        _hold(comm, turned, members, f"group {members}", 9)
         turned.close()
     for group in (*groups, half):
         if group is not None:
@@ -124,9 +128,9 @@ def _dup(comm: Communicator) -> None:
         for work in sent:
             work.wait()
     first.close()
-    _hold(second, everyone, "a dup whose sister is closed", 96)
+    _hold(comm, second, everyone, "a dup whose sister is closed", 96)
     second.close()
-    _hold(comm, everyone, "a communicator whose dups are closed", 97)
+    _hold(comm, comm, everyone, "a communicator whose dups are closed", 97)
 
 
 @check()
@@ -139,7 +143,7 @@ def _split_by_host(comm: Communicator) -> None:
     with comm.split_by_host() as local:
         hosts = comm.all_gather_object(comm.host)
         members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]
-        _hold(local, members, "the ranks of this host", 98)
+        _hold(comm, local, members, "the ranks of this host", 98)
         found = (comm.local_rank, comm.local_size)
         wanted = (members.index(comm.rank), len(members))
         assert found == wanted, f"local rank and size: {found}; expected {wanted}"

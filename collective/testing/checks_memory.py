@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 
 from collective.communicator import Communicator
@@ -155,8 +153,6 @@ def _empty_kinds(comm: Communicator) -> None:
         comm.all_reduce(x, out=x)
         assert x[0] == x[-1] == turn * comm.size, f"memory {turn} of a row of empty()"
         del x
-        if turn % 10 == 0:
-            gc.collect()
 
 
 @check()

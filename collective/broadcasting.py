@@ -1,0 +1,194 @@
+"""The calls barrier and broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collective import dtypes, tree
+from collective.arrays import adapter_of
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.calls import Output
+from collective.errors import InvalidArgumentError
+from collective.pieces import UINT8, Header, PieceCalls, pack, unpack
+
+__all__ = ["Broadcasting"]
+
+
+class Broadcasting(PieceCalls):
+    """The part of a communicator that waits and broadcasts."""
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Wait until every rank has called it.
+
+        Collective: every rank calls it.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: somebody did not.
+
+        See Also:
+            MPI_Barrier.
+        """
+        call = self._plans.get("barrier") or self._remember("barrier", Call("barrier"))
+        seconds = self._seconds(timeout)
+
+        def run() -> None:
+            self._collective(self._backend.barrier, call, call, seconds)
+
+        return self._go("barrier", run, async_op)
+
+    def broadcast(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Give every rank the array of ``root``.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            x: at the root, an array or a nested list, tuple or dict of arrays. Elsewhere
+                an array of that shape and dtype, whose values do not matter and are not
+                changed, or None.
+            root: the rank whose array it is.
+            out: where it goes; ``broadcast(w, out=w)`` works in place.
+            like: where ``x`` is None, the framework of the result: its name, or an array.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array.
+
+        Raises:
+            MismatchError: shapes, dtypes or roots differ; nothing was written.
+
+        See Also:
+            MPI_Bcast, ncclBroadcast.
+        """
+        again = ("broadcast", id(x), id(out), root)
+        plain = timeout is None and not async_op and out is x
+        kept = self._kept(again, x, out) if plain else None
+        if kept is not None and self._lane.idle:
+            self._known_at_root(kept[-1], lambda: (self._backend.broadcast, *kept, self.timeout),
+                                self.timeout)  # fmt: skip
+            return out
+        root = self._rank("broadcast", "root", root)
+        seconds = self._seconds(timeout)
+        template = out if x is None and out is not None else x
+        if template is None and self.rank == root:
+            raise InvalidArgumentError(f"broadcast: the root passed None {self._who}.")
+        if tree.is_tree(template):
+            return self._broadcast_tree(x, template, root, out, seconds, async_op)
+        if template is None:
+            return self._go(
+                "broadcast", lambda: self._broadcast_unknown(root, like, seconds), async_op
+            )
+        adapter = adapter_of(template)
+        array, dtype = adapter.view(template)
+        key = ("broadcast", dtype, array.shape, root)
+        call = self._plans.get(key)
+        if call is None:
+            call = self._remember(key, Call("broadcast", dtype, array.shape, root=root))
+        output: Output | None = None
+        if self.rank != root or out is not None:
+            output = Output("broadcast", out, adapter, array.shape, dtype)
+        if self.rank == root:
+            buffer = Buffer(array.ravel(), dtype)
+        else:
+            assert output is not None
+            buffer = Buffer(output.flat, dtype)
+        if plain:
+            self._keep(again, x, out, buffer, buffer, buffer, root, call)
+
+        def run() -> Any:
+            self._known_at_root(
+                call, lambda: (self._backend.broadcast, buffer, root, call, seconds), seconds
+            )
+            if output is None:
+                return x
+            if self.rank == root and out is not x:
+                output.flat[:] = buffer.array
+            return output.finish()
+
+        return self._go("broadcast", run, async_op)
+
+    def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
+        """Take part in a broadcast of which nothing is known here."""
+        adapter = self._adapter(like)
+        headers = self._sizes(Call("broadcast", root=root), seconds) or []
+        header = self._root_header(headers, root)
+        dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
+        if "nesting" in header["options"]:
+            self._mismatch(headers)
+        output = Output("broadcast", None, adapter, shape, dtype)
+        buffer = Buffer(output.flat, dtype)
+        call = Call("broadcast", dtype, shape, root=root)
+        self._transport(self._backend.broadcast, buffer, root, call, seconds)
+        return output.finish()
+
+    def _known_at_root(
+        self, call: Call, prepared: Callable[[], tuple[Any, ...]], seconds: float
+    ) -> None:
+        """Make a rooted call; ranks that passed None may differ from the root in the rest."""
+        try:
+            if self._agree_sizes:
+                self._transport(self._backend.agree, call, seconds)
+            self._transport(*prepared())
+        except Disagreement as difference:
+            self._root_header(difference.headers, call.options["root"])
+            self._transport(*prepared())
+
+    def _root_header(self, headers: Sequence[Header], root: int) -> Header:
+        """Return the root's header if the others know nothing, or the same."""
+        found = headers[root] if headers else {"shape": None}
+        for header in headers:
+            if {**header, "site": ""} != {**found, "site": ""}:
+                unknown = header["shape"] is None and not header["options"].get("nesting")
+                alike = (
+                    header["operation"] == found["operation"]
+                    and header["options"].get("root") == root
+                )
+                if not (unknown and alike):
+                    self._mismatch(headers)
+        if found["shape"] is None:
+            self._mismatch(headers)
+        return found
+
+    def _broadcast_tree(
+        self, x: Any, template: Any, root: int, out: Any, seconds: float, async_op: bool
+    ) -> Any:
+        leaves = tree.flatten(template)
+        adapters = [adapter_of(leaf) for leaf in leaves]
+        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
+        nesting = tree.skeleton(template)
+        shapes = [[dtype.name, *array.shape] for array, dtype in views]
+        outputs: list[Output] | None = None
+        if self.rank != root or out is not None:
+            if out is not None and tree.skeleton(out) != nesting:
+                raise InvalidArgumentError(
+                    f"broadcast: out is nested differently from the input {self._who}."
+                )
+            outs = [None] * len(leaves) if out is None else tree.flatten(out)
+            outputs = [
+                Output("broadcast", given, adapter, array.shape, dtype)
+                for given, adapter, (array, dtype) in zip(outs, adapters, views)
+            ]
+        nbytes = sum(array.nbytes for array, _ in views)
+        call = Call("broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting)
+
+        def run() -> Any:
+            packed = Buffer.empty(nbytes, UINT8)
+            if self.rank == root:
+                pack([array.ravel() for array, _ in views], packed.array)
+            self._collective(self._backend.broadcast, call, packed, root, call, seconds)
+            if outputs is None:
+                return x
+            unpack(packed.array, [output.flat for output in outputs])
+            return tree.rebuild(template, iter([output.finish() for output in outputs]))
+
+        return self._go("broadcast", run, async_op)

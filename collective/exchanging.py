@@ -1,0 +1,122 @@
+"""The call all_to_all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collective import tree
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
+from collective.rows import split_sizes
+
+__all__ = ["Exchanging"]
+
+
+class Exchanging(PieceCalls):
+    """The part of a communicator that exchanges pieces."""
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+
+        Collective: every rank calls it, with one dtype and axis; shapes may differ along
+        the axis.
+
+        Args:
+            x: an array, or a nested list, tuple or dict of arrays, each of which is cut.
+            counts: lengths of the pieces that this rank sends; ranks may differ. By
+                default as ``numpy.array_split`` cuts.
+            axis: the axis to cut and to join along.
+            out: where the result goes; may not be ``x``.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            The pieces for this rank, in the order of their senders, as ``out`` or a new
+            array.
+
+        Raises:
+            ShapeError: the counts do not add up to the axis (before anything is sent), or
+                ``out`` does not fit (after the call; nothing is written).
+            MismatchError: dtypes, other axes or nestings differ.
+
+        See Also:
+            MPI_Alltoallv, ncclAlltoAll.
+        """
+        what, method = "all_to_all", self._backend.all_to_all
+        again = (what, id(x), id(out))
+        plain = timeout is None and axis == 0 and counts is None and not async_op
+        plain = plain and not self._agree_sizes and out is not None
+        kept = self._kept(again, x, out) if plain else None
+        differ: list[Header] | None = None
+        if kept is not None and self._lane.idle:
+            try:
+                self._transport(method, *kept, self.timeout)
+                return out
+            except Disagreement as difference:
+                differ = difference.headers
+        seconds = self._seconds(timeout)
+        nesting = tree.skeleton(x)
+        leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+        sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
+        call = self._piece_call(what, leaves, nesting, None, axis, None, sends)
+
+        def run() -> Any:
+            # What a rank receives is written in the others' headers, or like its own.
+            headers = differ
+            if headers is None:
+                try:
+                    if self._agree_sizes:
+                        self._transport(self._backend.agree, call, seconds)
+                    return send([[s[self.rank]] * self.size for s in sends], call)
+                except Disagreement as difference:
+                    headers = difference.headers
+            self._rows_of(headers, len(leaves))
+            table = [header["options"]["sizes"] for header in headers]
+            receives = [
+                [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
+            ]
+            return send(receives, Call(what, sizes=table))
+
+        def send(receives: list[list[int]], agreed: Call) -> Any:
+            if nesting == 0:
+                inner = leaves[0].rows.inner
+                elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
+                return self._move_one(
+                    what, method, leaves[0], sum(receives[0]), None, True, out,
+                    (*elements, agreed, seconds), (again, x) if plain and agreed is call else None,
+                )  # fmt: skip
+            to, coming = (
+                [
+                    sum(n[r] * leaf.rows.inner * leaf.dtype.itemsize
+                        for n, leaf in zip(counts, leaves))
+                    for r in range(self.size)
+                ]
+                for counts in (sends, receives)
+            )  # fmt: skip
+            source = bytes_of(
+                [
+                    leaf.rows.piece(cut, rank)
+                    for rank in range(self.size)
+                    for leaf, cut in zip(leaves, sends)
+                ]
+            )
+            dst = Buffer.empty(sum(coming), UINT8)
+            self._transport(method, Buffer(source, UINT8), dst, to, coming, agreed, seconds)
+            parts = np.split(dst.array, list(accumulate(coming))[:-1])
+            results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
+            return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)
+
+        return self._go(what, run, async_op)

@@ -1,0 +1,167 @@
+"""The calls gather and all_gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collective import tree
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.errors import ShapeError
+from collective.pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
+from collective.rows import check_counts
+
+__all__ = ["Gathering"]
+
+
+class Gathering(PieceCalls):
+    """The part of a communicator that gathers."""
+
+    def gather(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Join the ranks' arrays along an axis, in rank order, at ``root``.
+
+        Collective: every rank calls it, with one root, dtype and axis; shapes may differ
+        along the axis.
+
+        Args:
+            x: an array, or a nested list, tuple or dict of arrays.
+            root: the rank that gets the result.
+            counts: the ranks' lengths along ``axis``, where all ranks know them: spares
+                the exchange of shapes.
+            axis: the axis to join along; a 0-d array counts as one of length 1.
+            out: at the root, where the result goes.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            At the root ``out`` or a new array; None elsewhere.
+
+        Raises:
+            ShapeError: ``out`` does not fit (after the call; nothing is written).
+            MismatchError: dtypes, other axes, roots or nestings differ.
+
+        See Also:
+            MPI_Gatherv.
+        """
+        root = self._rank("gather", "root", root)
+        out = out if self.rank == root else None
+        return self._collect("gather", x, root, counts, axis, out, timeout, async_op)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Join the ranks' arrays along an axis, in rank order, at every rank.
+
+        Collective: as :meth:`gather`, without a root.
+
+        Args:
+            x, counts, axis, out, timeout, async_op: as in :meth:`gather`.
+
+        Returns:
+            ``out`` or a new array.
+
+        Raises:
+            As :meth:`gather`.
+
+        See Also:
+            MPI_Allgatherv, ncclAllGather.
+        """
+        return self._collect("all_gather", x, None, counts, axis, out, timeout, async_op)
+
+    def _collect(
+        self,
+        what: str,
+        x: Any,
+        root: int | None,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        method = self._backend.all_gather if root is None else self._backend.gather
+        again = (what, id(x), id(out), root)
+        plain = timeout is None and axis == 0 and counts is None and not async_op
+        plain = plain and not self._agree_sizes and out is not None
+        kept = self._kept(again, x, out) if plain else None
+        differ: list[Header] | None = None
+        if kept is not None and self._lane.idle:
+            try:
+                self._transport(method, *kept, self.timeout)
+                return out
+            except Disagreement as difference:
+                differ = difference.headers
+        seconds = self._seconds(timeout)
+        nesting = tree.skeleton(x)
+        leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+        receives = root is None or root == self.rank
+        known: list[list[int]] | None = None
+        if counts is not None:
+            lengths = check_counts(what, counts, self.size)
+            for leaf in leaves:
+                if leaf.rows.length != lengths[self.rank]:
+                    raise ShapeError(
+                        f"{what}: counts give rank {self.rank} {lengths[self.rank]} rows; its "
+                        f"array has {leaf.rows.length} {self._who}."
+                    )
+            known = [lengths] * len(leaves)
+        call = self._piece_call(what, leaves, nesting, root, axis, counts)
+
+        def send(rows: list[list[int]], agreed: Call) -> Any:
+            """Move the pieces, knowing how many rows of each leaf each rank has."""
+            ends = (agreed, seconds) if root is None else (root, agreed, seconds)
+            if nesting == 0:
+                elements = [length * leaves[0].rows.inner for length in rows[0]]
+                return self._move_one(
+                    what, method, leaves[0], sum(rows[0]), sum(elements[: self.rank]), receives,
+                    out, (elements, *ends), (again, x) if plain and agreed is call else None,
+                )  # fmt: skip
+            nbytes = [
+                sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
+                for k in range(self.size)
+            ]
+            src = Buffer(bytes_of([leaf.rows.array.ravel() for leaf in leaves]), UINT8)
+            dst = Buffer.empty(sum(nbytes), UINT8) if receives else None
+            self._transport(method, src, dst, nbytes, *ends)
+            if dst is None:
+                return None
+            parts = np.split(dst.array, list(accumulate(nbytes))[:-1])
+            results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, rows)]
+            return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)
+
+        def run() -> Any:
+            even = known or [[leaf.rows.length] * self.size for leaf in leaves]
+            headers = differ
+            if headers is None:
+                try:
+                    if self._agree_first or (self._agree_sizes and known is None):
+                        self._transport(self._backend.agree, call, seconds)
+                    return send(even, call)
+                except Disagreement as difference:
+                    headers = difference.headers
+            if known is not None:
+                self._mismatch(headers)
+            rows = self._rows_of(headers, len(leaves))
+            return send(rows, Call(what, sizes=rows, root=root))
+
+        return self._go(what, run, async_op)

@@ -1,0 +1,205 @@
+"""What the calls that split and join arrays share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective import dtypes, tree
+from collective.arrays import Adapter, adapter_of
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.calls import Array, Calls, Output
+from collective.dtypes import DType
+from collective.errors import InvalidArgumentError, ShapeError
+from collective.rows import Rows
+
+__all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack", "unpack"]
+
+Header = dict[str, Any]
+UINT8 = dtypes.BY_NAME["uint8"]
+
+
+class Leaf:
+    """One array of a call, as it is sent: its rows, and what its results are made with."""
+
+    __slots__ = ("adapter", "dtype", "rows", "shape")
+
+    def __init__(self, what: str, x: Any, axis: int) -> None:
+        self.adapter: Adapter = adapter_of(x)
+        array, self.dtype = self.adapter.view(x)
+        self.shape = array.shape
+        self.rows = Rows(what, array, axis)
+
+
+class PieceCalls(Calls):
+    """The shared part of the calls that split and join."""
+
+    def _move_one(
+        self,
+        what: str,
+        method: Any,
+        leaf: Leaf,
+        total: int,
+        at: int | None,
+        receives: bool,
+        out: Any,
+        rest: tuple[Any, ...],
+        again: tuple[Any, Any] | None,
+    ) -> Any:
+        """Move one array, straight from where it is and to where it goes.
+
+        Args:
+            total: rows of the result.
+            at: where this rank's own piece is in the result, if the call may be in place.
+            rest: what the transport wants to know besides the buffers.
+            again: the key under which to keep the call, and x.
+        """
+        rows, dtype = leaf.rows, leaf.dtype
+        fits: Exception | None = None
+        output = None
+        if receives:
+            shape = rows.shape_with(total)
+            try:
+                output = Output(what, out, leaf.adapter, shape, dtype)
+            except (ShapeError, InvalidArgumentError) as error:
+                # The peers are already on their way: go with them, and raise afterwards.
+                fits = error
+                output = Output(what, None, leaf.adapter, shape, dtype)
+        src = rows.array.ravel()
+        dst = None
+        if output is not None:
+            target = rows.target(output.flat, total)
+            if np.may_share_memory(src, target) and (
+                at is None or not _same(src, target[at : at + src.size])
+            ):
+                src = src.copy()
+            dst = Buffer(target, dtype)
+        source = Buffer(src, dtype)
+        if again is not None and dst is not None and fits is None:
+            self._keep(*again, out, source, dst, source, dst, *rest[:-1])
+        self._transport(method, source, dst, *rest)
+        if fits is not None:
+            raise fits
+        if output is None:
+            return None
+        rows.restore(target, output.flat, total)
+        return output.finish()
+
+    def _piece_call(
+        self,
+        what: str,
+        leaves: list[Leaf],
+        nesting: Any,
+        root: int | None,
+        axis: int,
+        counts: Sequence[int] | None,
+        sizes: list[list[int]] | None = None,
+    ) -> Call:
+        """Return the call of pieces whose lengths along ``axis`` may differ."""
+        fixed = counts is not None
+        shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
+                       for leaf in leaves)  # fmt: skip
+        key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes))
+        call = self._plans.get(key)
+        if call is None:
+            options: dict[str, Any] = {"root": root, "axis": axis or None, "sizes": sizes}
+            options["counts"] = None if counts is None else list(map(int, counts))
+            if nesting == 0:
+                (dtype, shape), *_ = shapes
+                call = Call(what, dtype, shape, **options)
+            else:
+                names = [[dtype.name, *shape] for dtype, shape in shapes]
+                call = Call(what, leaves=names, nesting=nesting, **options)
+            self._remember(key, call)
+        return call
+
+    def _rows_of(self, headers: Sequence[Header], count: int) -> list[list[int]]:
+        """Return how many rows of each leaf each rank has; anything else must be equal."""
+        rows: list[list[int]] = [[] for _ in range(count)]
+        reference: Any = None
+        for header in headers:
+            options = dict(header["options"])
+            options.pop("sizes", None)
+            leaves = options.pop("leaves", None) or [[header["dtype"], *(header["shape"] or ())]]
+            axis = options.get("axis") or 0
+            rest = []
+            for k, (name, *shape) in enumerate(leaves):
+                at = axis % len(shape) if shape else 0
+                rest.append((name, shape[:at], shape[at + 1 :]))
+                if k < count and shape:
+                    rows[k].append(shape[at])
+            found = (header["operation"], options, rest)
+            if reference is None:
+                reference = found
+            if found != reference or len(leaves) != count:
+                self._mismatch(headers)
+        return rows
+
+    def _assemble(
+        self,
+        what: str,
+        parts: Sequence[Array],
+        results: Sequence[tuple[Rows, DType, list[int]]],
+        likes: Sequence[Any],
+        out: Any,
+        nesting: Any,
+        template: Any,
+    ) -> Any:
+        """Turn bytes, a part a sender with its rows of each leaf in turn, into arrays."""
+        positions = [0] * len(parts)
+        outs: list[Any] = [None] * len(results)
+        if out is not None:
+            if tree.skeleton(out) != nesting:
+                raise InvalidArgumentError(
+                    f"{what}: out is nested differently from the result {self._who}."
+                )
+            outs = tree.flatten(out)
+        finished = []
+        for (rows, dtype, lengths), like, given in zip(results, likes, outs):
+            pieces = []
+            for k, (part, length) in enumerate(zip(parts, lengths)):
+                nbytes = length * rows.inner * dtype.itemsize
+                pieces.append(part[positions[k] : positions[k] + nbytes])
+                positions[k] += nbytes
+            raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            if positions[0] % dtype.itemsize or not raw.flags.aligned or raw.ctypes.data % 16:
+                raw = raw.copy()
+            total = sum(lengths)
+            adapter = self._adapter(given if like is None and given is not None else like)
+            output = Output(what, given, adapter, rows.shape_with(total), dtype)
+            rows.restore(raw.view(dtype.storage), output.flat, total)
+            finished.append(output.finish())
+        if nesting == 0:
+            return finished[0]
+        fits = template is not None and tree.skeleton(template) == nesting
+        return tree.rebuild(template if fits else nesting, iter(finished))
+
+
+def bytes_of(arrays: Sequence[Array]) -> Array:
+    """Return the bytes of the arrays, one after the other."""
+    packed = np.empty(sum(array.nbytes for array in arrays), np.uint8)
+    pack(arrays, packed)
+    return packed
+
+
+def pack(arrays: Sequence[Array], packed: Array) -> None:
+    """Write the bytes of flat arrays to ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        packed[start : start + array.nbytes] = array.view(np.uint8)
+        start += array.nbytes
+
+
+def unpack(packed: Array, arrays: Sequence[Array]) -> None:
+    """Read the bytes of flat arrays from ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        array.view(np.uint8)[:] = packed[start : start + array.nbytes]
+        start += array.nbytes
+
+
+def _same(a: Array, b: Array) -> bool:
+    return bool(a.__array_interface__["data"] == b.__array_interface__["data"])

@@ -1,0 +1,118 @@
+"""The call scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective import dtypes, tree
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.errors import InvalidArgumentError
+from collective.pieces import UINT8, Leaf, PieceCalls, bytes_of
+from collective.rows import Rows, split_sizes
+
+__all__ = ["Scattering"]
+
+
+class Scattering(PieceCalls):
+    """The part of a communicator that scatters."""
+
+    def scatter(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Cut the array of ``root`` into pieces and give each rank one.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            x: at the root, an array or a nested list, tuple or dict of arrays, each of
+                which is cut. Elsewhere None, or something of the same shape.
+            root: the rank whose array is cut.
+            counts: at the root, lengths of the ranks' pieces along ``axis``; by default
+                as ``numpy.array_split`` cuts.
+            axis: at the root, the axis that is cut.
+            out: where this rank's piece goes.
+            like: the framework of the result where ``x`` and ``out`` are None.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            Piece ``rank``, as ``out`` or a new array. Structures come as they were nested
+            at the root, dicts with string keys.
+
+        Raises:
+            ShapeError: the counts do not add up to the axis, or ``out`` does not fit (after
+                the call: its own rank raises, nothing is written there).
+            MismatchError: roots or operations differ.
+
+        See Also:
+            MPI_Scatterv.
+        """
+        what = "scatter"
+        root = self._rank(what, "root", root)
+        seconds = self._seconds(timeout)
+        leaves: list[Leaf] = []
+        nesting: Any = 0
+        if self.rank == root:
+            if x is None:
+                raise InvalidArgumentError(f"scatter: the root passed None {self._who}.")
+            nesting = tree.skeleton(x)
+            leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+            sizes = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
+            call = Call(
+                what, root=root, axis=axis, nesting=nesting, sizes=sizes,
+                leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
+            )  # fmt: skip
+        else:
+            self._adapter(like)
+            call = Call(what, root=root)
+        chosen = out if out is not None else x if x is not None else like
+        likes = tree.flatten(chosen) if tree.is_tree(chosen) else [chosen]
+
+        def run() -> Any:
+            headers = self._sizes(call, seconds)
+            options = call.options if headers is None else headers[root]["options"]
+            for header in headers or ():
+                if header["operation"] != what or header["options"].get("root") != root:
+                    self._mismatch(headers or ())
+            if "leaves" not in options:
+                self._mismatch(headers or ())
+            names = [dtypes.named(name) for name, *_ in options["leaves"]]
+            shapes = [tuple(shape) for _, *shape in options["leaves"]]
+            sizes = options["sizes"]
+            models = [Rows(what, np.empty(shape, np.bool_), options["axis"]) for shape in shapes]
+            nbytes = [
+                sum(s[r] * m.inner * d.itemsize for s, m, d in zip(sizes, models, names))
+                for r in range(self.size)
+            ]
+            packed = None
+            if self.rank == root:
+                packed = Buffer(
+                    bytes_of(
+                        [
+                            leaf.rows.piece(cut, rank)
+                            for rank in range(self.size)
+                            for leaf, cut in zip(leaves, sizes)
+                        ]
+                    ),
+                    UINT8,
+                )
+            mine = Buffer.empty(nbytes[self.rank], UINT8)
+            agreed = Call(what, root=root, sizes=nbytes)
+            self._transport(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
+            results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
+            kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
+            return self._assemble(what, [mine.array], results, kept, out, options["nesting"], x)
+
+        return self._go(what, run, async_op)

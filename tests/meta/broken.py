@@ -1,0 +1,241 @@
+"""Transports that are wrong on purpose, each in one way; importable by ranks' processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from loopback import Loopback, _Message
+
+from collective.backends.shm import ShmBackend
+from collective.backends.threads import ThreadsBackend
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.ops import ReduceOp, as_op
+
+#: Lets the ranks that hang go on, when the test is over.
+released = threading.Event()
+
+def _another(buffer: Buffer, array: np.ndarray[Any, Any]) -> Buffer:
+    return Buffer(array, buffer.dtype)
+
+
+class WrongRoot(ThreadsBackend):
+    """Broadcasts what the rank after the root has."""
+
+    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
+        super().broadcast(buffer, (root + 1) % self.size, call, timeout)
+
+
+class WrongOrder(ThreadsBackend):
+    """Joins the ranks' arrays last rank first."""
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> None:
+        super().all_gather(src, dst, counts, call, timeout)
+        pieces = np.split(dst.array.copy(), np.cumsum(counts)[:-1])
+        dst.array[:] = np.concatenate(pieces[::-1])
+
+
+class LostTail(Loopback):
+    """Loses the last bytes of long messages."""
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        source = super().recv(dst, src, tag, timeout)
+        if dst.nbytes > 65_536:
+            dst.bytes().array[-5:] = 0
+        return source
+
+
+class Aliasing(ThreadsBackend):
+    """Folds in the input."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+        src.array[:] = dst.array
+
+
+class Stale(ThreadsBackend):
+    """Gives the first result again when a call looks the same."""
+
+    def reduce_scatter(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        counts: Sequence[int],
+        op: ReduceOp,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        super().reduce_scatter(src, dst, counts, op, ordered, call, timeout)
+        known = self.__dict__.setdefault("_known", {})
+        dst.array[:] = known.setdefault(call.digest, dst.array.copy())
+
+
+class SwappedTags(Loopback):
+    """Takes messages of tag 7 for tag 1, and the other way round."""
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        return super().recv(dst, src, {1: 7, 7: 1}.get(tag, tag), timeout)
+
+
+class DroppedRank(ThreadsBackend):
+    """Leaves out what the last rank contributes."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        if self.rank == self.size - 1 and self.size > 1:
+            src = _another(src, np.zeros_like(src.array))
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+
+
+class WrongDtype(ThreadsBackend):
+    """Folds everything as integers."""
+
+    def reduce(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        op: ReduceOp,
+        root: int,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        if src.dtype.kind == "f" and src.dtype.name != "bfloat16":
+            src = _another(src, src.array.astype(np.int64).astype(src.array.dtype))
+        super().reduce(src, dst, op, root, ordered, call, timeout)
+
+
+class Hanging(ThreadsBackend):
+    """Rank 1 never comes out of a barrier."""
+
+    def barrier(self, call: Call, timeout: float) -> None:
+        super().barrier(call, timeout)
+        if self.rank == 1:
+            released.wait()
+
+
+class Crashing(ShmBackend):
+    """Rank 1's process is killed in all_gather."""
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().all_gather(src, dst, counts, call, timeout)
+
+
+class Raising(ThreadsBackend):
+    """Lets an error of the library underneath through."""
+
+    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+        if self.rank == 1:
+            raise OSError("the cable is loose")
+        super().scan(src, dst, op, call, timeout)
+
+
+class Undivided(ThreadsBackend):
+    """Averages without dividing."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        op = as_op("sum") if op.name == "avg" else op
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+
+
+class Disordered(Loopback):
+    """Folds in whatever order is fastest when rank order was asked for."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        super().all_reduce(src, dst, op, False, call, timeout)
+
+
+class Commuting(Loopback):
+    """Takes every operator for one that commutes, and folds from the last rank down."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        if op.function is not None:
+            function = op.function
+            op = dataclasses.replace(op, function=lambda a, b: function(b, a))
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+
+
+class Impatient(ThreadsBackend):
+    """Does not wait in a barrier."""
+
+    def barrier(self, call: Call, timeout: float) -> None:
+        pass
+
+
+class Unchecked(Loopback):
+    """Says that it compares calls and does not."""
+
+    capabilities = dataclasses.replace(Loopback.capabilities, checks_calls=True)
+
+
+class Early(Loopback):
+    """Returns from a send before the message has left the sender's memory."""
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        hub = self._hub
+        with hub.lock:
+            self._check("send")
+            message = _Message(src.bytes().array, hub.sent)
+            hub.sent += 1
+            hub.mail.setdefault((self.rank, dst, tag), deque()).append(message)
+            hub.woken[dst].notify_all()
+
+
+class Deaf(ThreadsBackend):
+    """Does not tell its peers that it leaves, and says that one would notice."""
+
+    def close(self) -> None:
+        pass
+
+
+class SortedGroups(ThreadsBackend):
+    """Numbers the members of a group as it likes."""
+
+    def group(self, ranks: Sequence[int], timeout: float) -> ThreadsBackend:
+        return super().group(sorted(ranks), timeout)
+
+
+class Overrunning(ThreadsBackend):
+    """Clears the element after the result, which is somebody else's."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+        whole = dst.array.base
+        if isinstance(whole, np.ndarray) and whole.dtype == np.uint8:
+            start = dst.array.ctypes.data - whole.ctypes.data + dst.nbytes
+            whole[start : start + 1] ^= 1
+
+
+class MixedUp(Loopback):
+    """Confuses the messages of users with its own."""
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        super().send(src, dst, 0 if tag == -1 else tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        return super().recv(dst, src, 0 if tag == -1 else tag, timeout)

@@ -1,0 +1,127 @@
+"""The suite catches broken transports, each by a check of the right kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import broken
+import pytest
+from loopback import Loopback
+
+from collective.backend import Backend
+from collective.backends.shm import ShmBackend
+from collective.backends.threads import ThreadsBackend
+from collective.testing import RankFactory, all_checks, run_checks
+
+
+class Fault(NamedTuple):
+    """A broken transport, what has to catch it, and a check that has nothing to do with it."""
+
+    kind: type[Backend]
+    caught_by: str
+    case: dict[str, Any]
+    says: str
+    passes: str
+    size: int = 3
+
+
+FAULTS = [
+    Fault(broken.WrongRoot, "check_broadcast", {"root": 1}, "root=1", "check_scan"),
+    Fault(broken.WrongOrder, "check_all_gather", {}, "all_gather", "check_gather"),
+    Fault(broken.LostTail, "check_send_recv", {}, "a large array", "check_objects"),
+    Fault(
+        broken.LostTail, "check_all_reduce_large", {"op": "sum", "dtype": "float32"},
+        "elements are wrong", "check_order_rank_bfloat16",
+    ),
+    Fault(broken.Aliasing, "check_inputs_untouched", {"count": 12}, "the input", "check_scan"),
+    Fault(broken.Stale, "check_repeated", {"count": 12}, "reduce_scatter in turn", "check_gather"),
+    Fault(broken.SwappedTags, "check_tags", {}, "the message with tag 7", "check_message_order"),
+    Fault(broken.DroppedRank, "check_all_reduce", {"op": "sum"}, "all_reduce(sum)", "check_reduce"),
+    Fault(broken.WrongDtype, "check_reduce", {"root": 0}, "of float", "check_all_gather"),
+    Fault(broken.Hanging, "check_barrier", {"root": 0}, "RankHungError", "check_all_to_all"),
+    Fault(broken.Crashing, "check_all_gather", {}, "killed by signal 9", "check_premul_sum"),
+    Fault(broken.Raising, "check_scan", {}, "the cable is loose", "check_reduce_large"),
+    Fault(broken.Undivided, "check_all_reduce", {"op": "avg"}, "all_reduce(avg)", "check_dup"),
+    Fault(
+        broken.Disordered, "check_order_rank", {"dtype": "float32"}, "in rank order",
+        "check_all_reduce", 4,
+    ),
+    Fault(broken.Commuting, "check_user_op_order", {}, "keeps its right", "check_user_op"),
+    Fault(broken.Impatient, "check_barrier", {"root": 0}, "left before", "check_broadcast"),
+    Fault(broken.Unchecked, "check_mismatch", {"what": "op"}, "although", "check_all_reduce"),
+    Fault(
+        broken.Unchecked, "check_mismatch_by_itself", {"what": "op"}, "although", "check_scatter"
+    ),
+    Fault(broken.Early, "check_sender_may_overwrite", {}, "in a row", "check_barrier"),
+    Fault(
+        broken.Deaf, "check_killed_peer", {"call": "barrier"}, "instead of PeerLostError",
+        "check_scan",
+    ),
+    Fault(broken.SortedGroups, "check_split", {}, "falling keys", "check_send_recv"),
+    Fault(broken.Overrunning, "check_empty_views", {}, "beside", "check_all_reduce_in_place"),
+    Fault(broken.MixedUp, "check_messages_among_collectives", {}, "", "check_send_recv"),
+]  # fmt: skip
+NAMES = [f"{fault.kind.__name__}-{fault.caught_by}" for fault in FAULTS]
+# Long enough for a busy machine, short enough to wait for a hang.
+TIMEOUT_S = 6.0
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    broken.released.clear()
+    yield
+    broken.released.set()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+def test_broken_transport_is_caught(fault: Fault) -> None:
+    check = all_checks()[fault.caught_by]
+    with RankFactory(fault.kind, timeout=TIMEOUT_S) as factory:
+        with pytest.raises(AssertionError) as caught:
+            check(factory, fault.size, **fault.case)
+        assert fault.says in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+def test_what_is_not_broken_passes(fault: Fault) -> None:
+    with RankFactory(fault.kind, timeout=TIMEOUT_S) as factory:
+        all_checks()[fault.passes](factory, fault.size)
+
+
+@pytest.mark.parametrize("kind", [ThreadsBackend, Loopback, ShmBackend])
+def test_the_same_checks_pass_on_a_sound_transport(kind: type[Backend]) -> None:
+    for size in (3, 4):
+        with RankFactory(kind, timeout=30.0) as factory:
+            for fault in FAULTS:
+                check = all_checks()[fault.caught_by]
+                if fault.size == size and not check.skip_reason(kind.capabilities, size):
+                    check(factory, size, **fault.case)
+
+
+def test_expected_failures_are_not_failures_and_stale_ones_are() -> None:
+    reasons = {"check_broadcast": "the wrong root", "check_gather[root=1]": "not broken any more"}
+    results = run_checks(
+        broken.WrongRoot, (3,), checks=["check_broadcast", "check_gather"], expected_failures=reasons
+    )
+    broadcast, gather = results
+    assert broadcast.outcome == "expected"
+    assert "the wrong root" in broadcast.text
+    assert gather.outcome == "failed"
+    assert "check_gather[root=1]: passes, and is declared to fail" in gather.text
+    assert "root=0" not in gather.text
+
+
+def test_a_wrong_transport_harms_no_later_check() -> None:
+    names = ["check_all_reduce", "check_reduce_large", "check_scan"]
+    results = run_checks(broken.Raising, (2,), checks=names)
+    assert [r.outcome for r in results] == ["passed", "passed", "failed"]
+
+
+def test_one_rank_does_not_count() -> None:
+    """What is broken between ranks is invisible with one: the suite must not call it sound."""
+    from collective.testing.__main__ import main
+
+    assert main(["broken:DroppedRank", "--sizes", "1", "--checks", "check_all_reduce"]) == 1
+    assert main(["broken:DroppedRank", "--sizes", "2", "--checks", "check_all_reduce"]) == 1
+    assert main(["broken:DroppedRank", "--sizes", "1,2", "--checks", "check_gather"]) == 0

@@ -1,0 +1,315 @@
+"""run_ranks, pools, faults, and the suite as tests and as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective import Communicator, PeerFailedError, PeerLostError
+from collective.testing import (
+    FaultyBackend,
+    RankDiedError,
+    RankHungError,
+    RankPool,
+    RanksFailedError,
+    RemoteError,
+    all_checks,
+    faults,
+    parametrize_with_checks,
+    run_checks,
+    run_ranks,
+)
+from collective.testing.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+BOTH = pytest.mark.parametrize("backend", ["threads", "shm"])
+
+
+class Unpicklable(Exception):
+    """An exception that is pickled without complaint and cannot be read back."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what)
+
+
+def total(comm: Communicator, scale: int = 1) -> int:
+    return int(comm.all_reduce(np.array([comm.rank * scale]))[0])
+
+
+def through_the_module(comm: Communicator) -> tuple[int, int, int]:
+    found = collective.all_reduce(np.array([1]))
+    return collective.rank(), collective.size(), int(found[0])
+
+
+def process(comm: Communicator) -> int:
+    return os.getpid()
+
+
+def raising(comm: Communicator, rank: int) -> None:
+    if comm.rank == rank:
+        raise ValueError(f"rank {rank} is out of order")
+    comm.barrier()
+
+
+def hanging(comm: Communicator, seconds: float) -> None:
+    if comm.rank == 1:
+        time.sleep(seconds)
+    comm.barrier()
+
+
+def dying(comm: Communicator) -> None:
+    if comm.rank == 1:
+        os._exit(7)
+    comm.barrier()
+
+
+def barriers(comm: Communicator, times: int = 4) -> str:
+    for _ in range(times):
+        comm.barrier()
+    return "done"
+
+
+def raising_oddly(comm: Communicator) -> None:
+    raise Unpicklable("strange", "very")
+
+
+def returning_oddly(comm: Communicator) -> Any:
+    return threading.Lock()
+
+
+@BOTH
+def test_results_come_in_rank_order(backend: str) -> None:
+    assert run_ranks(3, total, 2, backend=backend) == [6, 6, 6]
+    assert run_ranks(3, total, backend=backend, scale=3) == [9, 9, 9]
+
+
+def test_ranks_that_are_threads_take_any_function() -> None:
+    seen = {}
+
+    def note(comm: Communicator) -> None:
+        seen[comm.rank] = threading.current_thread().name
+
+    run_ranks(2, note)
+    assert seen == {0: "rank-0", 1: "rank-1"}
+
+
+@BOTH
+def test_module_level_calls_use_the_ranks_communicator(backend: str) -> None:
+    assert run_ranks(3, through_the_module, backend=backend) == [(r, 3, 3) for r in range(3)]
+
+
+@BOTH
+def test_the_cause_comes_first_with_its_traceback(backend: str) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(3, raising, 1, backend=backend)
+    failure = caught.value
+    assert next(iter(failure.errors)) == 1
+    assert isinstance(failure.cause, ValueError)
+    assert {type(failure.errors[rank]) for rank in (0, 2)} == {PeerFailedError}
+    text = str(failure)
+    assert text.startswith("rank 1 of 3 failed, then ranks ")
+    assert text.index("in raising\n") < text.index("PeerFailedError")
+    assert "seat.py" not in failure.tracebacks[1]
+
+
+@BOTH
+def test_a_rank_that_hangs_is_reported_with_its_stack(backend: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, hanging, 8.0, backend=backend, timeout=1.0)
+    assert time.monotonic() - start < 6
+    hung = caught.value.errors[1]
+    assert isinstance(hung, RankHungError)
+    assert "no result after 1 s" in str(hung)
+    assert "in hanging" in hung.stack
+
+
+def test_a_process_that_dies_is_reported_and_replaced() -> None:
+    with RankPool(3, "shm") as pool:
+        before = pool.run(process)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(dying)
+        assert isinstance(caught.value.cause, RankDiedError)
+        assert caught.value.cause.exitcode == 7
+        assert isinstance(caught.value.errors[0], PeerLostError)
+        after = pool.run(process)
+        assert [a == b for a, b in zip(before, after)] == [True, False, True]
+        assert pool.run(total) == [3, 3, 3]
+
+
+def test_processes_and_directories_end_with_the_pool() -> None:
+    with RankPool(2, "shm") as pool:
+        pids = pool.run(process)
+        directory = pool._directory
+        assert directory is not None
+        assert os.path.isdir(directory)
+    pool.close()
+    for pid in pids:
+        assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(directory)
+
+
+@BOTH
+def test_a_shared_communicator_lasts_until_a_job_fails(backend: str) -> None:
+    with RankPool(2, backend) as pool:
+        first = [pool.run(job_of, shared=True) for _ in range(3)]
+        assert first[0] == first[1] == first[2]
+        with pytest.raises(RanksFailedError):
+            pool.run(raising, 0, shared=True)
+        assert pool.run(job_of, shared=True) != first[0]
+        assert pool.run(job_of) != pool.run(job_of)
+
+
+def job_of(comm: Communicator) -> int:
+    """Return a number that two communicators of a process do not have in common."""
+    _kept.append(comm)
+    return [c is comm for c in _kept].index(True)
+
+
+_kept: list[Communicator] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    _kept.clear()
+
+
+def test_what_cannot_be_pickled_is_told() -> None:
+    with RankPool(2, "shm") as pool:
+        with pytest.raises(TypeError, match="top of a module"):
+            pool.run(lambda comm: 1)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(raising_oddly)
+        assert isinstance(caught.value.cause, RemoteError)
+        assert "Unpicklable: strange" in str(caught.value.cause)
+        assert "in raising_oddly" in str(caught.value)
+        with pytest.raises(RanksFailedError, match="the result, a lock"):
+            pool.run(returning_oddly)
+        assert pool.run(total) == [1, 1]
+
+
+def test_sizes_and_backends_are_checked() -> None:
+    with pytest.raises(collective.InvalidArgumentError, match="size 0"):
+        run_ranks(0, total)
+    with pytest.raises(collective.BackendNotFoundError, match="shm"):
+        run_ranks(2, total, backend="sham")
+
+
+@BOTH
+def test_kill(backend: str) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(3, barriers, backend=backend, faults=[faults.kill(1, at_call=3)])
+    assert isinstance(caught.value.cause, RankDiedError)
+    assert {type(caught.value.errors[rank]) for rank in (0, 2)} == {PeerLostError}
+    # Too early to come to the call: nothing happens.
+    plan = [faults.kill(1, at_call=5)]
+    assert run_ranks(3, barriers, backend=backend, faults=plan) == ["done"] * 3
+
+
+@BOTH
+def test_delay(backend: str) -> None:
+    start = time.monotonic()
+    run_ranks(2, barriers, backend=backend, faults=[faults.delay(0, 0.1)])
+    every = time.monotonic() - start
+    assert every > 0.4
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(
+            2, barriers, backend=backend, call_timeout=0.2,
+            faults=[faults.delay(0, 0.6, at_call=2)],
+        )  # fmt: skip
+    assert isinstance(caught.value.errors[1], collective.CollectiveTimeoutError)
+
+
+@BOTH
+def test_fail(backend: str) -> None:
+    plan = [faults.fail(1, OSError("unplugged"), at_call=2)]
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, barriers, backend=backend, faults=plan)
+    assert isinstance(caught.value.cause, OSError)
+    assert "unplugged" in str(caught.value.errors[0])
+
+
+def test_a_faulty_backend_is_made_of_a_connected_one() -> None:
+    world: Any = None
+    with pytest.raises(TypeError, match="connected"):
+        FaultyBackend.connect(world, 1.0)
+
+
+def test_checks_have_names_documents_and_cases() -> None:
+    for name, check in all_checks().items():
+        assert name == check.name
+        assert name.startswith("check_")
+        assert check.__doc__, name
+        assert check.__doc__.strip().splitlines()[0].endswith("."), name
+        assert check.cases(3), name
+
+
+def test_an_unknown_check_is_an_error() -> None:
+    with pytest.raises(ValueError, match="check_reduce"):
+        run_checks("threads", (2,), checks=["check_red"])
+    with pytest.raises(ValueError, match="check_gone"):
+        parametrize_with_checks("threads", expected_failures={"check_gone[root=1]": "it is gone"})
+
+
+def test_ids_tell_the_transport_the_size_and_the_case() -> None:
+    mark = parametrize_with_checks("shm", sizes=(1, 3), checks=["check_broadcast", "check_tags"])
+    assert mark.kwargs["ids"] == [
+        "shm-1-check_broadcast[root=0]",
+        "shm-3-check_broadcast[root=0]",
+        "shm-3-check_broadcast[root=1]",
+        "shm-3-check_broadcast[root=2]",
+        "shm-3-check_tags",
+    ]
+
+
+def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["check_barrier", "check_scan"]
+    assert main(["threads", "--sizes", "1,2", "--checks", *names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["threads", "1", "2"]
+    assert lines[1].split() == ["check_scan", "pass", "pass"]
+    assert lines[2].split() == ["check_barrier", "-", "pass"]
+    assert lines[-1].startswith("conforms: 3 passed, 1 skipped")
+    assert main(["threads", "--sizes", "2", "--checks", *names, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(r["check"], r["size"], r["outcome"]) for r in found] == [
+        ("check_scan", 2, "passed"),
+        ("check_barrier", 2, "passed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nobody"], "one of"),
+        (["threads", "--sizes", "1,x"], "positive integers"),
+        (["threads", "--checks", "check_everything"], "no check is called"),
+    ],
+)
+def test_the_command_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_pytest_is_imported_by_parametrize_alone() -> None:
+    program = (
+        "import sys, collective.testing as t; t.all_checks(); "
+        "sys.exit('pytest' in sys.modules or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
