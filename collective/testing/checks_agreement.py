@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -166,10 +167,14 @@ def _writes_nothing(comm: Communicator) -> None:
         x = np.full(count, comm.rank, np.float64)
         out = np.full(count, -1.0)
         op = "max" if comm.rank == 0 else "sum"
-        _expect_mismatch(comm, lambda comm: comm.all_reduce(x, op=op, out=out))
-        _expect_mismatch(comm, lambda comm: comm.all_reduce(x, op=op, out=x))
+        for target in (out, x):
+            _expect_mismatch(comm, functools.partial(_all_reduce, x=x, op=op, out=target))
         assert_same(x, np.full(count, comm.rank, np.float64), "the input of a mismatch")
         assert_same(out, np.full(count, -1.0), "out of a mismatch")
+
+
+def _all_reduce(comm: Communicator, **options: Any) -> Any:
+    return comm.all_reduce(options.pop("x"), **options)
 
 
 def _needs_checks(capabilities: Capabilities) -> str | None:

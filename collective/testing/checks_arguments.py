@@ -18,10 +18,11 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import premul_sum
-from collective.testing.checks import Case, RankFactory, check
+from collective.testing.checks import RankFactory, check
 from collective.testing.samples import assert_same
 
-_Call = Callable[[Communicator], Any]
+# Of a communicator, whose types would refuse most of these calls.
+_Call = Callable[[Any], Any]
 
 
 def _read_only() -> Any:
@@ -119,9 +120,9 @@ def _expect(comm: Communicator, call: _Call, kind: type[Exception], what: str) -
     try:
         found = call(comm)
     except Exception as error:
-        if isinstance(error, kind):
-            assert str(error), f"{what}: {kind.__name__} says nothing"
-            return str(error)
+        text = str(error)
+        if isinstance(error, kind) and text:
+            return text
         raise AssertionError(
             f"{what}: raised {type(error).__name__} instead of {kind.__name__}: {error}"
         ) from error

@@ -170,10 +170,10 @@ def _structures(comm: Communicator) -> None:
     for call in found:
         if found[call] is None:
             continue
-        assert type(found[call]) is dict and list(found[call]) == list(mine), (
-            f"{call} of a structure: {found[call]!r} is not nested like its input"
-        )
-        assert type(found[call]["b"][1]) is type(mine["b"][1]) or call == "scatter"
+        if type(found[call]) is not dict or list(found[call]) != list(mine):
+            raise AssertionError(f"{call} of a structure: {found[call]!r} is nested otherwise")
+        if type(found[call]["b"][1]) is not tuple:
+            raise AssertionError(f"{call} of a structure: a tuple became {found[call]['b'][1]!r}")
         for k, leaf in enumerate(_leaves(found[call])):
             wanted = _wanted(size, rank, inputs[k], root)[call]
             if wanted is not None:

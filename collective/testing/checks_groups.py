@@ -32,7 +32,7 @@ def _hold(
 
 @check()
 def check_split(factory: RankFactory, size: int) -> None:
-    """split parts the ranks by colour, orders them by key, and leaves out those of none."""
+    """A split parts ranks by colour, orders them by key, and leaves out those of none."""
     factory.run(size, _split)
 
 
@@ -54,7 +54,7 @@ def _split(comm: Communicator) -> None:
     deeper = half.split(half.rank // 2)
     assert deeper is not None
     at = half.rank // 2 * 2
-    _hold(half, deeper, members[at : at + 2], "split of a split", 94)
+    _hold(comm, deeper, members[at : at + 2], "split of a split", 94)
     for group in (deeper, turned, half):
         group.close()
     _hold(comm, comm, list(everyone), "the communicator that was split", 95)

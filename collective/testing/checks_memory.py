@@ -30,7 +30,7 @@ def _empty(comm: Communicator, count: int) -> None:
     inputs = [values("float32", count, rank, 110) for rank in range(comm.size)]
     mine, total = inputs[comm.rank], expected("sum", inputs)
     x, y = comm.empty(count), comm.empty((count,), "float32")
-    assert x.dtype == np.float32 and x.shape == (count,), f"empty: {x.dtype}{x.shape}"
+    assert (x.dtype, x.shape) == (np.float32, (count,)), f"empty: {x.dtype}{x.shape}"
     what = f"on {count} elements of empty()"
     for turn in range(3):
         x[:] = mine
@@ -139,7 +139,7 @@ def _empty_kinds(comm: Communicator) -> None:
         if dtype == "bfloat16" and not has("ml_dtypes"):
             continue
         x = comm.empty((3, 5), dtype)
-        assert x.shape == (3, 5) and str(x.dtype) == dtype, f"empty: {x.dtype}{x.shape}"
+        assert (x.shape, str(x.dtype)) == ((3, 5), dtype), f"empty: {x.dtype}{x.shape}"
         x[...] = comm.rank + 1
         comm.all_reduce(x, out=x)
         total = comm.size * (comm.size + 1) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def _joined(arrays: list[Array], axis: int = 0) -> Array:
 
 @check(roots)
 def check_broadcast(factory: RankFactory, size: int, *, root: int) -> None:
-    """broadcast gives every rank the root's array, into a new one, into out, and to None."""
+    """A broadcast gives every rank the root's array, into a new one, into out, and to None."""
     factory.run(size, _broadcast, root)
 
 
@@ -58,7 +59,7 @@ def _broadcast(comm: Communicator, root: int) -> None:
 
 @check(roots)
 def check_scatter(factory: RankFactory, size: int, *, root: int) -> None:
-    """scatter gives rank r piece r of the root's array, cut as numpy.array_split cuts."""
+    """A scatter gives rank r piece r of the root's array, cut as numpy.array_split cuts."""
     factory.run(size, _scatter, root)
 
 
@@ -92,12 +93,14 @@ def _scatter(comm: Communicator, root: int) -> None:
 
 @check(roots)
 def check_gather(factory: RankFactory, size: int, *, root: int) -> None:
-    """gather joins the ranks' arrays at the root in rank order; the others get None."""
+    """A gather joins the ranks' arrays at the root in rank order; the others get None."""
     factory.run(size, _gather, root)
 
 
 def _gather(comm: Communicator, root: int) -> None:
-    def hold(inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None) -> None:
+    def hold(
+        inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
+    ) -> None:
         what = f"gather(root={root}) {what}"
         found = comm.gather(inputs[comm.rank], root=root, axis=axis, counts=counts)
         if comm.rank == root:
@@ -125,7 +128,9 @@ def check_all_gather(factory: RankFactory, size: int) -> None:
 
 
 def _all_gather(comm: Communicator) -> None:
-    def hold(inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None) -> None:
+    def hold(
+        inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
+    ) -> None:
         wanted = _joined([plain(x) for x in inputs], axis)
         found = comm.all_gather(inputs[comm.rank], axis=axis, counts=counts)
         assert_same(plain(found), wanted, f"all_gather {what}")
@@ -175,7 +180,7 @@ def _all_to_all(comm: Communicator) -> None:
     cuts = []
     for row in counts:
         stops = np.cumsum([0, *row])
-        cuts.append([slice(a, b) for a, b in zip(stops[:-1], stops[1:])])
+        cuts.append([slice(a, b) for a, b in pairwise(stops)])
     inputs = [values("int32", (sum(counts[r]), 2), r, 46) for r in ranks]
     hold(inputs, cuts, "by counts that differ", counts=counts[comm.rank])
     turned = comm.all_to_all(inputs[comm.rank].T, counts=counts[comm.rank], axis=1)

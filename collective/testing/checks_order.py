@@ -30,7 +30,8 @@ def _needs_user_ops(capabilities: Capabilities) -> str | None:
 
 def _affine(a: Array, b: Array) -> Array:
     """Compose x -> 16 x + d, packed as digits: associative, and every order differs."""
-    return a * 16 + b % 16
+    digits: Array = a * 16 + b % 16
+    return digits
 
 
 def _last(a: Array, b: Array) -> Array:

@@ -136,7 +136,7 @@ def _messages_among_collectives(comm: Communicator) -> None:
 
 @check()
 def check_sendrecv(factory: RankFactory, size: int) -> None:
-    """sendrecv goes round a ring of ranks without waiting, in any sizes; with oneself too."""
+    """A sendrecv goes round a ring of ranks without waiting, in any sizes; with oneself too."""
     factory.run(size, _sendrecv)
 
 

@@ -141,7 +141,7 @@ def _in_place(comm: Communicator) -> None:
 
 @check(roots)
 def check_reduce(factory: RankFactory, size: int, *, root: int) -> None:
-    """reduce gives the root the fold and the others nothing: every op, dtype and size."""
+    """A reduce gives the root the fold and the others nothing: every op, dtype and size."""
     factory.run(size, _reduce, root)
 
 
@@ -160,7 +160,7 @@ def _reduce(comm: Communicator, root: int) -> None:
 
 @check(roots)
 def check_reduce_large(factory: RankFactory, size: int, *, root: int) -> None:
-    """reduce of more than a mebibyte, also in place at the root, leaves inputs alone."""
+    """A reduce of more than a mebibyte, also in place at the root, leaves inputs alone."""
     factory.run(size, _reduce_large, root)
 
 
@@ -195,9 +195,7 @@ def _reduce_scatter(comm: Communicator, op: str) -> None:
             _hold_part(found, op, inputs, part, what, dtype)
 
 
-def _hold_part(
-    found: Any, op: str, inputs: list[Any], part: slice, what: str, dtype: str
-) -> None:
+def _hold_part(found: Any, op: str, inputs: list[Any], part: slice, what: str, dtype: str) -> None:
     wanted = expected(op, inputs)[part]
     assert_close(plain(found), wanted.astype(plain(found).dtype), what, _tolerance(op, dtype))
 
@@ -229,7 +227,7 @@ def _reduce_scatter_counts(comm: Communicator) -> None:
 
 @check()
 def check_scan(factory: RankFactory, size: int) -> None:
-    """scan gives each rank the fold of the ranks up to it: every op and dtype, and large."""
+    """A scan gives each rank the fold of the ranks up to it: every op and dtype, and large."""
     factory.run(size, _scan)
 
 

@@ -84,7 +84,7 @@ def delay(rank: int, seconds: float, *, at_call: int | None = None) -> Fault:
 
 
 def fail(rank: int, error: BaseException, *, at_call: int) -> Fault:
-    """Raise ``error`` on ``rank`` in place of its ``at_call``-th call, as a broken library would."""
+    """Raise ``error`` in ``rank`` at its ``at_call``-th call, as a broken library would."""
     return Fault("fail", rank, at_call, error=error)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from collective.backend import Backend
 from collective.testing.checks import Case, Check, RankFactory
-from collective.testing.conformance import chosen_checks, cases_of, problem_of, reason_for, stale
+from collective.testing.conformance import cases_of, chosen_checks, problem_of, reason_for, stale
 
 if TYPE_CHECKING:
     import pytest

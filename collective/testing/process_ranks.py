@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,6 +18,9 @@ __all__ = ["ProcessRanks"]
 
 # How long a process may take to leave by itself, or to tell where it hangs.
 _LEAVE_S = 5.0
+# How long processes may take to start and to import what a job needs.
+_START_S = 60.0
+_NO = b"no"
 _STACKS_S = 2.0
 
 
@@ -88,27 +92,50 @@ class ProcessRanks:
             if rank not in self._members:
                 self._members[rank] = _Member(rank)
         outcomes: dict[int, Outcome] = {}
-        for rank, member in self._members.items():
+        self._send(range(self.size), message, outcomes)
+        # Whoever starts its processes or imports its modules first waits for the last.
+        self._collect(_START_S, outcomes)
+        if not outcomes:
+            self._send(range(self.size), worker.GO, outcomes)
+            self._collect(timeout, outcomes)
+        else:
+            self._send(self._members, _NO, {})
+        return outcomes
+
+    def _send(self, ranks: Iterable[int], message: bytes, outcomes: dict[int, Outcome]) -> None:
+        for rank in list(ranks):
             try:
-                member.jobs.send_bytes(message)
+                self._members[rank].jobs.send_bytes(message)
             except OSError:
                 outcomes[rank] = self._died(rank)
+
+    def _collect(self, timeout: float, outcomes: dict[int, Outcome]) -> None:
+        """Wait until every rank has loaded its job, or has ended it."""
         deadline = time.monotonic() + timeout
-        while pending := [r for r in range(self.size) if r not in outcomes]:
+        pending = {rank for rank in range(self.size) if rank not in outcomes}
+        while pending:
             pipes: dict[Any, int] = {self._members[rank].jobs: rank for rank in pending}
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
             if not ready:
-                outcomes.update(self._hung(pending, timeout))
+                outcomes.update(self._hung(sorted(pending), timeout))
+                return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                outcomes[pipes[pipe]] = self._outcome(pipes[pipe], pipe)
-        return outcomes
+                rank = pipes[pipe]
+                pending.discard(rank)
+                outcome = self._outcome(rank, pipe)
+                if outcome is not None:
+                    outcomes[rank] = outcome
 
-    def _outcome(self, rank: int, pipe: Connection) -> Outcome:
+    def _outcome(self, rank: int, pipe: Connection) -> Outcome | None:
+        """Return what ``rank`` says: its outcome, or None if it has loaded its job."""
         try:
-            outcome = pickle.loads(pipe.recv_bytes())
+            said = pipe.recv_bytes()
         except (EOFError, OSError):
             return self._died(rank)
+        if said == worker.LOADED:
+            return None
+        outcome = pickle.loads(said)
         assert isinstance(outcome, Outcome)
         return outcome
 

@@ -73,7 +73,8 @@ class RankPool:
             function: what to do; where ranks are processes, it, its arguments and its result
                 are pickled, so it has to stand at the top of a module.
             timeout: seconds until ranks that have not returned are stopped: processes are
-                killed, threads find their communicator aborted.
+                killed, threads find their communicator aborted. Starting processes does
+                not count.
             call_timeout: seconds that one call of the communicator may take; by default
                 somewhat less than ``timeout``.
             shared: use one communicator for all jobs that say so and differ in neither
@@ -102,9 +103,9 @@ class RankPool:
         self, timeout: float, check: str, faults: tuple[Fault, ...], shared: bool
     ) -> Opening:
         known = self._shared
-        if shared and not faults and known is not None:
-            if (known.timeout, known.check) == (timeout, check):
-                return known
+        alike = known is not None and (known.timeout, known.check) == (timeout, check)
+        if shared and not faults and known is not None and alike:
+            return known
         if self._directory is None:
             self._directory = tempfile.mkdtemp(prefix="collective-testing-")
         job = f"testing-{secrets.token_hex(8)}"

@@ -147,9 +147,7 @@ def assert_close(found: Any, wanted: Any, what: str, tolerance: float) -> None:
     )
 
 
-def _assert_alike(
-    found: Any, wanted: Any, what: str, alike: Callable[[Array, Array], Any]
-) -> None:
+def _assert_alike(found: Any, wanted: Any, what: str, alike: Callable[[Array, Array], Any]) -> None:
     if found is None:
         raise AssertionError(f"{what}: got None instead of an array")
     if _name(found) != _name(wanted):
@@ -177,7 +175,8 @@ LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset")
 def laid_out(layout: str, array: Array) -> Array:
     """Return a writable copy of ``array`` that lies in memory as ``layout`` says."""
     if layout == "strided":
-        view = np.zeros([2 * n for n in array.shape], array.dtype)[(slice(None, None, 2),) * array.ndim]
+        whole = np.zeros([2 * n for n in array.shape], array.dtype)
+        view = whole[(slice(None, None, 2),) * array.ndim]
     elif layout == "fortran":
         view = np.zeros(array.shape, array.dtype, order="F")
     elif layout == "negative":

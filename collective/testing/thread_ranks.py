@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 
-from collective.backend import Failure
 from collective.testing.failed import Outcome, RankHungError
 from collective.testing.seat import Job, Seat
 

@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection
 from collective.testing.failed import Outcome, RemoteError
 from collective.testing.seat import Job, Seat
 
-__all__ = ["STACKS", "serve"]
+__all__ = ["GO", "LOADED", "STACKS", "serve"]
 
 #: What the pool asks over the second pipe: where are your threads?
 STACKS = b"stacks"
+#: What the rank says when it has loaded a job, and what lets all ranks begin.
+LOADED, GO = b"loaded", b"go"
 
 
 def serve(rank: int, jobs: Connection, control: Connection) -> None:
@@ -23,32 +25,39 @@ def serve(rank: int, jobs: Connection, control: Connection) -> None:
 
     Args:
         rank: which rank this process is.
-        jobs: brings pickled jobs, takes pickled outcomes.
+        jobs: brings pickled jobs, takes pickled outcomes. A job begins when all ranks have
+            loaded it: importing what it needs may take seconds, which are not the job's.
         control: brings :data:`STACKS`; its end means that the pool's process is gone.
     """
     threading.Thread(target=_attend, args=(control,), name="attend", daemon=True).start()
     seat = Seat(rank)
-    while True:
-        try:
-            path, payload = pickle.loads(jobs.recv_bytes())
-        except EOFError:
-            seat.leave()
-            return
-        sys.path[:] = path
-        jobs.send_bytes(_dump(_perform(seat, payload)))
-
-
-def _perform(seat: Seat, payload: bytes) -> Outcome:
     try:
-        job: Job = pickle.loads(payload)
+        while True:
+            path, payload = pickle.loads(jobs.recv_bytes())
+            sys.path[:] = path
+            job = _load(rank, payload)
+            if isinstance(job, Outcome):
+                jobs.send_bytes(_dump(job))
+                continue
+            jobs.send_bytes(LOADED)
+            if jobs.recv_bytes() == GO:
+                jobs.send_bytes(_dump(seat.run(job)))
+    except EOFError:
+        seat.leave()
+
+
+def _load(rank: int, payload: bytes) -> Job | Outcome:
+    try:
+        job = pickle.loads(payload)
     except Exception as error:  # whatever importing the function's module raises
         return Outcome.failed(
             RemoteError(
-                f"rank {seat.rank}: the function or an argument cannot be loaded here: {error!r}. "
+                f"rank {rank}: the function or an argument cannot be loaded here: {error!r}. "
                 "Ranks are processes of their own: the function has to be importable."
             )
         )
-    return seat.run(job)
+    assert isinstance(job, Job)
+    return job
 
 
 def _dump(outcome: Outcome) -> bytes:
@@ -63,9 +72,7 @@ def _dump(outcome: Outcome) -> bytes:
             failure = RemoteError(f"the result, a {type(outcome.value).__name__}: {problem!r}")
             return pickle.dumps(Outcome.failed(failure))
         stand_in = RemoteError(f"{type(outcome.error).__name__}: {outcome.error}")
-        return pickle.dumps(
-            Outcome(error=stand_in, traceback=outcome.traceback, when=outcome.when)
-        )
+        return pickle.dumps(Outcome(error=stand_in, traceback=outcome.traceback, when=outcome.when))
     return pickled
 
 

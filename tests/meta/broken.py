@@ -22,6 +22,7 @@ from collective.ops import ReduceOp, as_op
 #: Lets the ranks that hang go on, when the test is over.
 released = threading.Event()
 
+
 def _another(buffer: Buffer, array: np.ndarray[Any, Any]) -> Buffer:
     return Buffer(array, buffer.dtype)
 

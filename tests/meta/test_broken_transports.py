@@ -102,7 +102,10 @@ def test_the_same_checks_pass_on_a_sound_transport(kind: type[Backend]) -> None:
 def test_expected_failures_are_not_failures_and_stale_ones_are() -> None:
     reasons = {"check_broadcast": "the wrong root", "check_gather[root=1]": "not broken any more"}
     results = run_checks(
-        broken.WrongRoot, (3,), checks=["check_broadcast", "check_gather"], expected_failures=reasons
+        broken.WrongRoot,
+        (3,),
+        checks=["check_broadcast", "check_gather"],
+        expected_failures=reasons,
     )
     broadcast, gather = results
     assert broadcast.outcome == "expected"

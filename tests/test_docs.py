@@ -1,0 +1,217 @@
+"""The documentation does what it says: its programs run, and print what stands below them.
+
+A block of Python whose first line is ``# name.py`` is written to a file of that name. A block
+called console is executed, each line after ``$`` by bash, and what it prints has to be what
+follows, in any order of the lines, as ranks take turns at random. A line ``...`` stands for any
+further lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import collective
+from collective.backends.shm.control import Layout
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"console", "python", "sh", "text", "toml"}
+
+
+@dataclass
+class Block:
+    """A fenced block of a document."""
+
+    document: str
+    line: int
+    language: str
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str | None:
+        """The name of the file that this block is."""
+        match = re.fullmatch(r"# (\w+\.py)", self.lines[0]) if self.lines else None
+        return match[1] if match and self.language == "python" else None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+@dataclass
+class Command:
+    """A command of a console block and what it prints."""
+
+    document: str
+    line: int
+    command: str
+    expected: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def blocks_of(document: Path) -> list[Block]:
+    found: list[Block] = []
+    inside = False
+    for number, line in enumerate(document.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            inside = not inside
+            if inside:
+                found.append(Block(document.name, number, line[3:].strip()))
+        elif inside:
+            found[-1].lines.append(line)
+    return found
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+
+
+def commands() -> list[Command]:
+    found: list[Command] = []
+    for block in BLOCKS:
+        if block.language == "console":
+            for number, line in enumerate(block.lines, block.line + 1):
+                if line.startswith("$ "):
+                    found.append(Command(block.document, number, line[2:]))
+                else:
+                    found[-1].expected.append(line)
+    return found
+
+
+COMMANDS = commands()
+
+
+def shown(block: Block) -> bool:
+    """Whether some console block of the document runs this program."""
+    stem = (block.name or "").removesuffix(".py")
+    return any(c.document == block.document and stem in c.command for c in COMMANDS)
+
+
+def lay_out(document: str, folder: Path) -> None:
+    """Put the document's programs, the examples and the commands into ``folder``."""
+    for block in BLOCKS:
+        if block.document == document and block.name:
+            (folder / block.name).write_text(block.text)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "bin").mkdir()
+    for name, options in (("python", ""), ("collective", "-m collective")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {options} "$@"\n')
+        command.chmod(0o755)
+
+
+def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+
+
+def plain(lines: list[str], folder: Path) -> list[str]:
+    """Take out of the lines what differs from run to run."""
+    text = "\n".join(lines).replace(f"{folder}/", "/home/me/")
+    return re.sub(r"pid \d+", "pid N", text).splitlines()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_command_prints_what_it_says(command: Command, tmp_path: Path) -> None:
+    lay_out(command.document, tmp_path)
+    done = execute(command.command, tmp_path)
+    printed = plain(done.stdout.splitlines(), tmp_path)
+    expected = plain(command.expected, tmp_path)
+    if "..." in expected:
+        missing = [line for line in expected if line not in {"...", *printed}]
+        assert not missing, done.stdout
+    else:
+        assert sorted(expected) == sorted(printed), done.stdout
+
+
+@pytest.mark.parametrize(
+    "block",
+    [b for b in BLOCKS if b.language == "python" and not shown(b)],
+    ids=lambda block: f"{block.document}:{block.line}",
+)
+def test_program_without_output_runs(block: Block, tmp_path: Path) -> None:
+    lay_out(block.document, tmp_path)
+    name = block.name or "program.py"
+    (tmp_path / name).write_text(block.text)
+    if name.startswith("test_"):
+        command = f"python -m pytest -q -p no:cacheprovider {name}"
+    else:
+        command = f"python {name} && collective run -n 3 {name}"
+    done = execute(command, tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_readme_shows_the_example_as_it_is() -> None:
+    example = (ROOT / "examples" / "hello.py").read_text()
+    assert example in [block.text for block in BLOCKS if block.document == "README.md"]
+
+
+def test_readme_leads_to_a_running_example_at_once() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index("collective run -n 4 examples/hello.py") < 1500
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.document}:{block.line}")
+def test_block_says_what_it_is(block: Block) -> None:
+    assert block.language in LANGUAGES
+
+
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    local = [link for link in links if not link.startswith("https://")]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_calls_of_the_readme_exist() -> None:
+    table = (ROOT / "README.md").read_text().partition("## The calls")[2].partition("| option")[0]
+    names = set(re.findall(r"`(\w+)[(`]", table)) - {"src", "shm"}
+    assert len(names) > 25
+    assert [name for name in names if not hasattr(collective.Communicator, name)] == []
+
+
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    said = {
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"(?:^|`)make (\w+)", document.read_text(), re.MULTILINE)
+    }
+    assert {"demo", "test", "bench"} <= said <= set(targets)
+
+
+def test_memory_of_shm_is_what_the_table_says() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+) MiB \| ([\d.]+) MiB \| ([\d.]+) MiB \| (\d+) KiB \|$",
+        (ROOT / "docs" / "shm.md").read_text(),
+        re.MULTILINE,
+    )
+    assert [int(row[0]) for row in rows] == [2, 4, 8, 64]
+    for row in rows:
+        size = int(row[0])
+        layout = Layout(size)
+        ring = layout.ring_bytes
+        parts = (layout.nbytes, layout.rings - layout.slots[0][0], layout.nbytes - layout.rings)
+        assert row[1:] == (*(f"{part / 2**20:.2f}" for part in parts), str(ring >> 10))
+        words = -(-(size + 1) * 512 // 4096) * 4096
+        notes, slots = size * (112 << 10), 2 * size * (256 << 10)
+        assert layout.nbytes == words + notes + slots + size * (size - 1) * (4096 + ring)
