@@ -109,6 +109,7 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
+    @np.errstate(all="ignore")
     def all_reduce(
         self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
     ) -> None:
@@ -135,6 +136,7 @@ class OneSided(Backend):
                 self._results(rank, out.dtype, count).copy(low, high, out[low:high])
         self._sync(timeout)
 
+    @np.errstate(all="ignore")
     def reduce(
         self,
         src: Buffer,
@@ -166,6 +168,7 @@ class OneSided(Backend):
                     region.copy(0, high - low, dst.array[low:high])
         self._sync(timeout)
 
+    @np.errstate(all="ignore")
     def reduce_scatter(
         self,
         src: Buffer,
@@ -186,6 +189,7 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
+    @np.errstate(all="ignore")
     def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
         fold = _Fold(op, src, self.rank + 1)
         source = fold.prepare(src.array)

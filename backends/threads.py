@@ -187,6 +187,8 @@ class ThreadsBackend(OneSided):
 
     def _step(self, timeout: float, call: Call | None) -> None:
         hub = self._hub
+        if hub.failure is not None:
+            raise hub.failure.error(str(call), self.rank)
         self._steps = step = self._steps + 1
         hub.arrived[self.rank] = step
         if min(hub.arrived) >= step:

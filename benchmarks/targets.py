@@ -37,26 +37,45 @@ _OTHERS_QUICK = "64K 1M 16M"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements and return what is written as JSON."""
+    """Run all measurements and return what is written as JSON, with what failed."""
     able, missing = contestants(["shm", *options.against], peers.find(options))
     pace, quick = Pace.of(options.quick), options.quick
     observer = Observer()
-    with Arena(able, 2) as arena:
-        versions = arena.versions
-        sizes = _sizes(_ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
-        records = collectives.run(arena, ["all_reduce"], sizes, pace, missing)
-        sizes = _sizes(_OTHERS_QUICK if quick else _OTHERS)
-        records += collectives.run(arena, OPERATIONS[1:], sizes, pace, missing)
-        waits = waiting.run(arena, 1.0, Pace(1 if quick else 3, 0.0))
-    with Arena(able, 4) as arena:
-        sizes = _sizes(_ALL_REDUCE_QUICK if quick else _CROWDED)
-        records += collectives.run(arena, ["all_reduce"], sizes, pace, missing)
-    sizes = _sizes("1M 16M" if quick else "1M 64M")
-    footprints = [found for ranks in (2, 4, 8) for found in memory.run(ranks, sizes)]
+    versions: dict[str, str] = {}
+    records: list[Record] = []
+    waits: list[waiting.Wait] = []
+    footprints: list[memory.Footprint] = []
+
+    def two_ranks() -> None:
+        with Arena(able, 2) as arena:
+            versions.update(arena.versions)
+            sizes = _sizes(_ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
+            records.extend(collectives.run(arena, ["all_reduce"], sizes, pace, missing))
+            sizes = _sizes(_OTHERS_QUICK if quick else _OTHERS)
+            records.extend(collectives.run(arena, OPERATIONS[1:], sizes, pace, missing))
+            waits.extend(waiting.run(arena, 1.0, Pace(1 if quick else 3, 0.0)))
+
+    def four_ranks() -> None:
+        with Arena(able, 4) as arena:
+            sizes = _sizes(_ALL_REDUCE_QUICK if quick else _CROWDED)
+            records.extend(collectives.run(arena, ["all_reduce"], sizes, pace, missing))
+
+    def mapped() -> None:
+        sizes = _sizes("1M 16M" if quick else "1M 64M")
+        for ranks in (2, 4, 8):
+            footprints.extend(memory.run(ranks, sizes))
+
+    failures = []
+    for part in (two_ranks, four_ranks, mapped):
+        try:
+            part()
+        except ArenaError as error:  # what was measured before counts all the same
+            failures.append(str(error))
     return {
         "machine": observer.machine(),
         "versions": versions,
         "missing": missing,
+        "failures": failures,
         "records": [record.as_json() for record in records],
         "waiting": [asdict(wait) for wait in waits],
         "memory": [asdict(footprint) for footprint in footprints],
@@ -112,14 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # Inherited by all ranks.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    try:
-        run = measure(options)
-    except ArenaError as error:
-        print(f"targets: {error}", file=sys.stderr)
-        return 1
+    run = measure(options)
     write(options.json, run)
     show(run, not options.brief, options.markdown)
-    return 0
+    for failure in run["failures"]:
+        print(f"targets: {failure}", file=sys.stderr)
+    return 1 if run["failures"] else 0
 
 
 if __name__ == "__main__":

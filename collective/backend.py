@@ -52,6 +52,7 @@ from collective.algorithms import (
     scatter,
     sendrecv,
 )
+from collective.algorithms.tags import COLLECTIVE_TAG
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
@@ -73,8 +74,6 @@ __all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group"]
 
 #: As ``src`` of a receive: whoever sends first.
 ANY_SOURCE = -1
-#: The tag of the default algorithms' messages; a user's tags are 0 to 2**31 - 1.
-COLLECTIVE_TAG = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,8 @@ class Backend(ABC):
     ) -> None:
         """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, at once.
 
-        Neither waits for the other; a rank may exchange with itself.
+        Neither waits for the other; a rank may exchange with itself. What it sends may
+        also meet a plain ``recv``, and the other way round.
         """
         sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
 
@@ -322,15 +322,18 @@ class Group(Backend):
     """Some ranks of another transport, by translation of ranks and tags."""
 
     def __init__(self, parent: Backend, ranks: Sequence[int]) -> None:
+        self._parent: Backend = parent
+        self._ranks: Sequence[int] = range(parent.size)
         # A class attribute elsewhere; here it follows the transport underneath.
         self.name = parent.name  # type: ignore[misc]
         self.capabilities = parent.capabilities
         self.rank = list(ranks).index(parent.rank)
         self.size = len(ranks)
-        self._parent = parent
-        self._ranks = tuple(ranks)
-        self._context = _context(parent, self._ranks)
-        self._failure: Failure | None = None
+        self._context = _context(parent, tuple(ranks))
+        # A group of a group sends over the transport itself: contexts must not add up.
+        if isinstance(parent, Group):
+            self._parent, self._ranks = parent._parent, parent._ranks
+        self._ranks = tuple(self._ranks[rank] for rank in ranks)
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Self:
@@ -343,6 +346,13 @@ class Group(Backend):
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         source = ANY_SOURCE if src == ANY_SOURCE else self._ranks[src]
         return self._ranks.index(self._parent.recv(dst, source, self._context + tag, timeout))
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        self._parent.sendrecv(
+            src, self._ranks[to], dst, self._ranks[source], self._context + tag, timeout
+        )
 
     def abort(self, failure: Failure) -> None:
         # Its messages share the parent's connections, so there is no breaking one alone.

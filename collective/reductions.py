@@ -91,6 +91,15 @@ class Reductions(Calls):
         key = ("all_reduce", dtype, shape, op, order)
         plan = self._plans.get(key) or self._plan(key, None)
         seconds = self.timeout if timeout is None else self._seconds(timeout)
+        own = type(x) is np.ndarray and array.base is None and x.flags.carray
+        if out is x and own and not async_op and self._lane.idle:
+            # In place in memory of its own: nothing to allocate, to compare or to keep.
+            src = Buffer(array.ravel(), dtype)
+            self._collective(
+                self._backend.all_reduce, plan.call, src, src, plan.op, plan.ordered, plan.call,
+                seconds,
+            )  # fmt: skip
+            return out
         output = Output("all_reduce", out, adapter, shape, dtype)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loopback import Loopback, Rendezvous
-
 from collective.testing import parametrize_with_checks
+from tests.loopback import Loopback, Rendezvous
 
 SIZES = (1, 2, 3, 4)
 # More ranks than cores: what depends on the number of ranks and not on the kind of array.

@@ -104,7 +104,10 @@ def lay_out(document: str, folder: Path) -> None:
     (folder / "bin").mkdir()
     for name, options in (("python", ""), ("collective", "-m collective")):
         command = folder / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {options} "$@"\n')
+        command.write_text(
+            f'#!/bin/sh\nexport PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{ROOT}"\n'
+            f'exec "{sys.executable}" {options} "$@"\n'
+        )
         command.chmod(0o755)
 
 
@@ -113,7 +116,7 @@ def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 from shm_ranks import shm  # noqa: F401
 
 import collective
-from collective.errors import MismatchError
+from collective.arrays import adapter_of
+from collective.errors import CollectiveError, MismatchError
+from collective.store import FileStore
+from collective.world import World
 
 # Above the size from which an operation is prepared, and not a multiple of the sizes.
 N = 20_011
@@ -244,7 +245,7 @@ def many_calls(comm) -> str:
     if comm.rank == 0:
         try:
             comm.barrier(timeout=0.3)
-        except collective.CollectiveTimeoutError as error:
+        except CollectiveError as error:  # the other has left, or does not come
             return str(error)
     return ""
 
@@ -254,27 +255,16 @@ def test_the_table_of_last_calls_holds_the_last_of_many(shm):  # noqa: F811
     assert "all_reduce(int64[150]" in text
 
 
-def torch_in_place(comm) -> list[bool]:
-    """Symmetric memory is known as such through PyTorch too: in bfloat16 as well."""
+def test_tensors_in_symmetric_memory_are_known_as_such(tmp_path):
     torch = pytest.importorskip("torch")
-    known = []
-    for dtype in ("float32", "bfloat16"):
-        x = comm.empty(N, dtype, like="torch")
-        x.fill_(comm.rank + 1)
-        known.append(comm._backend._heap.locate(_flat(x))[0] > 0)
-        comm.all_reduce(x, out=x)
-        assert torch.all(x == sum(r + 1 for r in range(comm.size))), dtype
-        ordinary = torch.ones(N)
-        known.append(comm._backend._heap.locate(_flat(ordinary))[0] == 0)
-    gc.collect()
-    return known
+    world = World(0, 1, 0, 1, "here", "none", "job", FileStore(tmp_path / "store"))
+    with collective.connect(world, "shm") as comm:
+        for number, dtype in enumerate(("float32", "bfloat16"), 1):
+            tensor = comm.empty(N, dtype, like="torch")
+            assert comm._backend._heap.locate(_flat(tensor))[:2] == (number, 0), dtype
+            assert comm._backend._heap.locate(_flat(tensor[16:]))[1] > 0, dtype
+            assert comm._backend._heap.locate(_flat(torch.ones(N)))[0] == 0
 
 
 def _flat(tensor):
-    from collective.arrays import adapter_of
-
     return adapter_of(tensor).view(tensor)[0].ravel()
-
-
-def test_tensors_in_symmetric_memory_are_reduced_there(shm):  # noqa: F811
-    assert shm(2, torch_in_place) == [[True] * 4] * 2

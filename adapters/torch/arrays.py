@@ -35,10 +35,10 @@ class TorchAdapter(Adapter):
     def view(self, x: Any) -> tuple[Array, DType]:
         if x.requires_grad:
             x = x.detach()
-        if not x.is_cpu or x.layout is not torch.strided:
+        if not x.is_cpu or x.layout is not torch.strided or x.is_nested:
             raise DeviceError(
-                f"torch: a {x.layout} tensor on {x.device}; this transport takes dense tensors "
-                "on the CPU. Use x.cpu() or x.to_dense()."
+                f"torch: a {'nested' if x.is_nested else x.layout} tensor on {x.device}; this "
+                "transport takes dense tensors on the CPU. Use x.cpu() or x.to_dense()."
             )
         dtype = _DTYPES.get(x.dtype)
         if dtype is None:

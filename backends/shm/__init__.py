@@ -5,7 +5,7 @@ each rank, and a ring for each ordered pair. A rank arrives at a step by writing
 step's number to its line and waits until every line shows it: no locks, no system
 calls; words are aligned and eight bytes long, so a store is one instruction.
 
-How contents travel, by size: up to 32 KiB through the slots, written before the
+How contents travel, by size: up to 256 KiB through the slots, written before the
 arrival, so that one wait does it all (two sets of slots in turn: a set is written again
 two steps later, when everybody is known to have read it). Above that the ranks publish
 where their buffers are. Buffers in symmetric memory (``comm.empty()``) are mapped by

@@ -27,7 +27,7 @@ from collective.errors import (
 from collective.reduction import Fold, Scale
 
 from .control import SLOT_BYTES, Control, Layout
-from .prepared import PREPARED_BYTES, Prepared, prepare
+from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
 from .ring import Receiving, Ring, Sending
 from .segment import Segment, process_vm_readv
 from .symmetric import Heap, address_of
@@ -312,7 +312,7 @@ class ShmBackend(OneSided):
         self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
     ) -> None:
         source = src.array
-        if source.nbytes > SLOT_BYTES:
+        if source.nbytes > SLOT_BYTES or self.size == 1 or not one_ufunc(op, src.dtype):
             super().all_reduce(src, dst, op, ordered, call, timeout)
             return
         # The general path does the same in 3 µs more: it matters below a few KiB only.
@@ -322,15 +322,17 @@ class ShmBackend(OneSided):
         if small.pre is None:
             views[self.rank][:] = source
         else:
-            small.pre(source, views[self.rank])
+            with np.errstate(all="ignore"):
+                small.pre(source, views[self.rank])
         control.arrive(call, timeout)
         out = dst.array
-        if self.size == 2:
-            small.fold(views[0], views[1], out=out)
-        else:
-            out[:] = views[0]
-            for view in views[1:]:
-                small.fold(out, view, out=out)
+        value = views[0]
+        for view in views[1:]:
+            try:  # noqa: SIM105 - see FLOATING
+                small.fold(value, view, out=out)
+            except FLOATING:
+                pass
+            value = out
         if small.post is not None:
             small.post(out, out)
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from loopback import Loopback, _Message
 
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.buffer import Buffer
 from collective.call import Call
 from collective.ops import ReduceOp, as_op
+from tests.loopback import Loopback, _Message
 
 #: Lets the ranks that hang go on, when the test is over.
 released = threading.Event()

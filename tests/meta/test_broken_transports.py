@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import broken
 import pytest
-from loopback import Loopback
 
 from collective.backend import Backend
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.testing import RankFactory, all_checks, run_checks
+from tests.loopback import Loopback
 
 
 class Fault(NamedTuple):

@@ -1,0 +1,332 @@
+"""Arrays of frameworks as NumPy over the same memory, and back."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collective.arrays import adapter_like, adapter_of, is_array
+from collective.dtypes import BY_NAME
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.testing import run_ranks
+
+torch = pytest.importorskip("torch")
+
+NATIVE = sorted(set(BY_NAME) - {"bfloat16"})
+IN_TORCH = sorted(name for name in BY_NAME if hasattr(torch, name))
+
+
+def _shares(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+
+
+# -- NumPy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_numpy_is_seen_where_it_is_and_comes_back_as_itself(name):
+    x = np.zeros((3, 4), name)
+    adapter = adapter_of(x)
+    array, dtype = adapter.view(x)
+    assert dtype is BY_NAME[name]
+    assert array is x
+    assert adapter.wrap(array, dtype) is x
+
+
+@pytest.mark.parametrize(
+    "cut", [np.s_[::2], np.s_[::-1], np.s_[:, 1], np.s_[..., None], np.s_[0, 0]], ids=str
+)
+def test_numpy_keeps_strides(cut):
+    x = np.arange(24.0).reshape(4, 6)
+    view = x[cut]
+    array, _ = adapter_of(view).view(view)
+    assert array.shape == np.shape(view)
+    np.testing.assert_array_equal(array, view)
+    assert np.ndim(view) == 0 or array.strides == view.strides
+
+
+@pytest.mark.parametrize("scalar", [np.float32(2.5), np.int8(-3), np.bool_(True), np.array(7)])
+def test_numpy_scalars_have_no_dimensions(scalar):
+    array, dtype = adapter_of(scalar).view(scalar)
+    assert array.shape == ()
+    assert dtype.name == np.asarray(scalar).dtype.name
+    assert array[()] == scalar
+
+
+def test_numpy_read_only_may_be_read_and_not_written():
+    x = np.zeros(3)
+    x.flags.writeable = False
+    assert adapter_of(x).view(x)[0] is x
+    with pytest.raises(InvalidArgumentError, match="read-only"):
+        adapter_of(x).output(x)
+    with pytest.raises(InvalidArgumentError, match="read-only"):
+        adapter_of(np.float32(1)).output(np.float32(1))
+
+
+def test_numpy_subclasses_are_seen_as_plain_arrays():
+    class Mine(np.ndarray):
+        pass
+
+    x = np.arange(3.0).view(Mine)
+    array, _ = adapter_of(x).view(x)
+    assert type(array) is np.ndarray
+    assert _shares(array, x)
+
+
+def test_masked_arrays_are_refused():
+    x = np.ma.masked_array([1.0, 2.0], [True, False])
+    with pytest.raises(InvalidArgumentError, match="filled"):
+        adapter_of(x)
+    assert not is_array(x)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.dtype("f4").newbyteorder(), "U3", "S3", object, "M8[s]", "m8[s]", [("a", "f4")]]
+)
+def test_numpy_types_that_cannot_travel_are_refused(dtype):
+    x = np.zeros(2, dtype)
+    with pytest.raises(DtypeError, match="cannot travel"):
+        adapter_of(x).view(x)
+
+
+def test_foreign_endianness_is_refused_by_a_call_and_not_reduced_as_if_native():
+    def program(comm):
+        with pytest.raises(DtypeError):
+            comm.all_reduce(np.ones(3, np.dtype("f8").newbyteorder()))
+        return comm.all_reduce(np.ones(3))[0]
+
+    assert run_ranks(2, program) == [2.0, 2.0]
+
+
+def test_numpy_bfloat16_of_ml_dtypes():
+    x = np.array([[1.0, -2.5], [3.0, 0.0]], ml_dtypes.bfloat16)
+    for view in (x, x[::-1, ::-1], x[:, 0], x[0, 1]):
+        adapter = adapter_of(view)
+        array, dtype = adapter.view(view)
+        assert dtype is BY_NAME["bfloat16"]
+        assert array.dtype == np.uint16
+        back = adapter.wrap(array, dtype)
+        assert back.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(back.astype("f4"), np.asarray(view).astype("f4"))
+
+
+def test_unaligned_memory_is_reduced():
+    def program(comm):
+        raw = np.zeros(8 * 50_000 + 1, np.uint8)[1:].view(np.float64)
+        raw[:] = comm.rank + 1
+        assert not raw.flags.aligned
+        comm.all_reduce(raw, out=raw)
+        return float(raw[-1]), float(comm.all_reduce(raw)[0])
+
+    assert run_ranks(2, program) == [(3.0, 6.0)] * 2
+
+
+# -- PyTorch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_torch_is_seen_where_it_is_and_comes_back_as_itself(name):
+    x = torch.ones((3, 4), dtype=getattr(torch, name))
+    adapter = adapter_of(x)
+    array, dtype = adapter.view(x)
+    assert dtype is BY_NAME[name]
+    assert array.dtype == dtype.storage
+    assert array.__array_interface__["data"][0] == x.data_ptr()
+    back = adapter.wrap(array, dtype)
+    assert back.dtype == x.dtype
+    assert back.data_ptr() == x.data_ptr()
+
+
+def test_torch_knows_all_the_types():
+    assert set(IN_TORCH) == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_torch_keeps_strides(name):
+    x = torch.arange(24, dtype=getattr(torch, name)).reshape(4, 6)
+    for view in (x.t(), x[::2, 1::3], x[0], x[1, 2], x[:0]):
+        array, _ = adapter_of(view).view(view)
+        assert array.shape == tuple(view.shape)
+        values = array if name == "float32" else array.view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(values.astype("f4"), view.float().numpy())
+
+
+def test_torch_that_requires_a_gradient_is_taken_for_its_values():
+    x = torch.nn.Parameter(torch.ones(3))
+    adapter = adapter_of(x)
+    array, dtype = adapter.view(x)
+    assert array.__array_interface__["data"][0] == x.data_ptr()
+    assert not adapter.wrap(array, dtype).requires_grad
+    adapter.output(x)[0][:] = 2
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_torch_lazy_conjugates_and_negatives_are_resolved():
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (x.conj(), x.conj().imag):
+        array, _ = adapter_of(lazy).view(lazy)
+        np.testing.assert_array_equal(array, lazy.resolve_conj().resolve_neg().numpy())
+        with pytest.raises(InvalidArgumentError, match="out"):
+            adapter_of(lazy).output(lazy)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.ones(3).to_mkldnn(),
+    ],
+    ids=["sparse", "csr", "meta", "mkldnn"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_torch_that_is_not_dense_on_the_cpu_is_refused(make):
+    if "mkldnn" in repr(make.__code__.co_names) and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of PyTorch has no mkldnn")
+    x = make()
+    with pytest.raises(DeviceError, match="torch"):
+        adapter_of(x).view(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torch_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(DeviceError, match="torch"):
+        adapter_of(x).view(x)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn], ids=str)
+def test_torch_types_that_cannot_travel_are_refused(dtype):
+    x = torch.empty(3, dtype=dtype)
+    with pytest.raises(DtypeError, match="cannot travel"):
+        adapter_of(x).view(x)
+
+
+def test_torch_expanded_tensors_go_in_and_not_out():
+    def program(comm):
+        x = torch.full((1,), comm.rank + 1.0).expand(5)
+        with pytest.raises(InvalidArgumentError, match="expanded"):
+            comm.all_reduce(torch.ones(5), out=x)
+        return comm.all_reduce(x).tolist()
+
+    assert run_ranks(2, program) == [[3.0] * 5] * 2
+
+
+def test_frameworks_meet_in_one_call():
+    def program(comm):
+        x = torch.full((2,), 1.0) if comm.rank else np.full(2, 2.0, np.float32)
+        total = comm.all_reduce(x)
+        return type(total) is type(x) and float(total[0]) == 3.0
+
+    assert run_ranks(2, program) == [True, True]
+
+
+# -- DLPack ------------------------------------------------------------------------------
+
+
+class Exporter:
+    """An array of a framework that nobody knows, which speaks DLPack."""
+
+    device = (1, 0)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+def test_dlpack_is_seen_where_it_is():
+    x = Exporter(np.arange(6.0).reshape(2, 3)[:, ::2])
+    array, dtype = adapter_of(x).view(x)
+    assert dtype is BY_NAME["float64"]
+    assert _shares(array, x.array)
+    np.testing.assert_array_equal(array, x.array)
+
+
+def test_dlpack_comes_back_as_numpy_if_its_module_has_no_from_dlpack():
+    def program(comm):
+        x = Exporter(np.full(3, comm.rank + 1.0))
+        return comm.all_reduce(x)
+
+    for total in run_ranks(2, program):
+        assert type(total) is np.ndarray
+        assert total.tolist() == [3, 3, 3]
+
+
+def test_dlpack_comes_back_as_its_own_kind_if_its_module_has_from_dlpack(monkeypatch):
+    module = types.ModuleType("framework_of_a_stranger")
+    module.from_dlpack = lambda array: Stranger(np.from_dlpack(array))
+
+    class Stranger(Exporter):
+        pass
+
+    Stranger.__module__ = "framework_of_a_stranger.arrays"
+    monkeypatch.setitem(sys.modules, "framework_of_a_stranger", module)
+    x = Stranger(np.arange(3))
+    adapter = adapter_of(x)
+    back = adapter.wrap(*adapter.view(x))
+    assert type(back) is Stranger
+    assert back.array.tolist() == [0, 1, 2]
+
+
+def test_dlpack_cannot_hold_bfloat16_and_numpy_takes_its_place():
+    adapter = adapter_of(Exporter(np.zeros(1)))
+    back = adapter.wrap(np.zeros(2, np.uint16), BY_NAME["bfloat16"])
+    assert back.dtype == ml_dtypes.bfloat16
+
+
+def test_dlpack_on_another_device_is_refused():
+    x = Exporter(np.zeros(2))
+    x.device = (2, 0)
+    with pytest.raises(DeviceError, match=r"\(2, 0\)"):
+        adapter_of(x).view(x)
+
+
+def test_dlpack_that_cannot_be_exported_is_refused():
+    x = Exporter(np.zeros(2, "U1"))
+    with pytest.raises(DtypeError, match="DLPack"):
+        adapter_of(x).view(x)
+
+
+def test_dlpack_of_a_module_that_is_gone():
+    class Orphan(Exporter):
+        __module__ = "a_module_that_is_not_there"
+
+    x = Orphan(np.zeros(2))
+    assert type(adapter_of(x).wrap(*adapter_of(x).view(x))) is np.ndarray
+
+
+# -- names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [1, 1.5, "text", None, [1.0], object(), {"a": 1}])
+def test_what_is_no_array_is_refused(thing):
+    assert not is_array(thing)
+    with pytest.raises(InvalidArgumentError, match="object calls|none"):
+        adapter_of(thing)
+
+
+def test_like_is_a_name_or_an_array():
+    assert adapter_like("numpy") is adapter_of(np.zeros(1))
+    assert adapter_like("torch") is adapter_of(torch.zeros(1))
+    assert adapter_like(torch.zeros(1)) is adapter_like("torch")
+    with pytest.raises(InvalidArgumentError, match="numpy, torch"):
+        adapter_like("tensorflow")
+
+
+def test_like_of_a_framework_that_is_not_installed(monkeypatch):
+    import collective.arrays as arrays
+
+    monkeypatch.setitem(arrays._FRAMEWORKS, "absent", ("collective.adapters.absent", "Adapter"))
+    with pytest.raises(InvalidArgumentError, match=r"pip install collective\[absent\]"):
+        adapter_like("absent")

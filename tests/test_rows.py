@@ -1,0 +1,79 @@
+"""How arrays are cut into the ranks' pieces and joined again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collective.errors import ShapeError
+from collective.rows import Rows, check_counts, split_sizes
+
+SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_an_array_is_cut_as_numpy_array_split_does(length, size):
+    sizes = split_sizes("scatter", length, size, None)
+    assert sizes == [piece.size for piece in np.array_split(np.arange(length), size)]
+
+
+@given(SHAPES, st.integers(-4, 3), st.integers(1, 5))
+def test_pieces_joined_again_are_the_array(shape, axis, size):
+    if not -len(shape) <= axis < len(shape):
+        axis = 0
+    x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    rows = Rows("scatter", x, axis)
+    assert rows.length == shape[axis]
+    assert rows.shape_with(rows.length) == shape
+    sizes = split_sizes("scatter", rows.length, size, None)
+    for rank, expected in enumerate(np.array_split(x, size, axis)):
+        flat = np.full(expected.size, -1)
+        rows.restore(rows.piece(sizes, rank), flat, sizes[rank])
+        np.testing.assert_array_equal(flat.reshape(expected.shape), expected)
+        assert rows.shape_with(sizes[rank]) == expected.shape
+
+
+def test_the_first_axis_of_a_contiguous_array_is_cut_in_place():
+    x = np.arange(12.0).reshape(4, 3)
+    rows = Rows("scatter", x, 0)
+    assert np.shares_memory(rows.array, x)
+    assert np.shares_memory(rows.piece([1, 3], 1), x)
+    flat = np.empty(6)
+    assert rows.target(flat, 2) is flat
+    assert rows.inner == 3
+
+
+def test_an_array_without_dimensions_is_one_row():
+    rows = Rows("gather", np.array(5), 0)
+    assert (rows.length, rows.inner, rows.axis) == (1, 1, 0)
+    assert rows.shape_with(3) == (3,)
+    assert rows.array.tolist() == [5]
+
+
+@pytest.mark.parametrize("axis", [2, -3, 1.0, "0", None])
+def test_an_axis_that_is_not_there_is_refused(axis):
+    with pytest.raises(ShapeError, match="all_gather: axis .* of an array of 2 dimensions"):
+        Rows("all_gather", np.zeros((2, 2)), axis)
+
+
+@pytest.mark.parametrize("counts", [[2, 1], (2, 1), np.array([2, 1]), [2.0, 1], iter([2, 1])])
+def test_counts_are_integers_of_any_kind(counts):
+    if not hasattr(counts, "__len__"):
+        counts = list(counts)
+    assert split_sizes("scatter", 3, 2, counts) == [2, 1]
+    assert all(type(count) is int for count in check_counts("scatter", counts, 2))
+
+
+@pytest.mark.parametrize(
+    "counts", [[1], [1, 2, 0], [-1, 4], [1.5, 1.5], ["a", "b"], 3, [None, 3], []], ids=str
+)
+def test_counts_that_are_none_are_refused(counts):
+    with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
+        split_sizes("scatter", 3, 2, counts)
+
+
+def test_counts_that_do_not_add_up_are_refused_with_both_sums():
+    with pytest.raises(ShapeError, match=r"counts \[2, 2\] add up to 4; the axis has 3"):
+        split_sizes("scatter", 3, 2, [2, 2])

@@ -1,0 +1,125 @@
+"""Nested containers of arrays, flattened and built again."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collective import tree
+from collective.errors import InvalidArgumentError
+from collective.testing import run_ranks
+
+Pair = namedtuple("Pair", "first second")
+
+KEYS = st.text(max_size=3) | st.nothing()
+TREES = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.dictionaries(st.integers(0, 200), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_a_rebuilt_tree_is_the_tree(value):
+    leaves = tree.flatten(value)
+    assert tree.rebuild(value, iter(leaves)) == value
+    assert type(tree.rebuild(value, iter(leaves))) is type(value)
+
+
+@given(TREES)
+def test_a_skeleton_that_has_travelled_takes_the_leaves_in_the_same_order(value):
+    """A rank that knows only the skeleton, as JSON, must put each leaf in its own place."""
+    leaves = tree.flatten(value)
+    skeleton = json.loads(json.dumps(tree.skeleton(value)))
+    built = tree.rebuild(skeleton, iter(leaves))
+    assert tree.flatten(built) == leaves
+
+    def plain(node):
+        if isinstance(node, dict):
+            return {str(key): plain(item) for key, item in node.items()}
+        return [plain(item) for item in node] if isinstance(node, (list, tuple)) else node
+
+    assert built == plain(value)
+
+
+def test_the_order_of_insertion_does_not_matter():
+    a, b = {"x": 1, "y": 2}, {"y": 2, "x": 1}
+    assert tree.flatten(a) == tree.flatten(b) == [1, 2]
+    assert tree.skeleton(a) == tree.skeleton(b)
+    assert list(tree.rebuild(b, iter([10, 20]))) == ["y", "x"]
+
+
+def test_named_tuples_stay_what_they_are():
+    built = tree.rebuild(Pair([1], 2), iter([3, 4]))
+    assert built == Pair([3], 4)
+    assert type(built) is Pair
+
+
+@pytest.mark.parametrize("value", [[], (), {}, [[], {}]], ids=str)
+def test_empty_containers(value):
+    assert tree.flatten(value) == []
+    assert tree.rebuild(value, iter([])) == value
+
+
+@pytest.mark.parametrize("leaf", [0, None, "text", np.zeros(3), 1.5])
+def test_a_leaf_is_no_tree(leaf):
+    assert not tree.is_tree(leaf)
+    assert tree.skeleton(leaf) == 0
+    assert tree.flatten(leaf)[0] is leaf
+
+
+@pytest.mark.parametrize("function", [tree.flatten, tree.skeleton])
+def test_keys_that_cannot_be_sorted_are_refused(function):
+    with pytest.raises(InvalidArgumentError, match="use strings"):
+        function([{1: 0, "a": 0}])
+
+
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "broadcast", "all_gather", "scan", "reduce_scatter", "all_to_all"]
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: OrderedDict(b=x, a=x + 1),
+        lambda x: Pair(x, [x + 1]),
+        lambda x: {2: x, 10: x + 1, 1: x + 2},
+    ],
+    ids=["ordered_dict", "named_tuple", "integer_keys"],
+)
+def test_calls_take_any_kind_of_container(call, make):
+    def program(comm):
+        value = make(np.arange(4.0) + comm.rank)
+        got = getattr(comm, call)(value)
+        alone = [getattr(comm, call)(leaf) for leaf in tree.flatten(value)]
+        assert tree.skeleton(got) == tree.skeleton(value)
+        return all(map(np.array_equal, tree.flatten(got), alone))
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_scatter_puts_integer_keys_in_their_places_where_nothing_was_known():
+    def program(comm):
+        value = {1: np.array([1, 1]), 2: np.array([2, 2]), 10: np.array([10, 10])}
+        got = comm.scatter(value if comm.rank == 0 else None)
+        return {int(key): int(piece[0]) for key, piece in got.items()}
+
+    assert run_ranks(2, program) == [{1: 1, 2: 2, 10: 10}] * 2
+
+
+def test_scatter_with_a_template_of_another_nesting_gives_the_roots():
+    def program(comm):
+        got = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
+        return [piece.tolist() for piece in got]
+
+    assert run_ranks(2, program) == [[[0], [0]], [[1], [1]]]
