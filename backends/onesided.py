@@ -109,7 +109,6 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
-    @np.errstate(all="ignore")
     def all_reduce(
         self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
     ) -> None:
@@ -136,7 +135,6 @@ class OneSided(Backend):
                 self._results(rank, out.dtype, count).copy(low, high, out[low:high])
         self._sync(timeout)
 
-    @np.errstate(all="ignore")
     def reduce(
         self,
         src: Buffer,
@@ -168,7 +166,6 @@ class OneSided(Backend):
                     region.copy(0, high - low, dst.array[low:high])
         self._sync(timeout)
 
-    @np.errstate(all="ignore")
     def reduce_scatter(
         self,
         src: Buffer,
@@ -189,7 +186,6 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
-    @np.errstate(all="ignore")
     def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
         fold = _Fold(op, src, self.rank + 1)
         source = fold.prepare(src.array)
@@ -319,6 +315,7 @@ class _Fold:
         self._pre = reduction.pre(op, src.dtype, size)
         self._post = reduction.post(op, src.dtype, size)
 
+    @np.errstate(all="ignore")
     def prepare(self, source: Array) -> Array:
         """Return what this rank contributes; a new array if that is not ``source``."""
         if self._pre is None:
@@ -327,6 +324,7 @@ class _Fold:
         self._pre(source, scaled)
         return scaled
 
+    @np.errstate(all="ignore")
     def run(
         self,
         regions: Sequence[Region],

@@ -66,18 +66,18 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
 
 
 def show(footprints: Sequence[Footprint], markdown: bool = False) -> None:
-    """Print the table."""
+    """Print the table: of each column the operation that takes most."""
     sizes = list(dict.fromkeys(f.nbytes for f in footprints))
+    columns = {"mapped": "mapped", "in use": "resident", "during a call": "transient"}
+    header = ["ranks", *(f"{c}, {size_name(nbytes)}" for c in columns for nbytes in sizes)]
     rows = []
-    for ranks, operation in dict.fromkeys((f.ranks, f.operation) for f in footprints):
-        cells = [str(ranks), operation]
-        found = [f for f in footprints if (f.ranks, f.operation) == (ranks, operation)]
-        for field in ("mapped", "resident", "transient"):
-            cells += [size_name(getattr(f, field)) for f in found]
+    for ranks in dict.fromkeys(f.ranks for f in footprints):
+        cells = [str(ranks)]
+        for field in columns.values():
+            for nbytes in sizes:
+                found = [f for f in footprints if (f.ranks, f.nbytes) == (ranks, nbytes)]
+                cells.append(size_name(max(getattr(f, field) for f in found)))
         rows.append(cells)
-    header = ["ranks", "operation"]
-    for column in ("mapped", "in use", "during the call"):
-        header += [f"{column}, {size_name(nbytes)}" for nbytes in sizes]
     print_table("Memory per rank beside the arrays, shm", header, rows, markdown)
 
 

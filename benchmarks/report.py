@@ -60,14 +60,9 @@ class Observer:
         """
         wall = time.monotonic() - self._start
         others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
-        model = platform.processor() or platform.machine()
-        cpuinfo = Path("/proc/cpuinfo")
-        if cpuinfo.exists():
-            found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-            model = found[1] if found else model
         return {
             "date": self._date,
-            "cpu": model,
+            "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "others": max(0.0, others / wall),
             "seconds": wall,
@@ -75,6 +70,17 @@ class Observer:
             "python": platform.python_version(),
             "numpy": np.__version__,
         }
+
+
+def _cpu() -> str:
+    """Return the processor's name and the size of its last cache, which decides much here."""
+    text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    if not cache.exists():
+        return name
+    return f"{name}, {size_name(parse_size(cache.read_text()))} L3"
 
 
 def _busy_seconds() -> float:

@@ -171,7 +171,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         result = 130
     if ranks.failed.is_set() and not result:
-        _, rank, text = min(ranks.failures)
+        # The first that came of itself; they are in the order of time.
+        _, rank, text = min(ranks.failures, key=lambda failure: failure[0])
         result = ranks.codes.get(rank, 1)
         print(
             f"collective run: rank {rank} failed first (exit code {result})"

@@ -150,7 +150,7 @@ class Ring:
 
 
 class Sending:
-    """A message on its way out; :meth:`advance` until it says that it is over.
+    """A message on its way out; :meth:`advance` until it is ``over``.
 
     Args:
         place: address, symmetric segment and offset of a long message that the receiver
@@ -165,11 +165,11 @@ class Sending:
         self._header = [source.size, tag, *(place or (0, 0, 0)), 0]
         self._remote = place is not None
         self._slot = -1
-        self._started = self._announced = self._over = False
+        self._started = self._announced = self.over = False
 
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether the source may be changed."""
-        if self._over:
+        if self.over:
             return True
         ring, remote = self._ring, self._remote
         if not self._started:
@@ -199,7 +199,7 @@ class Sending:
                     return False
                 self._source = self._source[count:]
             ring.sending.release()
-        self._over = True
+        self.over = True
         return True
 
 
@@ -242,19 +242,19 @@ class _Arrived:
 
 
 class Receiving:
-    """A message asked for, from one of ``rings``; :meth:`advance` until it is there."""
+    """A message asked for, from one of ``rings``; :meth:`advance` until it is ``over``."""
 
     def __init__(self, rings: list[Ring], out: Array, tag: int) -> None:
         self._rings = rings
         self._out = out
         self._tag = tag
         self._message: _Arrived | None = None
-        self._streaming = self._over = False
+        self._streaming = self.over = False
         self.source = -1
 
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether the message is complete."""
-        if self._over:
+        if self.over:
             return True
         if self._message is None:
             for ring in self._rings:
@@ -275,5 +275,5 @@ class Receiving:
             message.ring.receiving.release()
         else:
             message.deliver(self._out)
-        self._over = True
+        self.over = True
         return True

@@ -249,8 +249,12 @@ class ShmBackend(OneSided):
             sent = sending.advance()
             return receiving.advance() and sent
 
+        def awaited() -> list[int]:
+            # A peer that has done its part may have left.
+            return [to] * (not sending.over) + [source] * (not receiving.over)
+
         if not self._spin(advance):
-            self._control.wait(advance, lambda: (to, source), f"sendrecv(tag={tag})", timeout)
+            self._control.wait(advance, awaited, f"sendrecv(tag={tag})", timeout)
 
     def _spin(self, advance: Any) -> bool:
         return any(advance() for _ in range(self._control.polls))

@@ -10,7 +10,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from collective.testing.failed import Outcome, RemoteError
-from collective.testing.seat import Job, Seat
+from collective.testing.seat import Job, Seat, backend_class
 
 __all__ = ["GO", "LOADED", "STACKS", "serve"]
 
@@ -49,15 +49,18 @@ def serve(rank: int, jobs: Connection, control: Connection) -> None:
 def _load(rank: int, payload: bytes) -> Job | Outcome:
     try:
         job = pickle.loads(payload)
-    except Exception as error:  # whatever importing the function's module raises
+        assert isinstance(job, Job)
+        # A transport that cannot be imported here would keep the peers waiting for it.
+        backend_class(job.opening.backend)
+        return job
+    except Exception as error:  # whatever importing a module raises
         return Outcome.failed(
             RemoteError(
-                f"rank {rank}: the function or an argument cannot be loaded here: {error!r}. "
-                "Ranks are processes of their own: the function has to be importable."
+                f"rank {rank}: the function, an argument or the transport cannot be loaded "
+                f"here: {error!r}. Ranks are processes of their own: the function has to be "
+                "importable."
             )
         )
-    assert isinstance(job, Job)
-    return job
 
 
 def _dump(outcome: Outcome) -> bytes:

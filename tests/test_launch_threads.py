@@ -1,0 +1,193 @@
+"""``collective run --backend threads``: the ranks are threads of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from launches import NOISE_S, PROMISED_S, finish, launches  # noqa: F401
+
+BODY = "import collective\nimport numpy as np\ncomm = collective.init()\n"
+
+
+@pytest.fixture
+def run(launches):  # noqa: F811
+    """Run a program as threads; return how it ended."""
+
+    def start(body: str, size: int = 2, *arguments: str):
+        path = launches.directory / "program.py"
+        path.write_text(body)
+        return launches.run("-n", str(size), "--backend", "threads", str(path), *arguments)
+
+    yield start
+    assert launches.living() == []
+    assert launches.run_directories() == []
+
+
+def test_every_rank_runs_the_program_as_main_with_its_own_namespace(run):
+    done = run(
+        BODY + "mine = comm.rank\ncomm.barrier()\n"
+        "print(__name__, mine, comm.size, collective.rank(), comm.backend)\n"
+        "assert comm.all_reduce(np.ones(2))[0] == comm.size\n",
+        3,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] __main__ {rank} 3 {rank} threads" for rank in range(3)
+    ]
+    assert done.stderr == ""
+
+
+def test_both_streams_are_prefixed_line_by_line(run):
+    done = run(
+        BODY + "import sys\n"
+        "print('a', end=''); comm.barrier(); print('b')\n"
+        "sys.stderr.write('to\\nstderr\\n')\n"
+        "sys.stdout.writelines(['one\\n', 'two\\n'])\n"
+        "print('never ended', end='')\n"
+    )
+    for rank in range(2):
+        mine = [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine == ["ab", "one", "two", "never ended"]
+        mine = [line[4:] for line in done.stderr.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine == ["to", "stderr"]
+
+
+def test_arguments_and_the_scripts_folder_are_as_for_any_script(run, launches):  # noqa: F811
+    (launches.directory / "beside.py").write_text("value = 5\n")
+    done = run("import sys, beside\nprint(sys.argv[1:], beside.value)\n", 1, "--flag", "x")
+    assert done.stdout == "[0] ['--flag', 'x'] 5\n"
+
+
+def test_a_script_is_not_compiled_with_our_future_imports(run):
+    done = run("def f(x: int): pass\nprint(f.__annotations__['x'] is int)\n", 1)
+    assert done.stdout == "[0] True\n"
+
+
+def test_modules_and_packages_run_too(launches):  # noqa: F811
+    package = launches.directory / "some_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sibling.py").write_text("value = 7\n")
+    (package / "__main__.py").write_text("from .sibling import value\nprint(value)\n")
+    done = launches.run("-n", "2", "--backend", "threads", "-m", "some_package")
+    assert sorted(done.stdout.splitlines()) == ["[0] 7", "[1] 7"], done.stderr
+    for name in ("no_such_module", "no_such_package.module"):
+        done = launches.run("-n", "2", "--backend", "threads", "-m", name)
+        assert done.returncode != 0
+        assert done.stderr == f"collective run: no module named {name!r}\n"
+
+
+def test_a_failure_ends_with_its_whole_traceback_and_its_exit_code(run):
+    done = run(
+        BODY + "def deeper():\n    raise ValueError('of rank one')\n"
+        "comm.barrier()\n"
+        "if comm.rank == 1:\n    deeper()\n"
+        "comm.barrier()\n"
+    )
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("collective run: rank 1 failed first (exit code 1)") :]
+    assert report.endswith("ValueError: of rank one\n")
+    assert "in deeper" in report
+    assert "launch_threads" not in report, "our own frames tell nothing"
+
+
+def test_the_peers_of_a_rank_that_failed_hear_its_traceback(run):
+    done = run(
+        BODY + "part = comm.dup()\ncomm.barrier()\n"
+        "if comm.rank == 1:\n    raise ValueError('of rank one')\n"
+        "for it in (comm, part):\n"
+        "    try:\n        it.barrier()\n"
+        "    except collective.PeerFailedError as error:\n"
+        "        print(error.rank, error.traceback.splitlines()[-1])\n"
+    )
+    assert done.stdout.splitlines() == ["[0] 1 ValueError: of rank one"] * 2
+
+
+def test_a_rank_that_just_ends_leaves_all_its_communicators(run):
+    done = run(
+        BODY + "other = collective.init()\npart = comm.dup()\ncomm.barrier()\n"
+        "if comm.rank == 0:\n"
+        "    for it in (part, other, comm):\n"
+        "        try:\n            it.barrier()\n"
+        "        except collective.PeerLostError as error:\n"
+        "            print(error.ranks)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0] (1,)"] * 3
+
+
+@pytest.mark.parametrize(
+    ("leave", "code", "told"),
+    [("3", 3, ""), ("'a reason'", 1, "a reason"), ("0", 0, ""), ("", 0, ""), ("None", 0, "")],
+)
+def test_sys_exit_gives_its_code(run, leave, code, told):
+    done = run(
+        BODY + "import sys\ncomm.barrier()\n"
+        f"if comm.rank == 1:\n    sys.exit({leave})\n"
+        "try:\n    comm.barrier()\n"
+        "except collective.CommunicatorAbortedError:\n"
+        f"    sys.exit(9 if {code} else 0)\n"
+    )
+    assert told in done.stderr
+    assert ("rank 1 failed first" in done.stderr) == (code != 0)
+    assert done.returncode == code, done.stderr
+
+
+def test_sys_exit_of_one_rank_is_not_hidden_by_what_the_others_raise(run):
+    done = run(
+        BODY + "import sys\ncomm.barrier()\nif comm.rank == 1:\n    sys.exit(3)\ncomm.barrier()\n"
+    )
+    assert done.returncode == 3
+    assert "collective run: rank 1 failed first (exit code 3)." in done.stderr
+
+
+def test_a_rank_that_hangs_does_not_keep_the_others_failure_back(run):
+    began = time.monotonic()
+    done = run(
+        BODY + "import time\ncomm.barrier()\n"
+        "if comm.rank == 0:\n    raise ValueError('first')\n"
+        "time.sleep(60)\n"
+    )
+    assert time.monotonic() - began < 20
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: first\n")
+
+
+def _await(path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("waits", ["comm.barrier()", "time.sleep(60)", "comm.recv(None, 1)"])
+def test_ctrl_c_ends_it_at_once(launches, waits):  # noqa: F811
+    path = launches.directory / "program.py"
+    path.write_text(
+        BODY + "import time\nif comm.rank == 0:\n    open('here', 'w').close()\n"
+        f"    {waits}\nelse:\n    time.sleep(60)\n"
+    )
+    process = launches.start("-n", "2", "--backend", "threads", str(path))
+    _await(launches.directory / "here")
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    done = finish(process)
+    assert time.monotonic() - began < PROMISED_S + NOISE_S
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert launches.living() == []
+
+
+def test_another_transport_is_refused_with_the_remedy(run):
+    done = run("import collective\ncollective.init('shm')\n")
+    assert done.returncode == 1
+    assert "collective run --backend shm" in done.stderr
+
+
+def test_a_list_by_device_that_names_threads_is_fine(run):
+    done = run("import collective\nprint(collective.init('cpu:threads,cuda:nccl').backend)\n")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] threads", "[1] threads"]

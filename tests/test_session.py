@@ -1,0 +1,306 @@
+"""init(), the current communicator, and how a program that ends tells its peers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from launches import ROOT, launches  # noqa: F401
+
+import collective
+from collective import session
+from collective.errors import (
+    BackendNotFoundError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConfigError,
+    PeerFailedError,
+    PeerLostError,
+    UnsupportedError,
+)
+from collective.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _nowhere(tmp_path, monkeypatch):
+    """Run where no configuration file is found, and forget the current communicator."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "_of_process", None)
+
+
+def _python(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# -- one rank ------------------------------------------------------------------------------
+
+
+def test_one_rank_works_with_nothing_configured():
+    with collective.init() as comm:
+        assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (0, 1, 0, 1)
+        assert comm.backend == "threads"
+        x = np.arange(3.0)
+        assert comm.all_reduce(x).tolist() == [0, 1, 2]
+        assert comm.gather(x).tolist() == [0, 1, 2]
+        assert comm.broadcast_object({"a": 1}) == {"a": 1}
+        assert "rank 0 of 1 over threads" in repr(comm)
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen"),
+    [
+        ("threads", "threads"),
+        ("shm", "shm"),
+        ("auto", "threads"),
+        ("cpu:shm,cuda:nonsense", "shm"),
+        ("cpu:auto", "threads"),
+    ],
+)
+def test_one_rank_over_any_transport(backend, chosen):
+    with collective.init(backend) as comm:
+        assert comm.backend == chosen
+        assert comm.all_reduce(np.ones(100_000)).sum() == 100_000
+        assert comm.split(0).size == 1
+
+
+def test_module_level_calls_use_the_communicator_of_init():
+    collective.init()  # nobody keeps it
+    assert (collective.rank(), collective.size()) == (0, 1)
+    assert collective.all_reduce(np.ones(2)).tolist() == [1, 1]
+    assert collective.current().rank == 0
+    collective.current().close()
+
+
+def test_a_later_init_is_the_current_one():
+    first, second = collective.init(), collective.init("shm")
+    assert collective.current() is second
+    second.close()
+    with pytest.raises(CommunicatorClosedError, match=r"collective\.init"):
+        collective.rank()
+    first.close()
+
+
+@pytest.mark.parametrize("call", ["rank", "size", "barrier", "current"])
+def test_without_a_communicator_module_level_calls_say_what_to_do(call):
+    with pytest.raises(CommunicatorClosedError, match=r"call collective\.init\(\) first"):
+        getattr(collective, call)()
+
+
+def test_every_call_of_a_closed_communicator_says_that_it_is_closed():
+    comm = collective.init()
+    comm.close()
+    comm.close()
+    assert comm.closed
+    assert repr(comm).endswith(", closed>")
+    x = np.ones(2)
+    for call in ("all_reduce", "broadcast", "gather", "scan", "all_to_all", "scatter"):
+        with pytest.raises(CommunicatorClosedError, match="closed"):
+            getattr(comm, call)(x)
+    for call in (comm.barrier, comm.dup, lambda: comm.empty(3), lambda: comm.sendrecv(x, 0, 0)):
+        with pytest.raises(CommunicatorClosedError, match="closed"):
+            call()
+    comm.abort("too late")
+
+
+# -- the choice ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "local_size", "chosen"),
+    [
+        ("auto", 1, 1, "threads"),
+        ("auto", 4, 4, "shm"),
+        ("threads", 4, 4, "threads"),
+        ("cpu:shm,cuda:nccl", 2, 2, "shm"),
+        ("cuda:nccl, cpu:threads", 2, 2, "threads"),
+        ("cpu:auto", 2, 2, "shm"),
+        ("module:Class", 2, 1, "module:Class"),
+    ],
+)
+def test_the_transport_that_is_chosen(monkeypatch, tmp_path, backend, size, local_size, chosen):
+    settings = {"backend": backend, "size": size, "local_size": local_size, "rank": 0}
+    settled = session.load({**settings, "local_rank": 0, "store": str(tmp_path / "store")})
+    assert session.choose(settled) == chosen
+
+
+def test_auto_across_hosts_is_refused_with_the_remedy():
+    settled = session.load({"size": 4, "local_size": 2, "rank": 0, "local_rank": 0})
+    with pytest.raises(UnsupportedError, match="4 ranks, 2 of them on this host"):
+        session.choose(settled)
+
+
+def test_a_list_by_device_without_the_cpu_is_refused():
+    with pytest.raises(ConfigError, match="cpu:shm"):
+        collective.init("cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"backend": "smh"}, BackendNotFoundError, "Did you mean 'shm'"),
+        ({"time_out": 3}, ConfigError, "timeout"),
+        ({"rank": 0, "size": 2}, ConfigError, "store"),
+        ({"rank": 5, "size": 2}, ConfigError, "rank"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_are_wrong(arguments, error, told):
+    with pytest.raises(error, match=told):
+        collective.init(**arguments)
+    with pytest.raises(CommunicatorClosedError):
+        collective.current()
+
+
+# -- ranks that are threads ----------------------------------------------------------------
+
+
+def test_each_thread_that_is_a_rank_has_its_own_current_communicator():
+    def program(comm):
+        collective.barrier()
+        total = int(collective.all_reduce(np.array([collective.rank()]))[0])
+        return collective.current() is comm, collective.rank(), collective.size(), total
+
+    assert run_ranks(3, program) == [(True, rank, 3, 3) for rank in range(3)]
+
+
+def test_the_calls_of_the_module_are_those_of_a_communicator():
+    for name in ("all_reduce", "empty", "split", "send_object"):
+        ours, theirs = getattr(collective, name), getattr(collective.Communicator, name)
+        assert ours.__doc__ == theirs.__doc__
+        assert ours.__name__ == name
+
+
+# -- the end of a program ------------------------------------------------------------------
+
+
+def test_an_exception_in_the_body_is_told_to_the_peers(launches):  # noqa: F811
+    script = launches.script(
+        """
+        import collective, numpy as np
+        with collective.init() as comm:
+            comm.barrier()
+            if comm.rank == 1:
+                raise ValueError("of rank one")
+            try:
+                comm.all_reduce(np.ones(3))
+            except collective.PeerFailedError as error:
+                print("told:", error.rank, error.traceback.splitlines()[-1], flush=True)
+        """
+    )
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 1
+    assert "told: 1 ValueError: of rank one" in done.stdout
+
+
+def test_an_exception_outside_any_body_is_told_at_exit(launches):  # noqa: F811
+    script = launches.script(
+        """
+        import collective, numpy as np
+        comm = collective.init()
+        comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("of rank one")
+        try:
+            comm.barrier()
+        except collective.PeerFailedError as error:
+            print("told:", error.rank, error.traceback.splitlines()[-1], flush=True)
+        """
+    )
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 1
+    assert "told: 1 ValueError: of rank one" in done.stdout
+
+
+def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # noqa: F811
+    script = launches.script(
+        """
+        import collective
+        comm = collective.init()
+        part = comm.dup()
+        comm.barrier()
+        if comm.rank == 0:
+            for it in (part, comm):
+                try:
+                    it.barrier()
+                except collective.PeerLostError as error:
+                    print("told:", error.ranks, "closed" in str(error), flush=True)
+        """
+    )
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("told: (1,) True") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("mine"), ["failed"]),
+        (PeerLostError("rank 1 has died", (1,)), ["aborted"]),
+        (CollectiveTimeoutError("rank 1 is late", (1,)), ["aborted"]),
+        (PeerFailedError("rank 1 failed", 1, "its traceback"), []),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, error, told):
+    """At exit, after an exception that nobody caught."""
+    with collective.init() as comm:
+        found = []
+        monkeypatch.setattr(comm._backend, "abort", found.append)
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        session._leave()
+        assert [failure.kind for failure in found] == told
+
+
+def test_a_forked_child_that_ends_does_not_leave_for_its_parent(launches):  # noqa: F811
+    script = launches.script(
+        """
+        import collective, numpy as np, warnings
+        comm = collective.init()
+        comm.barrier()
+        if comm.rank == 1:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)  # runs what is to run at exit
+            os.waitpid(child, 0)
+        print("sum", comm.all_reduce(np.ones(1))[0], flush=True)
+        comm.close()
+        """
+    )
+    done = launches.run("-n", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+
+
+def test_a_rank_that_leaves_with_an_exit_code_is_a_failure(launches):  # noqa: F811
+    script = launches.script(
+        """
+        import collective
+        with collective.init() as comm:
+            comm.barrier()
+            if comm.rank == 1:
+                sys.exit(3)
+            comm.barrier()
+        """
+    )
+    assert launches.run("-n", "2", script).returncode == 3
+
+
+def test_init_leaves_nothing_behind_when_a_program_just_ends(tmp_path):
+    done = _python(
+        """
+        import collective, threading
+        comm = collective.init("shm")
+        work = comm.all_reduce(__import__("numpy").ones(3), async_op=True)
+        print("fine")
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
