@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 import weakref
@@ -19,15 +18,6 @@ def lane():
     made = Lane("a-lane")
     yield made
     made.close(5.0)
-
-
-@pytest.fixture
-def switching():
-    """Let threads take turns far more often than they do."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def _threads() -> list[threading.Thread]:
@@ -87,20 +77,26 @@ def test_a_lane_is_busy_until_all_is_done(lane):
     assert lane.idle
 
 
-def test_a_lane_is_never_seen_idle_with_work_left(lane, switching):
-    """The sharpest moment is when a function leaves the queue and is not yet running."""
-    done = 0
+def test_a_lane_is_not_seen_idle_while_work_goes_from_the_queue_to_running(lane):
+    """Let the work leave the queue at the moment at which the queue is looked at."""
+    running, go = threading.Event(), threading.Event()
+    looked = []
 
-    def step():
-        nonlocal done
-        done += 1
+    class Queue(list):
+        def __bool__(self):
+            if threading.current_thread() is threading.main_thread() and not looked:
+                looked.append(True)
+                lane._condition.release()
+                assert running.wait(5)
+            return len(self) > 0
 
-    for expected in range(1, 501):
-        work = lane.submit("step", step)
-        while not lane.idle:
-            pass
-        assert done == expected, "idle was seen while the function had not run"
-        assert work.done()
+    lane._queue = Queue()
+    lane._condition.acquire()  # so that its thread takes nothing yet
+    lane.submit("step", lambda: (running.set(), go.wait(5)))
+    idle = lane.idle
+    go.set()
+    assert looked, "the test is void: the queue was not looked at"
+    assert not idle
 
 
 def test_a_lane_has_one_thread_and_only_when_it_is_used(lane):
