@@ -21,6 +21,7 @@ from collective.errors import (
     DtypeError,
     InvalidArgumentError,
     PeerFailedError,
+    PeerLostError,
     RankError,
     ShapeError,
 )
@@ -296,8 +297,14 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         if isinstance(error, PeerFailedError):
             return  # the peers know of that one
         if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
-            text = str(error)
-            self._abort(Failure("aborted", self.rank, f"rank {self.rank} gave up: {text}"))
+            # An echo of what others did or did not do, and passed on as such.
+            kind, ranks = "aborted", getattr(error, "ranks", ())
+            if isinstance(error, PeerLostError):
+                kind = "lost"
+            elif isinstance(error, CollectiveTimeoutError) and ranks:
+                kind = "timeout"
+            text = f"rank {self.rank} gave up: {error}"
+            self._abort(Failure(kind, self.rank, text, ranks))
         else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._abort(Failure("failed", self.rank, text))

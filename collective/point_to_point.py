@@ -29,6 +29,8 @@ _WORDS = 16
 _MAX_DIMENSIONS = _WORDS - 4
 _ARRAY, _OBJECT = 0, 1
 _TAGS = 2**31
+# Lanes that are kept for further messages; each may have a thread for some seconds.
+_LANES = 64
 _BY_CODE = {dtype.code: dtype for dtype in dtypes.BY_NAME.values()}
 
 
@@ -112,6 +114,9 @@ class PointToPoint(Calls):
             )
         tag, seconds = _tag(tag), self._seconds(timeout)
         self._check_out(out)
+        self._adapter(like)
+        if self._lanes:
+            self._refuse_overlap(src, tag)
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
@@ -164,12 +169,31 @@ class PointToPoint(Calls):
         self._check_out(out)
         words, payload = self._message(x)
 
+        self._adapter(like)
+        send, recv = ("send", dst, tag), ("recv", src, tag)
+        if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
+            # Each half takes its turn among the messages that are on their way already.
+            sent = self.send(x, dst, tag=tag, timeout=timeout, async_op=True)
+            received = self.recv(out, src, tag=tag, like=like, timeout=timeout, async_op=True)
+
+            def both() -> Any:
+                sent.wait()
+                return received.wait()
+
+            return self._post(("sendrecv", dst, src, tag), both, async_op)
+
         def run() -> Any:
-            exchange = self._backend.sendrecv
+            deadline = time.monotonic() + seconds
             coming = Buffer.empty(_WORDS, _INT64)
-            self._transport(exchange, words, dst, coming, src, tag, seconds)
+            self._transport(self._backend.sendrecv, words, dst, coming, src, tag, seconds)
             received = Buffer.empty(int(coming.array[2]), _UINT8)
-            self._transport(exchange, payload, dst, received, src, tag, seconds)
+            rest = max(0.001, deadline - time.monotonic())
+            if payload.count and received.count:
+                self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
+            elif payload.count:  # nothing is sent for nothing: the peer may have called recv
+                self._transport(self._backend.send, payload, dst, tag, rest)
+            elif received.count:
+                self._receive(received, src, tag, rest)
             return self._arrived(coming.array, received, out, like)
 
         return self._post(("sendrecv", dst, src, tag), run, async_op)
@@ -185,15 +209,32 @@ class PointToPoint(Calls):
             )
         return int(rank)
 
+    def _busy(self, key: Any) -> bool:
+        lane = self._lanes.get(key)
+        return lane is not None and not lane.idle
+
     def _post(self, key: Any, run: Callable[[], Any], async_op: bool) -> Any:
         """Run a message now or in its lane: one a direction, peer and tag, in order."""
-        lane = self._lanes.get(key)
-        if not async_op and (lane is None or lane.idle):
+        if not async_op and not self._busy(key):
             return run()
+        lane = self._lanes.get(key)
         if lane is None:
+            if len(self._lanes) >= _LANES:  # a program may never use a tag twice
+                self._lanes = {k: kept for k, kept in self._lanes.items() if not kept.idle}
             lane = self._lanes[key] = Lane(f"collective-{'-'.join(map(str, key))}")
         work = lane.submit(f"{key[0]}(tag={key[-1]})", _with_site(run))
         return work if async_op else work.wait()
+
+    def _refuse_overlap(self, src: int, tag: int) -> None:
+        """Keep a receive from anybody apart from others of its tag: they'd share messages."""
+        for key, lane in self._lanes.items():
+            source = key[1]
+            named = ("recv", source, tag) == key and source != src
+            if named and ANY_SOURCE in (source, src) and not lane.idle:
+                raise InvalidArgumentError(
+                    f"recv: ANY_SOURCE and a source by name, with tag {tag}, at once "
+                    f"{self._who}. Wait for the first, or use another tag."
+                )
 
     def _receive(self, buffer: Buffer, src: int, tag: int, seconds: float) -> int:
         sources: list[int] = []

@@ -286,7 +286,7 @@ class Control:
                 raise self.failure(what)
             if now >= check_at:
                 check_at = now + _CHECK_PEERS_S
-                self._check_peers(ready, awaited(), what, all_needed)
+                self._check_peers(ready, awaited, what, all_needed)
             if now - start >= timeout:
                 self._late(awaited(), what, timeout)
             nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
@@ -296,13 +296,18 @@ class Control:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
         if self.words[_BROKEN]:
             raise self.failure(what)
-        self._check_peers(lambda: False, ranks, what, True)
+        self._check_peers(lambda: False, lambda: ranks, what, True)
 
     def _check_peers(
-        self, ready: Callable[[], bool], awaited: Sequence[int], what: object, all_needed: bool
+        self,
+        ready: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        what: object,
+        all_needed: bool,
     ) -> None:
         gone = {}
-        for rank in awaited:
+        ranks: Sequence[int] = awaited()
+        for rank in ranks:
             if rank == self.rank:
                 continue
             if self.words[(1 + rank) * _LINE + _STATE] == _LEFT:
@@ -313,15 +318,20 @@ class Control:
                 gone[rank] = (
                     "has closed its communicator" if left else f"(pid {self.pid(rank)}) has died"
                 )
-        if not gone or not (all_needed or len(gone) == len(awaited)) or ready():
+        if not gone or not (all_needed or len(gone) == len(ranks)) or ready():
+            return
+        # ready() may have taken what they left behind: then they have done their part.
+        still = awaited()
+        gone = {rank: fate for rank, fate in gone.items() if rank in still}
+        if not gone:
             return
         text = "; ".join(
             f"rank {rank} {fate} (its last call: {self.last_call(rank)})"
             for rank, fate in gone.items()
         )
-        ranks = tuple(gone)
-        self.fail(Failure("lost", self.rank, text, ranks))
-        raise PeerLostError(f"{what}: {text} [rank {self.rank}]", ranks)
+        lost = tuple(gone)
+        self.fail(Failure("lost", self.rank, text, lost))
+        raise PeerLostError(f"{what}: {text} [rank {self.rank}]", lost)
 
     def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
         told = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
