@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 # Pieces of a fold: small enough for two inputs and an output in a second-level cache
 # of 1 MiB, large enough that NumPy's half microsecond a call is lost in it.
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 256 << 10
 
 
 class Region:

@@ -243,9 +243,10 @@ def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # no
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ValueError("mine"), ["failed"]),
-        (PeerLostError("rank 1 has died", (1,)), ["aborted"]),
-        (CollectiveTimeoutError("rank 1 is late", (1,)), ["aborted"]),
+        (ValueError("mine"), [("failed", ())]),
+        # As what it was, with the ranks it was about: who has not noticed yet hears that.
+        (PeerLostError("rank 1 has died", (1,)), [("lost", (1,))]),
+        (CollectiveTimeoutError("rank 1 is late", (1,)), [("timeout", (1,))]),
         (PeerFailedError("rank 1 failed", 1, "its traceback"), []),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -257,7 +258,7 @@ def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, er
         monkeypatch.setattr(comm._backend, "abort", found.append)
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         session._leave()
-        assert [failure.kind for failure in found] == told
+        assert [(failure.kind, failure.ranks) for failure in found] == told
 
 
 def test_a_forked_child_that_ends_does_not_leave_for_its_parent(launches):  # noqa: F811
