@@ -225,7 +225,7 @@ class Calls:
         kept = self._repeated.get(key)
         if kept is None or out is None or kept.x() is not x or kept.out() is not out:
             return None
-        if x.dtype is not kept.x_dtype or x.shape != kept.x_shape:
+        if x.dtype is not kept.x_dtype or x.shape != kept.x_shape or not out.flags.writeable:
             return None
         if out is not x and (out.dtype is not kept.out_dtype or out.shape != kept.out_shape):
             return None

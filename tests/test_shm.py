@@ -9,6 +9,7 @@ import signal
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from shm_ranks import shm  # noqa: F401
 
 import collective
 from collective.backends.shm.segment import Segment
+from collective.communicator import connect
 from collective.errors import (
     AllocationError,
     CollectiveTimeoutError,
@@ -24,6 +26,7 @@ from collective.errors import (
     MismatchError,
     PeerFailedError,
     PeerLostError,
+    UnsupportedError,
 )
 from collective.store import FileStore
 from collective.testing import RankDiedError, RanksFailedError
@@ -405,3 +408,14 @@ def last_words(comm) -> str:
 
 def test_what_was_sent_before_a_close_still_arrives(shm):  # noqa: F811
     assert shm(2, last_words)[1] == str(list(range(10)))
+
+
+def test_ranks_that_are_threads_of_one_process_are_refused(tmp_path):
+    def join(rank):
+        world = World(rank, 2, rank, 2, "here", "none", "job", FileStore(tmp_path / "store"))
+        with pytest.raises(UnsupportedError, match=r"2 ranks in 1 processes.*backend='threads'"):
+            connect(world, "shm", start_timeout=20.0)
+        return rank
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(join, range(2))) == [0, 1]

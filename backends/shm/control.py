@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 
 from collective.backend import Failure
 from collective.call import Call, Disagreement
-from collective.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
+from collective.errors import (
+    CollectiveTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    UnsupportedError,
+)
 
 from .segment import Segment
 
@@ -140,6 +145,14 @@ class Control:
             last()
         self.words[self._line + _STATE] = _JOINED
         self._wait_joined(range(self.size), deadline, timeout, watch)
+        pids = [self.pid(rank) for rank in range(self.size)]
+        if len(set(pids)) < self.size:
+            # A process's own locks never hold it up: such ranks would take each other for dead.
+            raise UnsupportedError(
+                f"shm: {self.size} ranks in {len(set(pids))} processes; each must be a process "
+                f"of its own [rank {self.rank}]. For ranks that are threads use "
+                "backend='threads'."
+            )
 
     def _wait_joined(
         self,
