@@ -72,7 +72,7 @@ class Segment:
                 os.close(descriptor)
             raise BackendUnavailableError(
                 f"shm: a shared segment of {nbytes} bytes cannot be made: {error}. Free memory, "
-                "or use backend='gloo'."
+                "or start fewer ranks."
             ) from error
 
     @classmethod

@@ -116,7 +116,8 @@ class ShmBackend(OneSided):
         if world.local_size != world.size:
             raise UnsupportedError(
                 f"shm: {world.size} ranks, of which {world.local_size} are on {world.host}; it "
-                f"works within one host [rank {world.rank}]. Use backend='mpi' or 'gloo'."
+                f"works within one host [rank {world.rank}]. Start all ranks on one host, or "
+                "name a transport that crosses hosts."
             )
         deadline = time.monotonic() + timeout
         store, key = world.store, "shm"
