@@ -11,7 +11,7 @@ import numpy as np
 from collective import tree
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
-from collective.pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
+from collective.pieces import UINT8, Leaf, PieceCalls, bytes_of
 from collective.rows import split_sizes
 
 __all__ = ["Exchanging"]
@@ -59,14 +59,9 @@ class Exchanging(PieceCalls):
         again = (what, id(x), id(out))
         plain = timeout is None and axis == 0 and counts is None and not async_op
         plain = plain and not self._agree_sizes and out is not None
-        kept = self._kept(again, x, out) if plain else None
-        differ: list[Header] | None = None
-        if kept is not None and self._lane.idle:
-            try:
-                self._transport(method, *kept, self.timeout)
-                return out
-            except Disagreement as difference:
-                differ = difference.headers
+        done, differ = self._again(method, again, x, out) if plain else (False, None)
+        if done:
+            return out
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
         leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]

@@ -10,7 +10,7 @@ import numpy as np
 from collective import dtypes, tree
 from collective.arrays import Adapter, adapter_of
 from collective.buffer import Buffer
-from collective.call import Call
+from collective.call import Call, Disagreement
 from collective.calls import Array, Calls, Output
 from collective.dtypes import DType
 from collective.errors import InvalidArgumentError, ShapeError
@@ -87,6 +87,22 @@ class PieceCalls(Calls):
             return None
         rows.restore(target, output.flat, total)
         return output.finish()
+
+    def _again(self, method: Any, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
+        """Repeat a kept call if there is one.
+
+        Returns:
+            Whether that was done; and if the ranks turned out to differ, which the caller
+            takes from there, their headers.
+        """
+        kept = self._kept(key, x, out)
+        if kept is None or not self._lane.idle:
+            return False, None
+        try:
+            self._transport(method, *kept, self.timeout)
+        except Disagreement as difference:
+            return False, difference.headers
+        return True, None
 
     def _piece_call(
         self,
