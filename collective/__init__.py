@@ -38,6 +38,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
+from collective.recorder import flight_recorder
 from collective.session import current, init
 from collective.session import settings as config
 from collective.work import Work
@@ -83,6 +84,7 @@ __all__ = [
     "current",
     "dup",
     "empty",
+    "flight_recorder",
     "gather",
     "gather_object",
     "group",

@@ -56,6 +56,7 @@ from collective.algorithms.tags import COLLECTIVE_TAG
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    MismatchError,
     PeerFailedError,
     PeerLostError,
 )
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from collective.call import Call
     from collective.capabilities import Capabilities
     from collective.ops import ReduceOp
+    from collective.recorder import Recorder
     from collective.work import Work
     from collective.world import World
 
@@ -81,7 +83,8 @@ class Failure:
     """Why a communicator is broken, as it is passed from the rank that broke it.
 
     Attributes:
-        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"`` or ``"aborted"``.
+        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"``, ``"mismatch"`` (found
+            when it was too late to go on) or ``"aborted"``.
         rank: who reports it.
         text: for people; the traceback for ``"failed"``.
         ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.
@@ -103,6 +106,8 @@ class Failure:
             )
         if self.kind == "lost":
             return PeerLostError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        if self.kind == "mismatch":
+            return MismatchError(f"{where}: {self.text} [rank {me}]")
         if self.kind == "timeout" and me not in self.ranks:
             return CollectiveTimeoutError(f"{where}: {self.text} [rank {me}]", self.ranks)
         return CommunicatorAbortedError(f"{where}: {self.text} [rank {me}]")
@@ -169,6 +174,13 @@ class Backend(ABC):
 
         Waits for nobody; a second close does nothing. Arrays from :meth:`empty` stay
         valid until they are dropped.
+        """
+
+    def observe(self, recorder: Recorder) -> None:
+        """Be told where the communicator over this transport records its calls.
+
+        A transport that does not compare the ranks' calls can have the records compared
+        when one stalls. By default nothing is done with it.
         """
 
     # -- over send and recv, unless overridden ---------------------------------------

@@ -128,7 +128,7 @@ class Broadcasting(PieceCalls):
         output = Output("broadcast", None, adapter, shape, dtype)
         buffer = Buffer(output.flat, dtype)
         call = Call("broadcast", dtype, shape, root=root)
-        self._transport(self._backend.broadcast, buffer, root, call, seconds)
+        self._recorded(self._backend.broadcast, buffer, root, call, seconds)
         return output.finish()
 
     def _known_at_root(
@@ -137,11 +137,11 @@ class Broadcasting(PieceCalls):
         """Make a rooted call; ranks that passed None may differ from the root in the rest."""
         try:
             if self._agree_sizes:
-                self._transport(self._backend.agree, call, seconds)
-            self._transport(*prepared())
+                self._agree(call, seconds)
+            self._recorded(*prepared())
         except Disagreement as difference:
             self._root_header(difference.headers, call.options["root"])
-            self._transport(*prepared())
+            self._recorded(*prepared())
 
     def _root_header(self, headers: Sequence[Header], root: int) -> Header:
         """Return the root's header if the others know nothing, or the same."""

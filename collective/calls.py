@@ -23,6 +23,7 @@ from collective.errors import (
     RankError,
     ShapeError,
 )
+from collective.recorder import Recorder
 from collective.work import Lane, Work
 
 __all__ = ["Calls", "Output"]
@@ -118,6 +119,8 @@ class Calls:
         self._repeated: dict[Any, _Kept] = {}
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
+        self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
+        backend.observe(self.recorder)
 
     # -- running ------------------------------------------------------------------------
 
@@ -146,14 +149,18 @@ class Calls:
 
     def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:
         """Call the transport for something on which all ranks have to agree entirely."""
-        # _transport once more, not called: this is on the path of every small message.
+        # _recorded and _transport once more, not called: small messages all come this way.
+        recorder = self.recorder
         try:
             if self._agree_first:
-                self._transport(self._backend.agree, call, args[-1])
+                self._agree(call, args[-1])
+            recorder.begin(call)
             work = method(*args)
             if work is not None:
                 work.wait()
+            recorder.end()
         except Disagreement as difference:
+            recorder.end()
             self._mismatch(difference.headers)
         except CollectiveError:
             raise
@@ -161,10 +168,24 @@ class Calls:
             self._half_done()
             raise
 
+    def _recorded(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
+        """Call the transport for a collective whose last arguments are its call and timeout."""
+        self.recorder.begin(args[-2], method == self._backend.agree)
+        try:
+            self._transport(method, *args)
+        except Disagreement:
+            self.recorder.end()
+            raise
+        self.recorder.end()
+
+    def _agree(self, call: Call, timeout: float) -> None:
+        """Compare ``call`` on all ranks."""
+        self._recorded(self._backend.agree, call, timeout)
+
     def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""
         try:
-            self._transport(self._backend.agree, call, timeout)
+            self._agree(call, timeout)
         except Disagreement as difference:
             return difference.headers
         return None

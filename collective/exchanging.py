@@ -74,7 +74,7 @@ class Exchanging(PieceCalls):
             if headers is None:
                 try:
                     if self._agree_sizes:
-                        self._transport(self._backend.agree, call, seconds)
+                        self._agree(call, seconds)
                     return send([[s[self.rank]] * self.size for s in sends], call)
                 except Disagreement as difference:
                     headers = difference.headers
@@ -109,7 +109,7 @@ class Exchanging(PieceCalls):
                 ]
             )
             dst = Buffer.empty(sum(coming), UINT8)
-            self._transport(method, Buffer(source, UINT8), dst, to, coming, agreed, seconds)
+            self._recorded(method, Buffer(source, UINT8), dst, to, coming, agreed, seconds)
             parts = np.split(dst.array, list(accumulate(coming))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)

@@ -137,7 +137,7 @@ class Gathering(PieceCalls):
             ]
             src = Buffer(bytes_of([leaf.rows.array.ravel() for leaf in leaves]), UINT8)
             dst = Buffer.empty(sum(nbytes), UINT8) if receives else None
-            self._transport(method, src, dst, nbytes, *ends)
+            self._recorded(method, src, dst, nbytes, *ends)
             if dst is None:
                 return None
             parts = np.split(dst.array, list(accumulate(nbytes))[:-1])
@@ -150,7 +150,7 @@ class Gathering(PieceCalls):
             if headers is None:
                 try:
                     if self._agree_first or (self._agree_sizes and known is None):
-                        self._transport(self._backend.agree, call, seconds)
+                        self._agree(call, seconds)
                     return send(even, call)
                 except Disagreement as difference:
                     headers = difference.headers

@@ -80,7 +80,7 @@ class PieceCalls(Calls):
         source = Buffer(src, dtype)
         if again is not None and dst is not None and fits is None:
             self._keep(*again, out, source, dst, source, dst, *rest[:-1])
-        self._transport(method, source, dst, *rest)
+        self._recorded(method, source, dst, *rest)
         if fits is not None:
             raise fits
         if output is None:
@@ -99,7 +99,7 @@ class PieceCalls(Calls):
         if kept is None or not self._lane.idle:
             return False, None
         try:
-            self._transport(method, *kept, self.timeout)
+            self._recorded(method, *kept, self.timeout)
         except Disagreement as difference:
             return False, difference.headers
         return True, None

@@ -110,7 +110,7 @@ class Scattering(PieceCalls):
                 )
             mine = Buffer.empty(nbytes[self.rank], UINT8)
             agreed = Call(what, root=root, sizes=nbytes)
-            self._transport(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
+            self._recorded(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
             kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
             return self._assemble(what, [mine.array], results, kept, out, options["nesting"], x)

@@ -1,0 +1,274 @@
+"""The middle of the monitor: a thread in rank 0's process that every rank is linked to.
+
+It calls the roll, passes on who aborted or left, notices who died, and compares the
+ranks' flight recorders when one of them says that a call stalls. It keeps no state of
+the communicators: whoever speaks of one names its members.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from collective.call import describe
+from collective.errors import RendezvousError
+
+from .link import Link, Message, listen, proof
+
+__all__ = ["Hub", "disagreement"]
+
+# How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
+# code that holds the GIL may not answer at all.
+_ROUND_S = 0.5
+# How long somebody who connects may take to prove who it is.
+_STRANGER_S = 10.0
+
+
+@dataclass
+class _Round:
+    """One comparison that is going on."""
+
+    members: list[int]
+    ends: float
+    reports: dict[int, Message] = field(default_factory=dict)
+
+
+class Hub:
+    """Serves the links of one world; see the module's docstring.
+
+    Args:
+        size: how many ranks are to come.
+        address: of this host, where ranks of others can connect; None on one host.
+        timeout: seconds until the roll call is given up.
+
+    Attributes:
+        place: what :func:`backends.link.connect` takes to reach it.
+        key: what a rank has to know.
+    """
+
+    def __init__(self, size: int, address: str | None, timeout: float) -> None:
+        self.key = secrets.token_hex(16)
+        self._size = size
+        self._ends = time.monotonic() + timeout
+        self._links: dict[int, Link] = {}
+        self._ranks: dict[Link, int] = {}
+        self._hosts: dict[int, str] = {}
+        self._strangers: dict[Link, tuple[str, float]] = {}
+        self._complete = False
+        self._over = False
+        self._rounds: dict[str, _Round] = {}
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._listener, self.place = listen(address)
+        except OSError as error:
+            raise RendezvousError(
+                f"rendezvous: rank 0 cannot listen on {address}: {error}. It has to be an address "
+                "of this host: set COLLECTIVE_INTERFACE to the interface that the other hosts "
+                "reach (`collective doctor` lists them)."
+            ) from error
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="collective-hub", daemon=True).start()
+
+    # -- the loop -------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._over:
+                for key, _ in self._selector.select(self._pause()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, Link)
+                        self._read(key.fileobj)
+                self._look_at_the_clock()
+        finally:
+            for link in (*self._links.values(), *self._strangers):
+                link.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _pause(self) -> float | None:
+        ends = [each.ends for each in self._rounds.values()]
+        ends += [since + _STRANGER_S for _, since in self._strangers.values()]
+        if not self._complete:
+            ends.append(self._ends)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        for channel in [name for name, each in self._rounds.items() if each.ends <= now]:
+            self._conclude(channel)
+        for link in [link for link, (_, since) in self._strangers.items()
+                     if since + _STRANGER_S <= now]:  # fmt: skip
+            self._drop(link)
+        if not self._complete and now >= self._ends and not self._over:
+            missing = sorted(set(range(self._size)) - set(self._links))
+            self._refuse(f"ranks {missing} of {self._size} have not arrived")
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # whoever knocked has gone again
+            sock: socket.socket = self._listener.accept()[0]
+            link = Link(sock)
+            nonce = secrets.token_hex(16)
+            self._strangers[link] = nonce, time.monotonic()
+            self._selector.register(link, selectors.EVENT_READ)
+            link.send({"challenge": nonce})
+
+    def _read(self, link: Link) -> None:
+        try:
+            messages = link.receive()
+        except (EOFError, OSError, ValueError):
+            self._gone(link)
+            return
+        for message in messages:
+            if link in self._strangers:
+                self._meet(link, message)
+            else:
+                self._hear(link, message)
+
+    def _drop(self, link: Link) -> None:
+        self._strangers.pop(link, None)
+        self._selector.unregister(link)
+        link.close()
+
+    # -- the roll call --------------------------------------------------------------------
+
+    def _meet(self, link: Link, message: Message) -> None:
+        nonce, _ = self._strangers[link]
+        answer = str(message.get("proof", ""))
+        if not hmac.compare_digest(answer, proof(self.key, nonce)):
+            self._drop(link)
+            return
+        rank, size, host = message["rank"], message["size"], message["host"]
+        link.send({"proof": proof(self.key, message["challenge"])})
+        link.trusted = True
+        if size != self._size or not 0 <= rank < self._size:
+            self._refuse(
+                f"rank 0 on this job's hub was told that there are {self._size} ranks; rank {rank} "
+                f"on {host} that there are {size}. Every rank needs the same size (WORLD_SIZE)"
+            )
+        elif rank in self._links:
+            self._refuse(
+                f"two processes say that they are rank {rank}, one on {self._hosts[rank]} and one "
+                f"on {host}. Every process needs a rank of its own (RANK)"
+            )
+        else:
+            del self._strangers[link]
+            self._links[rank], self._hosts[rank], self._ranks[link] = link, host, rank
+            if len(self._links) == self._size:
+                self._complete = True
+                # Nobody else is to come, and whoever reads of this hub by mistake, in a store
+                # that serves again, is to notice.
+                self._selector.unregister(self._listener)
+                self._listener.close()
+                for stranger in list(self._strangers):
+                    self._drop(stranger)
+                hosts = [self._hosts[each] for each in range(self._size)]
+                self._tell(range(self._size), {"hosts": hosts})
+
+    def _refuse(self, why: str) -> None:
+        """End the roll call without success, for everybody who came."""
+        for link in (*self._links.values(), *(s for s in self._strangers if s.trusted)):
+            with contextlib.suppress(OSError):
+                link.send({"refused": why})
+        self._over = True
+
+    # -- what ranks say -------------------------------------------------------------------
+
+    def _hear(self, link: Link, message: Message) -> None:
+        if link not in self._ranks:
+            return  # it has said goodbye
+        rank = self._ranks[link]
+        kind, channel = message["kind"], message.get("channel", "")
+        members: list[int] = message.get("members", [])
+        if kind == "bye":
+            self._forget(rank)
+        elif kind in ("failure", "left"):
+            self._tell((each for each in members if each != rank), {**message, "rank": rank})
+        elif kind == "stall" and channel not in self._rounds:
+            present = [each for each in members if each in self._links]
+            self._rounds[channel] = _Round(members, time.monotonic() + _ROUND_S)
+            self._tell(present, {"kind": "report", "channel": channel})
+        elif kind == "report" and channel in self._rounds:
+            known = self._rounds[channel]
+            known.reports[rank] = message
+            if all(each in known.reports for each in known.members if each in self._links):
+                self._conclude(channel)
+
+    def _conclude(self, channel: str) -> None:
+        """Tell the members what all of them said."""
+        known = self._rounds.pop(channel)
+        text = disagreement(known.members, known.reports)
+        message: Message = {"kind": "reports", "channel": channel, "reports": known.reports}
+        if text is not None:
+            failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
+            message = {"kind": "failure", "channel": channel, "failure": failure}
+        self._tell(known.members, message)
+
+    def _gone(self, link: Link) -> None:
+        if link in self._strangers:
+            self._drop(link)
+            return
+        rank = self._ranks[link]
+        self._forget(rank)
+        if self._complete:
+            self._tell(list(self._links), {"kind": "lost", "rank": rank})
+
+    def _forget(self, rank: int) -> None:
+        link = self._links.pop(rank)
+        del self._ranks[link]
+        self._selector.unregister(link)
+        link.close()
+        self._over = self._complete and not self._links
+
+    def _tell(self, ranks: Iterable[int], message: Message) -> None:
+        for rank in ranks:
+            if rank in self._links:
+                # A rank that cannot be told is gone, which its link will say.
+                with contextlib.suppress(OSError):
+                    self._links[rank].send(message)
+
+
+def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
+    """Return what is to be told if the ranks have made different calls, else None.
+
+    Args:
+        members: the communicator's ranks, in its order, as numbers of the world.
+        reports: for those that answered, ``entries``: the last calls as ``[sequence,
+            digest, compares, header]``, and ``finished``: the last one that is over.
+    """
+    tables: dict[int, dict[int, Any]] = {
+        rank: {sequence: rest for sequence, *rest in report["entries"]}
+        for rank, report in reports.items()
+    }
+    unfinished = min((report["finished"] for report in reports.values()), default=0) + 1
+    for sequence in sorted({number for table in tables.values() for number in table}):
+        told = {rank: table[sequence] for rank, table in tables.items() if sequence in table}
+        # What all of them have finished was the same call, or did no harm that shows now. A
+        # comparison of calls finds differences by itself, unless a rank is not comparing.
+        calls = {(compares, 0 if compares else digest) for digest, compares, _ in told.values()}
+        if sequence < unfinished or len(calls) < 2:
+            continue
+        groups: dict[str, list[int]] = {}
+        for rank, (_, _, header) in told.items():
+            site = f" at {header['site']}" if header["site"] else ""
+            groups.setdefault(describe(header) + site, []).append(members.index(rank))
+        lines = [
+            f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in groups.items()
+        ]
+        return (
+            f"the ranks made different calls (their call {sequence}):\n" + "\n".join(lines) +
+            "\nEvery rank must make the same collective calls in the same order. It was noticed "
+            "when a call stalled, too late to go on; COLLECTIVE_CHECK=always compares each call "
+            "before it is sent"
+        )  # fmt: skip
+    return None

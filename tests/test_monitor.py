@@ -1,0 +1,408 @@
+"""The monitor: who is there, who has gone and who called what, apart from any transport."""
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from collective.backend import Failure
+from collective.backends.hub import Hub, disagreement
+from collective.backends.link import connect, proof
+from collective.backends.monitor import Monitor
+from collective.call import Call
+from collective.dtypes import named
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+    RendezvousError,
+)
+from collective.recorder import Recorder
+from collective.store import FileStore
+from collective.world import World
+
+FAR = 30.0
+
+
+def world(rank, size, store, **changes):
+    values = {
+        "rank": rank, "size": size, "local_rank": rank, "local_size": size, "host": "here",
+        "launcher": "none", "job": "test", "store": store,
+    }  # fmt: skip
+    return World(**{**values, **changes})
+
+
+def start(ranks, size, directory, timeout=FAR, **changes):
+    """Start the monitors of ``ranks`` side by side; return them, or what each raised."""
+    store = FileStore(directory)
+
+    def one(rank):
+        try:
+            return Monitor.start(world(rank, size, store, **changes), timeout)
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+@pytest.fixture
+def monitors(tmp_path):
+    """Three ranks' monitors, whose recorders are there."""
+    started = start(range(3), 3, tmp_path / "store")
+    for monitor in started:
+        monitor.channel.recorder = Recorder()
+    yield started
+    for monitor in started:
+        monitor.channel.close()
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+def wait_for_error(channel, timeout=FAR, awaited=None):
+    """Wait as a call does until there is an error; return it and how long it took."""
+    waiting = channel.wait("all_reduce", timeout, awaited)
+    since = time.monotonic()
+    while True:
+        try:
+            time.sleep(waiting.slice() / 10)
+            waiting.check()
+        except Exception as error:
+            return error, time.monotonic() - since
+        assert time.monotonic() - since < 2 * FAR
+
+
+def test_all_ranks_meet_and_nothing_stays_in_the_store(monitors, tmp_path):
+    assert [monitor.hosts for monitor in monitors] == [["here"] * 3] * 3
+    assert os.listdir(tmp_path / "store") == []
+    for monitor in monitors:
+        monitor.channel.check("all_reduce")
+
+
+def test_the_same_store_serves_again(tmp_path):
+    for _ in range(3):
+        for monitor in start(range(2), 2, tmp_path):
+            monitor.channel.close()
+
+
+def test_missing_ranks_are_named(tmp_path):
+    for error in start([0, 2], 4, tmp_path, timeout=0.5):
+        assert isinstance(error, RendezvousError)
+        assert "ranks [1, 3] of 4 have not arrived" in str(error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_rank_0_is_named(tmp_path):
+    for error in start([1, 2], 3, tmp_path, timeout=0.3):
+        assert "rank 0 of 3 did not arrive" in str(error)
+
+
+def test_ranks_that_disagree_on_the_size_are_told(tmp_path):
+    store = FileStore(tmp_path)
+
+    def one(rank, size):
+        with pytest.raises(RendezvousError, match=r"there are 3 ranks; rank 2 .* there are 4"):
+            Monitor.start(world(rank, size, store, local_size=size), FAR)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(one, 0, 3), pool.submit(one, 2, 4)]:
+            done.result()
+
+
+def test_two_processes_of_one_rank_are_told(tmp_path):
+    for error in start([0, 1, 1], 3, tmp_path):
+        assert "two processes say that they are rank 1" in str(error)
+
+
+def listening():
+    """Return the addresses, as /proc has them, on which this process listens."""
+    mine = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    with open("/proc/self/net/tcp") as file:
+        table = [line.split() for line in file.read().splitlines()[1:]]
+    return [f[1] for f in table if f[3] == "0A" and f"socket:[{f[9]}]" in mine]
+
+
+def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):
+    hub = Hub(2, "127.0.0.1", FAR)
+    found = listening()
+    assert [address.split(":")[0] for address in found] == ["0100007F"]
+    links = []
+    for rank in range(2):
+        link = connect(hub.place, FAR)
+        challenge = link.expect(FAR)["challenge"]
+        told = {"rank": rank, "size": 2, "host": "here", "challenge": "x"}
+        link.send({**told, "proof": proof(hub.key, challenge)})
+        assert link.expect(FAR)["proof"] == proof(hub.key, "x")
+        links.append(link)
+    assert [link.expect(FAR) for link in links] == [{"hosts": ["here", "here"]}] * 2
+    assert listening() == []
+    for link in links:
+        link.close()
+
+
+def test_on_one_host_nothing_listens_on_the_network(tmp_path):
+    Hub(2, None, 0.1)
+    assert listening() == []
+
+
+def test_a_world_across_hosts_hears_of_failures(tmp_path):
+    monitors = start(range(2), 2, tmp_path, local_size=1, address="127.0.0.1")
+    monitors[0].channel.abort(Failure("aborted", 0, "enough"))
+    until(lambda: monitors[1].channel.failure)
+    for monitor in monitors:
+        monitor.channel.close()
+
+
+def test_an_address_of_another_host_is_refused_with_the_remedy(tmp_path):
+    error, *_ = start([0], 2, tmp_path, timeout=0.5, local_size=1, address="192.0.2.1")
+    assert "cannot listen on 192.0.2.1" in str(error)
+    assert "COLLECTIVE_INTERFACE" in str(error)
+
+
+def test_strangers_are_turned_away(tmp_path):
+    """Whoever does not know the key neither joins nor keeps others from joining."""
+    store = FileStore(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Monitor.start, world(0, 2, store), FAR)
+        told = json.loads(store.get("monitor", time.monotonic() + FAR))
+        silent = connect(told["place"], FAR)
+        liar = connect(told["place"], FAR)
+        liar.expect(FAR)
+        liar.send({"rank": 1, "size": 2, "host": "x", "proof": "guess", "challenge": "y"})
+        with pytest.raises((EOFError, OSError)):
+            liar.expect(FAR)
+        rude = connect(told["place"], FAR)
+        with contextlib.suppress(OSError):
+            rude._socket.sendall(b"\xff" * 4096)
+        second = pool.submit(Monitor.start, world(1, 2, store), FAR)
+        for done in (first, second):
+            done.result().channel.close()
+        for link in (silent, liar, rude):
+            link.close()
+
+
+def test_an_abort_reaches_everybody(monitors):
+    monitors[2].channel.abort(Failure("failed", 2, "Traceback: no more milk"))
+    for monitor in monitors[:2]:
+        error, _ = wait_for_error(monitor.channel)
+        assert isinstance(error, PeerFailedError)
+        assert error.rank == 2
+        assert "no more milk" in str(error)
+    # The first failure counts.
+    monitors[0].channel.abort(Failure("aborted", 0, "late"))
+    assert monitors[0].channel.failure.kind == "failed"
+
+
+def test_a_hook_is_called_on_failure(monitors):
+    called = threading.Event()
+    monitors[1].channel.on_failure.append(called.set)
+    monitors[0].channel.abort(Failure("aborted", 0, "enough"))
+    assert called.wait(10)
+
+
+_DIES = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from tests.test_monitor import world
+from collective.backends.monitor import Monitor
+from collective.store import FileStore
+monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), 30)
+print("here", flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_named(tmp_path, victim):
+    """Rank 0 has the hub in its process: its death is noticed as well."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    program = _DIES.format(root=root, rank=victim, store=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        monitors = start([rank for rank in range(3) if rank != victim], 3, tmp_path)
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        for monitor in monitors:
+            error, seconds = wait_for_error(monitor.channel)
+            assert isinstance(error, PeerLostError)
+            assert error.ranks == (victim,)
+            assert f"rank {victim} (on here) is gone" in str(error)
+            assert seconds < 2
+            monitor.channel.close()
+
+
+def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
+    monitors[2].channel.recorder.begin(Call("barrier"))
+    monitors[2].channel.recorder.end()
+    monitors[2].channel.close()
+    until(lambda: 2 in monitors[0].channel.left)
+    # Its part of the call that runs here is done.
+    monitors[0].channel.recorder.begin(Call("barrier"))
+    time.sleep(0.6)
+    monitors[0].channel.check("barrier")
+    monitors[0].channel.recorder.end()
+    monitors[0].channel.recorder.begin(Call("barrier"))
+    error, _ = wait_for_error(monitors[0].channel)
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (2,)
+    # Others are not affected: the communicator is not broken.
+    monitors[0].channel.check("recv", [1])
+    with pytest.raises(PeerLostError):
+        monitors[0].channel.check("recv", [2])
+
+
+def test_rank_0_may_leave_first(monitors):
+    monitors[0].channel.close()
+    until(lambda: 0 in monitors[1].channel.left)
+    monitors[1].channel.check("recv", [2])
+    monitors[1].channel.abort(Failure("aborted", 1, "enough"))
+    until(lambda: monitors[2].channel.failure)
+
+
+def record(monitor, *operations):
+    for operation in operations:
+        monitor.channel.recorder.end()
+        monitor.channel.recorder.begin(Call(operation, named("float32"), (4,)))
+
+
+def test_different_calls_are_found_when_one_stalls(monitors):
+    for monitor in monitors[:2]:
+        record(monitor, "all_reduce", "all_reduce")
+    record(monitors[2], "all_reduce", "barrier")
+    for monitor in monitors:
+        error, seconds = wait_for_error(monitor.channel)
+        assert isinstance(error, MismatchError)
+        assert "ranks 0, 1: all_reduce(float32[4])" in str(error)
+        assert "rank 2: barrier(float32[4])" in str(error)
+        assert "test_monitor.py" in str(error)
+        assert seconds < 3
+        with pytest.raises(CommunicatorAbortedError, match="earlier mismatch"):
+            monitor.channel.check("barrier")
+
+
+def test_a_deadline_names_who_is_late_and_what_it_did(monitors):
+    for monitor in monitors:
+        record(monitor, "all_gather")
+    for monitor in monitors[:2]:
+        record(monitor, "all_reduce")
+    monitors[2].channel.recorder.end()
+    error, _ = wait_for_error(monitors[0].channel, timeout=0.3)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (2,)
+    assert "waited 0.3 s for rank 2: rank 2 last did its call 1, all_gather" in str(error)
+    other, _ = wait_for_error(monitors[1].channel)
+    assert isinstance(other, CollectiveTimeoutError)
+    late, _ = wait_for_error(monitors[2].channel)
+    assert type(late) is CommunicatorAbortedError
+
+
+def test_a_deadline_of_a_message_names_the_sender(monitors):
+    error, _ = wait_for_error(monitors[0].channel, timeout=0.2, awaited=[1])
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (1,)
+    assert "rank 1 has made no collective call" in str(error)
+
+
+def test_a_slow_transport_is_told_as_such(monitors):
+    for monitor in monitors:
+        record(monitor, "all_reduce")
+    error, _ = wait_for_error(monitors[0].channel, timeout=0.2)
+    assert error.ranks == ()
+    assert "every rank is in the same call" in str(error)
+
+
+def test_groups_break_apart_from_their_parent(monitors):
+    one = monitors[0].channel.group([0, 2])
+    one.abort(Failure("aborted", 0, "enough of the group"))
+    # The other member makes it later, and hears of it then.
+    other = monitors[2].channel.group([0, 2])
+    until(lambda: other.failure)
+    assert other.name == one.name != monitors[0].channel.name
+    assert (other.rank, other.size) == (1, 2)
+    assert monitors[1].channel.group([0, 1]).name != one.name
+    for monitor in monitors:
+        monitor.channel.check("all_reduce")
+
+
+def test_an_engine_s_error_is_explained(monitors):
+    native = RuntimeError("connection closed by peer")
+    monitors[1].channel.abort(Failure("failed", 1, "Traceback: no more milk"))
+    assert isinstance(monitors[0].channel.explain("all_reduce", native), PeerFailedError)
+
+
+def test_an_engine_s_error_that_nobody_explains_breaks_the_communicator(monitors):
+    error = monitors[0].channel.explain("all_reduce", RuntimeError("out of order"))
+    assert isinstance(error, BackendError)
+    assert "out of order" in str(error)
+    until(lambda: monitors[1].channel.failure)
+    assert "RuntimeError: out of order" in str(wait_for_error(monitors[1].channel)[0])
+
+
+def test_a_dropped_monitor_is_a_lost_rank(tmp_path):
+    first, second = start(range(2), 2, tmp_path)
+    del second
+    gc.collect()
+    error, _ = wait_for_error(first.channel)
+    assert isinstance(error, PeerLostError)
+    first.channel.close()
+
+
+def test_no_thread_stays(tmp_path):
+    before = set(threading.enumerate())
+    for monitor in start(range(3), 3, tmp_path):
+        monitor.channel.close()
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+def report(*entries, finished=0):
+    return {
+        "entries": [[n, digest, compares, {"operation": what, "dtype": None, "shape": None,
+                     "options": {}, "site": ""}] for n, digest, compares, what in entries],
+        "finished": finished, "started": len(entries),
+    }  # fmt: skip
+
+
+def test_what_counts_as_a_disagreement():
+    a, b = (1, 7, False, "scan"), (1, 8, False, "barrier")
+    assert disagreement([0, 1], {0: report(a), 1: report(a)}) is None
+    assert "rank 1: barrier()" in disagreement([0, 1], {0: report(a), 1: report(b)})
+    # Ranks are told as the communicator numbers them.
+    assert "rank 0: barrier()" in disagreement([5, 3], {3: report(a), 5: report(b)})
+    # A rank that has not come that far, or does not answer, does not disagree.
+    assert disagreement([0, 1], {0: report(a), 1: report()}) is None
+    assert disagreement([0, 1], {0: report(a)}) is None
+    # Over, without harm.
+    assert disagreement([0, 1], {0: report(a, finished=1), 1: report(b, finished=1)}) is None
+    # Two comparisons settle it between them; a comparison and a call do not.
+    asks = (1, 9, True, "gather")
+    assert disagreement([0, 1], {0: report(asks), 1: report((1, 5, True, "scan"))}) is None
+    assert "gather()" in disagreement([0, 1], {0: report(asks), 1: report(a)})
+
+
+def test_an_address_in_use_elsewhere_is_no_matter(tmp_path):
+    """Ports are the kernel's choice."""
+    with socket.create_server(("127.0.0.1", 0)):
+        for monitor in start(range(2), 2, tmp_path, local_size=1):
+            monitor.channel.close()

@@ -1,0 +1,132 @@
+"""The flight recorder: what it keeps, what it tells, and the signal."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import collective
+from collective.call import Call
+from collective.recorder import Recorder, flight_recorder
+from collective.testing import run_ranks
+
+
+def test_it_keeps_the_last_calls_with_their_places():
+    recorder = Recorder("mine")
+    first = Call("barrier")
+    recorder.begin(first)
+    recorder.end()
+    recorder.begin(Call("scan"), compares=True)
+    one, two = recorder.entries()
+    assert (one.sequence, one.call, one.compares) == (1, first, False)
+    assert re.search(r"test_recorder\.py:\d+ in test_it_keeps_the_last", one.site)
+    assert one.seconds >= 0
+    assert two.seconds is None
+    assert two.began >= one.began
+    assert str(two).startswith("#2 compare scan() at ")
+    assert "not finished" in str(two)
+    assert recorder.entries(1) == [two]
+    assert str(recorder).startswith("mine: 2 collective calls, the last 2:\n  #1 barrier() at")
+
+
+def test_old_calls_make_room():
+    recorder = Recorder()
+    for number in range(2000):
+        recorder.begin(Call("barrier") if number == 0 else Call("scan"))
+        recorder.end()
+    entries = recorder.entries()
+    assert [entry.sequence for entry in entries] == list(range(2001 - len(entries), 2001))
+    assert {entry.call.operation for entry in entries} == {"scan"}
+
+
+def test_the_line_is_the_caller_s():
+    recorder = Recorder()
+    recorder.begin(Call("a"))
+    first = line() - 1
+    recorder.begin(Call("b"))
+    second = line()
+    lines = [int(re.search(r":(\d+) in", entry.site)[1]) for entry in recorder.entries()]
+    assert lines[0] == first
+    assert lines[1] in range(second - 3, second)
+
+
+def line():
+    return sys._getframe(1).f_lineno
+
+
+def _calls(comm):
+    comm.all_reduce(np.ones(3))
+    comm.all_gather(np.ones(3), async_op=True).wait()
+    comm.barrier()
+    return [str(entry) for entry in comm.recorder.entries()]
+
+
+def test_a_communicator_records_its_calls():
+    for told in run_ranks(2, _calls):
+        assert [re.match(r"#\d+ (\w+)", text)[1] for text in told] == [
+            "all_reduce", "all_gather", "barrier",
+        ]  # fmt: skip
+        # Also of the one in the background.
+        assert all("test_recorder.py" in text and "µs" in text for text in told)
+
+
+def test_flight_recorder_lists_every_communicator():
+    before = len(flight_recorder())
+    with collective.init(size=1, rank=0) as comm:
+        comm.barrier()
+        mine = collective.flight_recorder()[-1]
+        assert mine is comm.recorder
+        assert "rank 0 of 1 over threads: 1 collective calls" in str(mine)
+        group = comm.dup()
+        assert flight_recorder()[-1] is group.recorder
+    del comm, group, mine
+    assert len(flight_recorder()) <= before + 2
+
+
+_PROGRAM = """
+import sys, time
+import collective
+with collective.init() as comm:
+    comm.barrier()
+    print("ready", flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1"])
+def test_a_signal_dumps_it(tmp_path, name):
+    environ = {**os.environ, "COLLECTIVE_DUMP_SIGNAL": name}
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environ, cwd=os.getcwd(),
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.Signals[name])
+        assert process.stderr.readline().startswith("[flight recorder, process ")
+        assert "1 collective calls" in process.stderr.readline()
+        assert re.search(r"#1 barrier\(\) at .*program.py:5", process.stderr.readline())
+        # It goes on.
+        time.sleep(0.05)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_handler_of_the_program_s_own_stays(monkeypatch):
+    def mine(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGUSR2, mine)
+    try:
+        collective.init(size=1, rank=0).close()
+        assert signal.getsignal(signal.SIGUSR2) is mine
+    finally:
+        signal.signal(signal.SIGUSR2, before)
