@@ -12,7 +12,7 @@ from collective import dtypes, objects, tree
 from collective.arrays import adapter_of
 from collective.backend import ANY_SOURCE
 from collective.buffer import Buffer
-from collective.calls import Calls, Output, _with_site
+from collective.calls import Array, Calls, Output, _with_site
 from collective.errors import (
     InvalidArgumentError,
     RankError,
@@ -23,10 +23,14 @@ from collective.work import Lane
 
 __all__ = ["PointToPoint"]
 
-_UINT8, _INT64 = dtypes.BY_NAME["uint8"], dtypes.BY_NAME["int64"]
-# Every message is announced by 16 words: kind, dtype code, bytes, dimensions, shape.
+_UINT8 = dtypes.BY_NAME["uint8"]
+# Every message begins with a head: 16 words (kind, dtype code, bytes, dimensions, shape) and,
+# if they fit, all its bytes. Longer ones follow in a message of their own, since the receiver
+# has to know where they go.
+_HEAD = 1024
 _WORDS = 16
 _MAX_DIMENSIONS = _WORDS - 4
+_ROOM = _HEAD - 8 * _WORDS
 _ARRAY, _OBJECT = 0, 1
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
@@ -66,11 +70,11 @@ class PointToPoint(Calls):
             MPI_Send.
         """
         dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
-        words, payload = self._message(x)
+        head, payload = self._message(x)
 
         def run() -> None:
-            self._transport(self._backend.send, words, dst, tag, seconds)
-            if payload.count:
+            self._transport(self._backend.send, head, dst, tag, seconds)
+            if payload is not None:
                 self._transport(self._backend.send, payload, dst, tag, seconds)
 
         return self._post(("send", dst, tag), run, async_op)
@@ -120,14 +124,13 @@ class PointToPoint(Calls):
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
-            words = Buffer.empty(_WORDS, _INT64)
-            source = self._receive(words, src, tag, seconds)
-            payload = Buffer.empty(int(words.array[2]), _UINT8)
-            direct = self._direct(words.array, out)
-            if payload.count:
+            head = Buffer.empty(_HEAD, _UINT8)
+            source = self._receive(head, src, tag, seconds)
+            words, payload, direct = self._place(head, out)
+            if payload.count > _ROOM:
                 rest = max(0.001, deadline - time.monotonic())
-                self._receive(direct or payload, source, tag, rest)
-            return out if direct is not None else self._arrived(words.array, payload, out, like)
+                self._receive(payload, source, tag, rest)
+            return out if direct else self._arrived(words, payload, out, like)
 
         return self._post(("recv", src, tag), run, async_op)
 
@@ -167,8 +170,7 @@ class PointToPoint(Calls):
             )
         tag, seconds = _tag(tag), self._seconds(timeout)
         self._check_out(out)
-        words, payload = self._message(x)
-
+        head, payload = self._message(x)
         self._adapter(like)
         send, recv = ("send", dst, tag), ("recv", src, tag)
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
@@ -184,17 +186,19 @@ class PointToPoint(Calls):
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
-            coming = Buffer.empty(_WORDS, _INT64)
-            self._transport(self._backend.sendrecv, words, dst, coming, src, tag, seconds)
-            received = Buffer.empty(int(coming.array[2]), _UINT8)
+            coming = Buffer.empty(_HEAD, _UINT8)
+            self._transport(self._backend.sendrecv, head, dst, coming, src, tag, seconds)
+            # What is sent still may be what it would be received over.
+            words, received, _ = self._place(coming, None)
             rest = max(0.001, deadline - time.monotonic())
-            if payload.count and received.count:
+            follows = received.count > _ROOM
+            if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
-            elif payload.count:  # nothing is sent for nothing: the peer may have called recv
+            elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
                 self._transport(self._backend.send, payload, dst, tag, rest)
-            elif received.count:
+            elif follows:
                 self._receive(received, src, tag, rest)
-            return self._arrived(coming.array, received, out, like)
+            return self._arrived(words, received, out, like)
 
         return self._post(("sendrecv", dst, src, tag), run, async_op)
 
@@ -245,22 +249,40 @@ class PointToPoint(Calls):
         self._transport(receive)
         return sources[0]
 
-    def _message(self, x: Any) -> tuple[Buffer, Buffer]:
-        """Return the announcement and the bytes of ``x``."""
-        words = Buffer(np.zeros(_WORDS, np.int64), _INT64)
+    def _message(self, x: Any) -> tuple[Buffer, Buffer | None]:
+        """Return the head of the message that ``x`` is, and what has to follow it."""
+        head = Buffer.empty(_HEAD, _UINT8)
+        words = head.array[: 8 * _WORDS].view(np.int64)
+        words[:] = 0
         if tree.is_tree(x):
             tree.flatten(x)  # refuses keys that cannot be sorted
             payload = Buffer(objects.encode(x), _UINT8)
-            words.array[:3] = _OBJECT, 0, payload.count
-            return words, payload
-        array, dtype = adapter_of(x).view(x)
-        if array.ndim > _MAX_DIMENSIONS:
-            raise ShapeError(
-                f"send: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
-            )
-        words.array[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
-        words.array[4 : 4 + array.ndim] = array.shape
-        return words, Buffer(array.ravel(), dtype).bytes()
+            words[:3] = _OBJECT, 0, payload.count
+        else:
+            array, dtype = adapter_of(x).view(x)
+            if array.ndim > _MAX_DIMENSIONS:
+                raise ShapeError(
+                    f"send: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
+                )
+            words[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
+            words[4 : 4 + array.ndim] = array.shape
+            payload = Buffer(array.ravel(), dtype).bytes()
+        if payload.count > _ROOM:
+            return head, payload
+        head.array[8 * _WORDS : 8 * _WORDS + payload.count] = payload.array
+        return head, None
+
+    def _place(self, head: Buffer, out: Any) -> tuple[Array, Buffer, bool]:
+        """Return the words of ``head``, its payload or room for it, and whether that is ``out``."""
+        words = head.array[: 8 * _WORDS].view(np.int64)
+        count = int(words[2])
+        direct = self._direct(words, out)
+        if count <= _ROOM:
+            inline = head.part(8 * _WORDS, 8 * _WORDS + count)
+            if direct is not None:
+                direct.array[:] = inline.array
+            return words, direct or inline, direct is not None
+        return words, direct or Buffer.empty(count, _UINT8), direct is not None
 
     def _check_out(self, out: Any) -> None:
         if out is not None and not tree.is_tree(out):
