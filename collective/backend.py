@@ -176,7 +176,7 @@ class Backend(ABC):
         valid until they are dropped.
         """
 
-    def observe(self, recorder: Recorder) -> None:
+    def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
         """Be told where the communicator over this transport records its calls.
 
         A transport that does not compare the ranks' calls can have the records compared

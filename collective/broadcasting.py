@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from collective import dtypes, tree
 from collective.arrays import adapter_of
+from collective.backend import Failure
 from collective.buffer import Buffer
-from collective.call import Call, Disagreement
+from collective.call import Call, Disagreement, call_site
 from collective.calls import Output
 from collective.errors import InvalidArgumentError
 from collective.pieces import UINT8, Header, PieceCalls, pack, unpack
 
 __all__ = ["Broadcasting"]
+
+
+_HEAD = 1024
+# Digest, dtype code, bytes, dimensions and shape; NumPy's arrays have 64 dimensions at most.
+_WORDS = 4 + 64
+_ROOM = _HEAD - 8 * _WORDS
+
+
+class _Head:
+    """What goes before an array: what it is, and all its bytes if there is room.
+
+    Attributes:
+        buffer: all of it, as it travels.
+    """
+
+    __slots__ = ("_words", "buffer")
+
+    def __init__(self) -> None:
+        self.buffer = Buffer.empty(_HEAD, UINT8)
+        self._words = self.buffer.array[: 8 * _WORDS].view(np.int64)
+
+    def write(self, call: Call, buffer: Buffer) -> None:
+        """Describe ``buffer``, the array of ``call``."""
+        assert call.shape is not None
+        words = self._words
+        words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, len(call.shape)
+        words[4 : 4 + len(call.shape)] = call.shape
+        if buffer.nbytes <= _ROOM:
+            room = self.buffer.array[8 * _WORDS : 8 * _WORDS + buffer.nbytes]
+            room[:] = buffer.array.view(np.uint8)
+
+    @property
+    def digest(self) -> int:
+        """The root's call."""
+        return int(self._words[0])
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        """The array's element type."""
+        return dtypes.BY_CODE[int(self._words[1])]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return tuple(map(int, self._words[4 : 4 + int(self._words[3])]))
+
+    @property
+    def inline(self) -> np.ndarray[Any, Any] | None:
+        """The array's bytes, None if they follow."""
+        nbytes = int(self._words[2])
+        return self.buffer.array[8 * _WORDS : 8 * _WORDS + nbytes] if nbytes <= _ROOM else None
 
 
 class Broadcasting(PieceCalls):
@@ -74,8 +128,8 @@ class Broadcasting(PieceCalls):
         plain = timeout is None and not async_op and out is x
         kept = self._kept(again, x, out) if plain else None
         if kept is not None and self._lane.idle:
-            self._known_at_root(kept[-1], lambda: (self._backend.broadcast, *kept, self.timeout),
-                                self.timeout)  # fmt: skip
+            buffer, root, call = kept
+            self._broadcast_known(buffer, root, call, self.timeout)
             return out
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
@@ -106,9 +160,7 @@ class Broadcasting(PieceCalls):
             self._keep(again, x, out, buffer, buffer, buffer, root, call)
 
         def run() -> Any:
-            self._known_at_root(
-                call, lambda: (self._backend.broadcast, buffer, root, call, seconds), seconds
-            )
+            self._broadcast_known(buffer, root, call, seconds)
             if output is None:
                 return x
             if self.rank == root and out is not x:
@@ -120,28 +172,70 @@ class Broadcasting(PieceCalls):
     def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
         """Take part in a broadcast of which nothing is known here."""
         adapter = self._adapter(like)
-        headers = self._sizes(Call("broadcast", root=root), seconds) or []
-        header = self._root_header(headers, root)
-        dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
-        if "nesting" in header["options"]:
-            self._mismatch(headers)
+        if self._heads:
+            head = self._head(None, None, root, seconds)
+            dtype, shape = head.dtype, head.shape
+        else:
+            headers = self._sizes(Call("broadcast", root=root), seconds) or []
+            header = self._root_header(headers, root)
+            if "nesting" in header["options"]:
+                self._mismatch(headers)
+            dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
         output = Output("broadcast", None, adapter, shape, dtype)
         buffer = Buffer(output.flat, dtype)
-        call = Call("broadcast", dtype, shape, root=root)
-        self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+        if self._heads and head.inline is not None:
+            buffer.array.view(np.uint8)[:] = head.inline
+        else:
+            call = Call("broadcast", dtype, shape, root=root)
+            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
         return output.finish()
 
-    def _known_at_root(
-        self, call: Call, prepared: Callable[[], tuple[Any, ...]], seconds: float
-    ) -> None:
-        """Make a rooted call; ranks that passed None may differ from the root in the rest."""
+    def _broadcast_known(self, buffer: Buffer, root: int, call: Call, seconds: float) -> None:
+        """Broadcast among ranks that may differ from the root only in having passed None."""
+        if self._heads:
+            head = self._head(call, buffer, root, seconds)
+            if head.inline is None:
+                self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+            elif self.rank != root:
+                buffer.array.view(np.uint8)[:] = head.inline
+            return
         try:
             if self._agree_sizes:
                 self._agree(call, seconds)
-            self._recorded(*prepared())
+            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
         except Disagreement as difference:
             self._root_header(difference.headers, call.options["root"])
-            self._recorded(*prepared())
+            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+
+    def _head(self, call: Call | None, buffer: Buffer | None, root: int, seconds: float) -> _Head:
+        """Broadcast what the root's array is, with all its bytes if they are few.
+
+        It takes the place of a comparison on transports that compare nothing: the root does
+        not know whether somebody passed None.
+
+        Args:
+            call, buffer: this rank's; None where it passed None.
+        """
+        head = _Head()
+        if self.rank == root:
+            assert call is not None
+            assert buffer is not None
+            head.write(call, buffer)
+        about = self._plans.get(("head", root))
+        if about is None:
+            about = self._remember(("head", root), Call("broadcast", root=root))
+        self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
+        if call is not None and head.digest != call.digest:
+            theirs = Call("broadcast", head.dtype, head.shape, root=root)
+            text = (
+                f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: "
+                f"{call} at {call_site()}\nEvery rank must make the same collective calls in the "
+                "same order; COLLECTIVE_CHECK=always compares each call before it is sent"
+            )
+            failure = Failure("mismatch", self.rank, text)
+            self._backend.abort(failure)
+            raise failure.error("broadcast", self.rank)
+        return head
 
     def _root_header(self, headers: Sequence[Header], root: int) -> Header:
         """Return the root's header if the others know nothing, or the same."""

@@ -115,6 +115,8 @@ class Calls:
         self._agree_first = check == "always" and not backend.capabilities.checks_calls
         # Whether calls whose sizes may differ do: always, where the transport compares nothing.
         self._agree_sizes = not backend.capabilities.checks_calls
+        # Whether a broadcast tells what it brings in a message before it.
+        self._heads = self._agree_sizes and not self._agree_first
         self._plans: dict[Any, Any] = {}
         self._repeated: dict[Any, _Kept] = {}
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")

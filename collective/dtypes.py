@@ -13,7 +13,7 @@ import numpy as np
 
 from collective.errors import DtypeError
 
-__all__ = ["BY_NAME", "DType", "from_numpy", "named"]
+__all__ = ["BY_CODE", "BY_NAME", "DType", "from_numpy", "named"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,8 @@ BY_NAME: dict[str, DType] = {
     for code, name in enumerate(_NATIVE)
 }
 BY_NAME["bfloat16"] = DType("bfloat16", np.dtype("uint16"), "f", len(_NATIVE))
+#: The types by their code on the wire.
+BY_CODE = list(BY_NAME.values())
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {BY_NAME[n].storage: BY_NAME[n] for n in _NATIVE}
 

@@ -35,7 +35,6 @@ _ARRAY, _OBJECT = 0, 1
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
 _LANES = 64
-_BY_CODE = {dtype.code: dtype for dtype in dtypes.BY_NAME.values()}
 
 
 class PointToPoint(Calls):
@@ -305,7 +304,7 @@ class PointToPoint(Calls):
             raise InvalidArgumentError(
                 f"recv: a single array came; out is a structure {self._who}."
             )
-        dtype, shape = _BY_CODE[int(words[1])], _shape(words)
+        dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
         adapter = adapter_of(out) if out is not None else self._adapter(like)
         output = Output("recv", out, adapter, shape, dtype)
         output.flat[:] = payload.array.view(dtype.storage)
