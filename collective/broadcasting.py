@@ -14,60 +14,15 @@ from collective.buffer import Buffer
 from collective.call import Call, Disagreement, call_site
 from collective.calls import Output
 from collective.errors import InvalidArgumentError
+from collective.heads import Head
 from collective.pieces import UINT8, Header, PieceCalls, pack, unpack
 
 __all__ = ["Broadcasting"]
 
 
-_HEAD = 1024
-# Digest, dtype code, bytes, dimensions and shape; NumPy's arrays have 64 dimensions at most.
+# A head has the root's digest, dtype code, bytes, dimensions and shape; NumPy's arrays have 64
+# dimensions at most.
 _WORDS = 4 + 64
-_ROOM = _HEAD - 8 * _WORDS
-
-
-class _Head:
-    """What goes before an array: what it is, and all its bytes if there is room.
-
-    Attributes:
-        buffer: all of it, as it travels.
-    """
-
-    __slots__ = ("_words", "buffer")
-
-    def __init__(self) -> None:
-        self.buffer = Buffer.empty(_HEAD, UINT8)
-        self._words = self.buffer.array[: 8 * _WORDS].view(np.int64)
-
-    def write(self, call: Call, buffer: Buffer) -> None:
-        """Describe ``buffer``, the array of ``call``."""
-        assert call.shape is not None
-        words = self._words
-        words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, len(call.shape)
-        words[4 : 4 + len(call.shape)] = call.shape
-        if buffer.nbytes <= _ROOM:
-            room = self.buffer.array[8 * _WORDS : 8 * _WORDS + buffer.nbytes]
-            room[:] = buffer.array.view(np.uint8)
-
-    @property
-    def digest(self) -> int:
-        """The root's call."""
-        return int(self._words[0])
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        """The array's element type."""
-        return dtypes.BY_CODE[int(self._words[1])]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
-        return tuple(map(int, self._words[4 : 4 + int(self._words[3])]))
-
-    @property
-    def inline(self) -> np.ndarray[Any, Any] | None:
-        """The array's bytes, None if they follow."""
-        nbytes = int(self._words[2])
-        return self.buffer.array[8 * _WORDS : 8 * _WORDS + nbytes] if nbytes <= _ROOM else None
 
 
 class Broadcasting(PieceCalls):
@@ -172,9 +127,11 @@ class Broadcasting(PieceCalls):
     def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
         """Take part in a broadcast of which nothing is known here."""
         adapter = self._adapter(like)
+        inline = None
         if self._heads:
             head = self._head(None, None, root, seconds)
-            dtype, shape = head.dtype, head.shape
+            dtype, shape = _described(head)
+            inline = head.inline(int(head.words[2]))
         else:
             headers = self._sizes(Call("broadcast", root=root), seconds) or []
             header = self._root_header(headers, root)
@@ -183,8 +140,8 @@ class Broadcasting(PieceCalls):
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
         output = Output("broadcast", None, adapter, shape, dtype)
         buffer = Buffer(output.flat, dtype)
-        if self._heads and head.inline is not None:
-            buffer.array.view(np.uint8)[:] = head.inline
+        if inline is not None:
+            buffer.array.view(np.uint8)[:] = inline
         else:
             call = Call("broadcast", dtype, shape, root=root)
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
@@ -193,11 +150,11 @@ class Broadcasting(PieceCalls):
     def _broadcast_known(self, buffer: Buffer, root: int, call: Call, seconds: float) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
         if self._heads:
-            head = self._head(call, buffer, root, seconds)
-            if head.inline is None:
+            inline = self._head(call, buffer, root, seconds).inline(buffer.nbytes)
+            if inline is None:
                 self._recorded(self._backend.broadcast, buffer, root, call, seconds)
             elif self.rank != root:
-                buffer.array.view(np.uint8)[:] = head.inline
+                buffer.array.view(np.uint8)[:] = inline
             return
         try:
             if self._agree_sizes:
@@ -207,7 +164,7 @@ class Broadcasting(PieceCalls):
             self._root_header(difference.headers, call.options["root"])
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
 
-    def _head(self, call: Call | None, buffer: Buffer | None, root: int, seconds: float) -> _Head:
+    def _head(self, call: Call | None, buffer: Buffer | None, root: int, seconds: float) -> Head:
         """Broadcast what the root's array is, with all its bytes if they are few.
 
         It takes the place of a comparison on transports that compare nothing: the root does
@@ -216,17 +173,21 @@ class Broadcasting(PieceCalls):
         Args:
             call, buffer: this rank's; None where it passed None.
         """
-        head = _Head()
+        head = Head(_WORDS)
         if self.rank == root:
             assert call is not None
+            assert call.shape is not None
             assert buffer is not None
-            head.write(call, buffer)
+            ndim = len(call.shape)
+            head.words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, ndim
+            head.words[4 : 4 + ndim] = call.shape
+            head.put(buffer.array)
         about = self._plans.get(("head", root))
         if about is None:
             about = self._remember(("head", root), Call("broadcast", root=root))
         self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
-        if call is not None and head.digest != call.digest:
-            theirs = Call("broadcast", head.dtype, head.shape, root=root)
+        if call is not None and head.words[0] != call.digest:
+            theirs = Call("broadcast", *_described(head), root=root)
             text = (
                 f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: "
                 f"{call} at {call_site()}\nEvery rank must make the same collective calls in the "
@@ -286,3 +247,9 @@ class Broadcasting(PieceCalls):
             return tree.rebuild(template, iter([output.finish() for output in outputs]))
 
         return self._go("broadcast", run, async_op)
+
+
+def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
+    """Return the dtype and shape that a head tells."""
+    ndim = int(head.words[3])
+    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[4 : 4 + ndim]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from collective import tree
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
+from collective.calls import Array
 from collective.pieces import UINT8, Leaf, PieceCalls, bytes_of
 from collective.rows import split_sizes
 
@@ -73,9 +75,14 @@ class Exchanging(PieceCalls):
             headers = differ
             if headers is None:
                 try:
-                    if self._agree_sizes:
+                    even = [[s[self.rank]] * self.size for s in sends]
+                    if self._agree_first:
                         self._agree(call, seconds)
-                    return send([[s[self.rank]] * self.size for s in sends], call)
+                    elif self._agree_sizes:
+                        told = self._swap(call, packed(), seconds)
+                        if told is not None:
+                            return send(even, call, _told(told, self.rank))
+                    return send(even, call)
                 except Disagreement as difference:
                     headers = difference.headers
             self._rows_of(headers, len(leaves))
@@ -85,7 +92,20 @@ class Exchanging(PieceCalls):
             ]
             return send(receives, Call(what, sizes=table))
 
-        def send(receives: list[list[int]], agreed: Call) -> Any:
+        @functools.cache
+        def packed() -> Array:
+            """Return the pieces as bytes, the one for rank 0 first."""
+            if nesting == 0:
+                return leaves[0].rows.array.ravel().view(np.uint8)
+            return bytes_of(
+                [
+                    leaf.rows.piece(cut, rank)
+                    for rank in range(self.size)
+                    for leaf, cut in zip(leaves, sends)
+                ]
+            )
+
+        def send(receives: list[list[int]], agreed: Call, method: Any = method) -> Any:
             if nesting == 0:
                 inner = leaves[0].rows.inner
                 elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
@@ -101,17 +121,25 @@ class Exchanging(PieceCalls):
                 ]
                 for counts in (sends, receives)
             )  # fmt: skip
-            source = bytes_of(
-                [
-                    leaf.rows.piece(cut, rank)
-                    for rank in range(self.size)
-                    for leaf, cut in zip(leaves, sends)
-                ]
-            )
             dst = Buffer.empty(sum(coming), UINT8)
-            self._recorded(method, Buffer(source, UINT8), dst, to, coming, agreed, seconds)
+            self._recorded(method, Buffer(packed(), UINT8), dst, to, coming, agreed, seconds)
             parts = np.split(dst.array, list(accumulate(coming))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)
 
         return self._go(what, run, async_op)
+
+
+def _told(sources: list[Array], rank: int) -> Any:
+    """Return what stands for the transport where all ranks' pieces have come already."""
+
+    def all_to_all(
+        src: Buffer, dst: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], *rest: Any
+    ) -> None:
+        # The calls are the same, so everybody cuts as this rank does.
+        width = src.dtype.itemsize
+        start = width * sum(send_counts[:rank])
+        pieces = [source[start : start + width * send_counts[rank]] for source in sources]
+        np.concatenate(pieces, out=dst.array.view(np.uint8))
+
+    return all_to_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from collective import tree
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
+from collective.calls import Array
 from collective.errors import ShapeError
 from collective.pieces import UINT8, Leaf, PieceCalls, bytes_of
 from collective.rows import check_counts
@@ -122,7 +124,13 @@ class Gathering(PieceCalls):
             known = [lengths] * len(leaves)
         call = self._piece_call(what, leaves, nesting, root, axis, counts)
 
-        def send(rows: list[list[int]], agreed: Call) -> Any:
+        @functools.cache
+        def packed() -> Array:
+            """Return this rank's pieces as bytes."""
+            arrays = [leaf.rows.array.ravel() for leaf in leaves]
+            return arrays[0].view(np.uint8) if nesting == 0 else bytes_of(arrays)
+
+        def send(rows: list[list[int]], agreed: Call, method: Any = method) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
             ends = (agreed, seconds) if root is None else (root, agreed, seconds)
             if nesting == 0:
@@ -135,7 +143,7 @@ class Gathering(PieceCalls):
                 sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
                 for k in range(self.size)
             ]
-            src = Buffer(bytes_of([leaf.rows.array.ravel() for leaf in leaves]), UINT8)
+            src = Buffer(packed(), UINT8)
             dst = Buffer.empty(sum(nbytes), UINT8) if receives else None
             self._recorded(method, src, dst, nbytes, *ends)
             if dst is None:
@@ -149,8 +157,12 @@ class Gathering(PieceCalls):
             headers = differ
             if headers is None:
                 try:
-                    if self._agree_first or (self._agree_sizes and known is None):
+                    if self._agree_first:
                         self._agree(call, seconds)
+                    elif self._agree_sizes and known is None:
+                        told = self._swap(call, packed(), seconds)
+                        if told is not None:
+                            return send(even, call, _told(told))
                     return send(even, call)
                 except Disagreement as difference:
                     headers = difference.headers
@@ -160,3 +172,13 @@ class Gathering(PieceCalls):
             return send(rows, Call(what, sizes=rows, root=root))
 
         return self._go(what, run, async_op)
+
+
+def _told(pieces: list[Array]) -> Any:
+    """Return what stands for the transport where the pieces have come already."""
+
+    def gather(src: Buffer, dst: Buffer | None, *rest: Any) -> None:
+        if dst is not None:
+            np.concatenate(pieces, out=dst.array.view(np.uint8))
+
+    return gather

@@ -14,6 +14,7 @@ from collective.call import Call, Disagreement
 from collective.calls import Array, Calls, Output
 from collective.dtypes import DType
 from collective.errors import InvalidArgumentError, ShapeError
+from collective.heads import HEAD_BYTES, Head
 from collective.rows import Rows
 
 __all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack", "unpack"]
@@ -103,6 +104,34 @@ class PieceCalls(Calls):
         except Disagreement as difference:
             return False, difference.headers
         return True, None
+
+    def _swap(self, call: Call, payload: Array, seconds: float) -> list[Array] | None:
+        """Compare ``call`` on all ranks, and give all of them every rank's bytes if they are few.
+
+        For transports that compare nothing: there it takes the place of :meth:`_agree`.
+
+        Args:
+            payload: contiguous bytes, equally many on ranks that make the same call.
+
+        Returns:
+            The ranks' payloads, in rank order; None if they are too long.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        head = Head(1)
+        head.words[0] = call.digest
+        head.put(payload)
+        every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
+        root = call.options.get("root")
+        about = Call(call.operation, root=root)
+        lengths = [HEAD_BYTES] * self.size
+        self._recorded(self._backend.all_gather, head.buffer, every, lengths, about, seconds)
+        heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
+        if any(each.words[0] != call.digest for each in heads):
+            self._agree(call, seconds)
+        found = [each.inline(payload.size) for each in heads]
+        return [each for each in found if each is not None] or None
 
     def _piece_call(
         self,

@@ -12,25 +12,23 @@ from collective import dtypes, objects, tree
 from collective.arrays import adapter_of
 from collective.backend import ANY_SOURCE
 from collective.buffer import Buffer
-from collective.calls import Array, Calls, Output, _with_site
+from collective.calls import Calls, Output, _with_site
 from collective.errors import (
     InvalidArgumentError,
     RankError,
     ShapeError,
     UnsupportedError,
 )
+from collective.heads import Head
 from collective.work import Lane
 
 __all__ = ["PointToPoint"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
-# Every message begins with a head: 16 words (kind, dtype code, bytes, dimensions, shape) and,
-# if they fit, all its bytes. Longer ones follow in a message of their own, since the receiver
-# has to know where they go.
-_HEAD = 1024
+# Every message begins with a head: kind, dtype code, bytes, dimensions, shape. What does not
+# fit in after that follows in a message of its own.
 _WORDS = 16
 _MAX_DIMENSIONS = _WORDS - 4
-_ROOM = _HEAD - 8 * _WORDS
 _ARRAY, _OBJECT = 0, 1
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
@@ -72,7 +70,7 @@ class PointToPoint(Calls):
         head, payload = self._message(x)
 
         def run() -> None:
-            self._transport(self._backend.send, head, dst, tag, seconds)
+            self._transport(self._backend.send, head.buffer, dst, tag, seconds)
             if payload is not None:
                 self._transport(self._backend.send, payload, dst, tag, seconds)
 
@@ -123,13 +121,13 @@ class PointToPoint(Calls):
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
-            head = Buffer.empty(_HEAD, _UINT8)
-            source = self._receive(head, src, tag, seconds)
-            words, payload, direct = self._place(head, out)
-            if payload.count > _ROOM:
+            head = Head(_WORDS)
+            source = self._receive(head.buffer, src, tag, seconds)
+            payload, follows, direct = self._place(head, out)
+            if follows:
                 rest = max(0.001, deadline - time.monotonic())
                 self._receive(payload, source, tag, rest)
-            return out if direct else self._arrived(words, payload, out, like)
+            return out if direct else self._arrived(head.words, payload, out, like)
 
         return self._post(("recv", src, tag), run, async_op)
 
@@ -185,19 +183,20 @@ class PointToPoint(Calls):
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
-            coming = Buffer.empty(_HEAD, _UINT8)
-            self._transport(self._backend.sendrecv, head, dst, coming, src, tag, seconds)
+            coming = Head(_WORDS)
+            self._transport(
+                self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, seconds
+            )
             # What is sent still may be what it would be received over.
-            words, received, _ = self._place(coming, None)
+            received, follows, _ = self._place(coming, None)
             rest = max(0.001, deadline - time.monotonic())
-            follows = received.count > _ROOM
             if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
             elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
                 self._transport(self._backend.send, payload, dst, tag, rest)
             elif follows:
                 self._receive(received, src, tag, rest)
-            return self._arrived(words, received, out, like)
+            return self._arrived(coming.words, received, out, like)
 
         return self._post(("sendrecv", dst, src, tag), run, async_op)
 
@@ -248,40 +247,38 @@ class PointToPoint(Calls):
         self._transport(receive)
         return sources[0]
 
-    def _message(self, x: Any) -> tuple[Buffer, Buffer | None]:
+    def _message(self, x: Any) -> tuple[Head, Buffer | None]:
         """Return the head of the message that ``x`` is, and what has to follow it."""
-        head = Buffer.empty(_HEAD, _UINT8)
-        words = head.array[: 8 * _WORDS].view(np.int64)
-        words[:] = 0
+        head = Head(_WORDS)
+        head.words[:] = 0
         if tree.is_tree(x):
             tree.flatten(x)  # refuses keys that cannot be sorted
             payload = Buffer(objects.encode(x), _UINT8)
-            words[:3] = _OBJECT, 0, payload.count
+            head.words[:3] = _OBJECT, 0, payload.count
         else:
             array, dtype = adapter_of(x).view(x)
             if array.ndim > _MAX_DIMENSIONS:
                 raise ShapeError(
                     f"send: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
                 )
-            words[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
-            words[4 : 4 + array.ndim] = array.shape
+            head.words[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
+            head.words[4 : 4 + array.ndim] = array.shape
             payload = Buffer(array.ravel(), dtype).bytes()
-        if payload.count > _ROOM:
-            return head, payload
-        head.array[8 * _WORDS : 8 * _WORDS + payload.count] = payload.array
-        return head, None
+        head.put(payload.array)
+        return head, payload if payload.count > head.room else None
 
-    def _place(self, head: Buffer, out: Any) -> tuple[Array, Buffer, bool]:
-        """Return the words of ``head``, its payload or room for it, and whether that is ``out``."""
-        words = head.array[: 8 * _WORDS].view(np.int64)
-        count = int(words[2])
-        direct = self._direct(words, out)
-        if count <= _ROOM:
-            inline = head.part(8 * _WORDS, 8 * _WORDS + count)
-            if direct is not None:
-                direct.array[:] = inline.array
-            return words, direct or inline, direct is not None
-        return words, direct or Buffer.empty(count, _UINT8), direct is not None
+    def _place(self, head: Head, out: Any) -> tuple[Buffer, bool, bool]:
+        """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
+        direct = self._direct(head.words, out)
+        inline = head.inline(int(head.words[2]))
+        if inline is None:
+            payload = direct or Buffer.empty(int(head.words[2]), _UINT8)
+        elif direct is not None:
+            payload = direct
+            payload.array[:] = inline
+        else:
+            payload = Buffer(inline, _UINT8)
+        return payload, inline is None, direct is not None
 
     def _check_out(self, out: Any) -> None:
         if out is not None and not tree.is_tree(out):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from collective import dtypes, tree
 from collective.buffer import Buffer
 from collective.call import Call
 from collective.errors import InvalidArgumentError
+from collective.heads import Head
 from collective.pieces import UINT8, Leaf, PieceCalls, bytes_of
 from collective.rows import Rows, split_sizes
 
@@ -81,13 +83,7 @@ class Scattering(PieceCalls):
         likes = tree.flatten(chosen) if tree.is_tree(chosen) else [chosen]
 
         def run() -> Any:
-            headers = self._sizes(call, seconds)
-            options = call.options if headers is None else headers[root]["options"]
-            for header in headers or ():
-                if header["operation"] != what or header["options"].get("root") != root:
-                    self._mismatch(headers or ())
-            if "leaves" not in options:
-                self._mismatch(headers or ())
+            options = self._root_options(call, root, seconds)
             names = [dtypes.named(name) for name, *_ in options["leaves"]]
             shapes = [tuple(shape) for _, *shape in options["leaves"]]
             sizes = options["sizes"]
@@ -116,3 +112,30 @@ class Scattering(PieceCalls):
             return self._assemble(what, [mine.array], results, kept, out, options["nesting"], x)
 
         return self._go(what, run, async_op)
+
+    def _root_options(self, call: Call, root: int, seconds: float) -> dict[str, Any]:
+        """Return the options of the root's call, which alone knows what is scattered."""
+        if not self._heads:
+            headers = self._sizes(call, seconds)
+            if headers is None:
+                return call.options  # nobody else is there
+            for header in headers:
+                if header["operation"] != "scatter" or header["options"].get("root") != root:
+                    self._mismatch(headers)
+            if "leaves" not in headers[root]["options"]:
+                self._mismatch(headers)
+            return dict(headers[root]["options"])
+        head = Head(1)
+        text = np.frombuffer(json.dumps(call.options).encode(), np.uint8)
+        if self.rank == root:
+            head.words[0] = text.size
+            head.put(text)
+        about = Call("scatter", root=root)
+        self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
+        told = head.inline(int(head.words[0]))
+        if told is None:
+            told = np.empty(int(head.words[0]), np.uint8)
+            if self.rank == root:
+                told[:] = text
+            self._recorded(self._backend.broadcast, Buffer(told, UINT8), root, about, seconds)
+        return dict(json.loads(told.tobytes()))
