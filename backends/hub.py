@@ -34,10 +34,15 @@ _STRANGER_S = 10.0
 
 @dataclass
 class _Round:
-    """One comparison that is going on."""
+    """One comparison that is going on.
+
+    Attributes:
+        askers: who wants to know who is late, and of whom besides.
+    """
 
     members: list[int]
     ends: float
+    askers: dict[int, list[int]] = field(default_factory=dict)
     reports: dict[int, Message] = field(default_factory=dict)
 
 
@@ -193,10 +198,12 @@ class Hub:
             self._forget(rank)
         elif kind in ("failure", "left"):
             self._tell((each for each in members if each != rank), {**message, "rank": rank})
-        elif kind == "stall" and channel not in self._rounds:
-            present = [each for each in members if each in self._links]
-            self._rounds[channel] = _Round(members, time.monotonic() + _ROUND_S)
-            self._tell(present, {"kind": "report", "channel": channel})
+        elif kind == "stall":
+            if channel not in self._rounds:
+                self._rounds[channel] = _Round(members, time.monotonic() + _ROUND_S)
+                self._tell(members, {"kind": "report", "channel": channel})
+            if message["asks"] is not None:
+                self._rounds[channel].askers[rank] = message["asks"]
         elif kind == "report" and channel in self._rounds:
             known = self._rounds[channel]
             known.reports[rank] = message
@@ -204,14 +211,30 @@ class Hub:
                 self._conclude(channel)
 
     def _conclude(self, channel: str) -> None:
-        """Tell the members what all of them said."""
+        """Tell the members if they have made different calls, else the askers who is late."""
         known = self._rounds.pop(channel)
         text = disagreement(known.members, known.reports)
-        message: Message = {"kind": "reports", "channel": channel, "reports": known.reports}
         if text is not None:
             failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
             message = {"kind": "failure", "channel": channel, "failure": failure}
-        self._tell(known.members, message)
+            self._tell(known.members, message)
+            return
+        # Not everything to everybody: a thousand ranks may stall at once.
+        reports = known.reports
+        first = max((report["started"] for report in reports.values()), default=0)
+        late = {
+            each
+            for each in known.members
+            if each not in reports or reports[each]["started"] < first
+        }
+        for rank, besides in known.askers.items():
+            told = {
+                each: {**reports[each], "entries": reports[each]["entries"][-1:]}
+                if each in reports
+                else None
+                for each in late.union(besides)
+            }
+            self._tell([rank], {"kind": "late", "channel": channel, "late": told})
 
     def _gone(self, link: Link) -> None:
         if link in self._strangers:

@@ -61,7 +61,12 @@ class Link:
         """
         text = json.dumps(message).encode()
         with self._sending:
-            self._socket.sendall(_LENGTH.pack(len(text)) + text)
+            try:
+                self._socket.sendall(_LENGTH.pack(len(text)) + text)
+            except OSError:
+                # Half a message may be on its way, so that nothing after it can be read.
+                self.cut()
+                raise
 
     def receive(self) -> list[Message]:
         """Return the messages that are complete after one read, which may wait.
@@ -108,12 +113,14 @@ class Link:
         self._unread += found[1:]
         return found[0]
 
-    def close(self) -> None:
-        """Close the connection; the peer reads its end. A second close does nothing."""
-        # A thread that waits in receive() is woken by this, not by close(). The peer may have
-        # been faster.
-        with contextlib.suppress(OSError):
+    def cut(self) -> None:
+        """End the connection: both sides read its end, a thread that waits in receive() too."""
+        with contextlib.suppress(OSError):  # the peer may have been faster
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. A second close does nothing."""
+        self.cut()
         self._socket.close()
 
 

@@ -330,7 +330,7 @@ def test_a_slow_transport_is_told_as_such(monitors):
         record(monitor, "all_reduce")
     error, _ = wait_for_error(monitors[0].channel, timeout=0.2)
     assert error.ranks == ()
-    assert "every rank is in the same call" in str(error)
+    assert "every rank is in this call" in str(error)
 
 
 def test_groups_break_apart_from_their_parent(monitors):
