@@ -155,8 +155,13 @@ class Channel:
 
     def abort(self, failure: Failure) -> None:
         """Break the communicator for every rank; the first failure counts."""
-        if self._break(failure):
+        with self._monitor._lock:
+            if self.failure is not None:
+                return
+            # First said, then known here: the call that raises it may be this rank's last,
+            # and close the link.
             self._say({"kind": "failure", "failure": _packed(failure)})
+            self._break(failure)
 
     def close(self) -> None:
         """Leave this communicator, with that of all ranks the monitor; twice does nothing."""

@@ -118,12 +118,14 @@ class Backend(ABC):
 
     Attributes:
         name: the registered name.
+        launcher: the program that has to start its ranks (``"mpiexec"``), or empty.
         capabilities: what it can do.
         rank: this rank.
         size: how many ranks there are.
     """
 
     name: ClassVar[str]
+    launcher: ClassVar[str] = ""
     capabilities: Capabilities
     rank: int
     size: int

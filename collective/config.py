@@ -21,18 +21,21 @@ import math
 import operator
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collective import meeting
 from collective.errors import ConfigError
 from collective.launchers import Launched, detect
 
 __all__ = ["KEYS", "Config", "Key", "Setting", "load", "settings"]
 
 _PREFIX = "COLLECTIVE_"
+_SIGNALS = frozenset(each.name for each in signal.Signals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,9 @@ class Config:
     start_timeout: float
     check: str
     store: str | None
+    interface: str
+    across: str
+    dump_signal: str
     shm_single_copy: str
     launched: Launched | None
     _origins: Mapping[str, str]
@@ -228,7 +234,15 @@ def _on_off(value: Any) -> str:
     return str(value)
 
 
-def _directory(value: Any) -> str:
+def _signal(value: Any) -> str:
+    if value != "none" and (value in ("SIGKILL", "SIGSTOP") or value not in _SIGNALS):
+        raise ValueError
+    return str(value)
+
+
+def _meeting_place(value: Any) -> str:
+    if isinstance(value, str) and value.startswith("tcp:"):
+        return f"tcp://{meeting.from_url(value)}"
     path = os.fspath(value)
     if not isinstance(path, str) or not path:
         raise TypeError
@@ -263,9 +277,29 @@ KEYS: Mapping[str, Key] = {
     ),
     "store": Key(
         None,
-        "a directory",
-        "where the ranks of one launch meet: private, seen by all, used by no other launch",
-        _directory,
+        "a directory, or an address such as 'tcp://node1:29500'",
+        "where the ranks of one launch meet: a directory that is private, seen by all and used by "
+        "no other launch; or an address of the host of rank 0 with a port that is free there",
+        _meeting_place,
+    ),
+    "interface": Key(
+        "",
+        "the name of a network interface, such as 'eth0'",
+        "the network interface for traffic between hosts (default: the one on the way to the "
+        "other hosts)",
+        _word,
+    ),
+    "across": Key(
+        "auto",
+        "the name of a transport, such as 'gloo', or 'auto'",
+        "what connects the hosts under backend 'hierarchical' (auto: mpi under mpiexec, or gloo)",
+        _word,
+    ),
+    "dump_signal": Key(
+        "SIGUSR2",
+        "the name of a signal, such as 'SIGUSR2', or 'none'",
+        "the signal on which a process prints its flight recorder",
+        _signal,
     ),
     "shm_single_copy": Key(
         "on",
@@ -300,7 +334,7 @@ def _file() -> dict[str, Setting]:
 
 
 def _of_file(key: str, value: Any, path: Path) -> Setting:
-    if key == "store" and isinstance(value, str):
+    if key == "store" and isinstance(value, str) and not value.startswith("tcp:"):
         value = path.parent / os.path.expanduser(value)  # relative to the file that says it
     return Setting(value, f"file {path}")
 

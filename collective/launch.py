@@ -1,9 +1,10 @@
 """Start ranks on this host, and stop them: what ``collective run`` does.
 
 Three generations of processes: the launcher, which the user started and whose exit code
-counts; the supervisor (:mod:`collective.launch_supervisor`), forked from it; and the
-ranks. Launcher and supervisor watch each other, so that one of them is left to clean up
-when the other is killed, and the kernel kills the ranks with the supervisor.
+counts; the supervisor (:mod:`collective.launch_supervisor`), forked from it; and the ranks,
+with mpiexec between (:mod:`collective.launch_mpi`) where they are to be MPI's. Launcher and
+supervisor watch each other, so that one of them is left to clean up when the other is killed,
+and the kernel kills the ranks with the supervisor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from collective.launch_mpi import mpiexec, supervise_mpi
 from collective.launch_processes import adopt_orphans, end_children
 from collective.launch_supervisor import supervise
 from collective.rundir import join, leave
@@ -30,7 +33,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PAUSING = (signal.SIGTSTP, signal.SIGCONT)
 
 
-def launch(program: Sequence[str], size: int, settings: Mapping[str, str]) -> int:
+def launch(
+    program: Sequence[str], size: int, settings: Mapping[str, str], *, mpi: bool = False
+) -> int:
     """Run a program as ``size`` ranks and wait until all have ended.
 
     Must be called from the main thread of a process that does nothing else: it forks,
@@ -41,6 +46,8 @@ def launch(program: Sequence[str], size: int, settings: Mapping[str, str]) -> in
             then its own arguments.
         size: how many ranks, at least 1.
         settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
+        mpi: whether they are to be an MPI world: then mpiexec starts them, with a command
+            that is printed.
 
     Returns:
         0; or the exit code of the rank that failed first, where 128 + n stands for a
@@ -48,13 +55,20 @@ def launch(program: Sequence[str], size: int, settings: Mapping[str, str]) -> in
 
     Raises:
         RendezvousError: there is no private place where the ranks could meet.
+        BackendUnavailableError: with ``mpi``, there is no mpiexec.
     """
+    command = [sys.executable, "-u", *program]
+    start = mpiexec(size) if mpi else []
+    if start:
+        print(f"collective run: {shlex.join([*start, *command])}", file=sys.stderr)
     store, hold = join(f"run-{secrets.token_hex(8)}")
     try:
-        command = [sys.executable, "-u", *program]
         shared = {**os.environ, **_shared_variables(size, store), **settings}
         environments = [{**shared, **_rank_variables(rank)} for rank in range(size)]
-        return _watch_over(partial(supervise, command, environments), partial(leave, store, hold))
+        supervisor = partial(supervise, command, environments)
+        if start:
+            supervisor = partial(supervise_mpi, start, command, environments, store)
+        return _watch_over(supervisor, partial(leave, store, hold))
     finally:
         leave(store, hold)
 

@@ -21,7 +21,7 @@ from collective.launch_processes import adopt_orphans, die_with_parent, end_chil
 from collective.launch_screen import Screen, Stream
 from collective.launch_verdict import Failure, exit_code, first_in_cause, report
 
-__all__ = ["supervise"]
+__all__ = ["Rank", "Supervisor", "supervise"]
 
 # After the first failure the others have a moment to notice and to say so. Together
 # with what end_children allows it stays below the two seconds that are promised.
@@ -52,33 +52,50 @@ def supervise(
     Returns:
         The exit code of the whole.
     """
-    adopt_orphans()
-    return _Supervisor(control).run(command, environments)
+    return Supervisor(control, command, environments).run()
 
 
-class _Rank:
+class Rank:
+    """A rank, as the supervisor sees it.
+
+    Attributes:
+        number: which.
+        process: that of the rank itself, or of whoever started it for us.
+        code: as ``subprocess`` gives it; None while the rank runs.
+        streams: its output and its error output.
+    """
+
     def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self.number = number
         self.process = process
+        self.code: int | None = None
         self.streams: list[Stream] = []
 
     @property
     def runs(self) -> bool:
-        return self.process.returncode is None
+        """Whether it has not ended."""
+        return self.code is None
 
     def send(self, number: int, *, group: bool) -> None:
+        """Send it a signal, and with ``group`` what it has started, too."""
         # Not reaped yet, so neither its process id nor its group can be another's.
         if self.runs:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(self.process.pid, number)
 
 
-class _Supervisor:
-    def __init__(self, control: int) -> None:
+class Supervisor:
+    """Runs one process per environment; see the module's docstring and :func:`supervise`."""
+
+    def __init__(
+        self, control: int, command: Sequence[str], environments: Sequence[Mapping[str, str]]
+    ) -> None:
         self._control = control
-        self._ranks: list[_Rank] = []
+        self._command = command
+        self._environments = environments
+        self._ranks: list[Rank] = []
         self._pipes: dict[int, Stream] = {}  # those still open at the other end
-        self._failed: list[_Rank] = []
+        self._failed: list[Rank] = []
         # What is to be sent when, once the run is ending; the signal that ended it, if
         # one did; and whether ranks were signalled, so that how they end tells nothing.
         self._stopping = False
@@ -91,7 +108,9 @@ class _Supervisor:
         if not os.path.samestat(os.fstat(1), os.fstat(2)):
             self._error = Screen(2)
 
-    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    def run(self) -> int:
+        """Start the ranks, see them to their end, and return the exit code of the whole."""
+        adopt_orphans()
         # Waited for as a descriptor, so that no signal slips in before the wait.
         wake, wake_end = os.pipe()
         os.set_blocking(wake, False)
@@ -100,12 +119,16 @@ class _Supervisor:
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self._watch(wake, lambda: self._reap(wake))
         self._watch(self._control, self._obey)
-        prepare = die_with_parent()
-        for number, environment in enumerate(environments):
-            self._start(number, command, environment, prepare)
+        self._begin()
         while any(rank.runs for rank in self._ranks):
             self._step()
         return self._conclude()
+
+    def _begin(self) -> None:
+        """Start the ranks."""
+        prepare = die_with_parent()
+        for number, environment in enumerate(self._environments):
+            self._start(number, environment, prepare)
 
     # -- events --------------------------------------------------------------------
 
@@ -159,14 +182,13 @@ class _Supervisor:
     def _start(
         self,
         number: int,
-        command: Sequence[str],
         environment: Mapping[str, str],
         prepare: Callable[[], None],
     ) -> None:
         # A terminal cannot be read from another session; a pipe or file goes to rank 0.
         to_rank_0 = number == 0 and not os.isatty(0)
         process = subprocess.Popen(
-            command,
+            self._command,
             env=environment,
             stdin=None if to_rank_0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -175,18 +197,19 @@ class _Supervisor:
             start_new_session=True,
             preexec_fn=prepare,  # safe: this process has one thread
         )
-        rank = _Rank(number, process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._attend(Rank(number, process), process.stdout.fileno(), process.stderr.fileno())
+
+    def _attend(self, rank: Rank, out: int, error: int) -> None:
+        """Take ``rank`` among the ranks, and relay what it writes to the two pipes."""
         self._ranks.append(rank)
-        for file, screen, keep in (
-            (process.stdout, self._out, 0),
-            (process.stderr, self._error, _TAIL),
-        ):
-            assert file is not None
-            os.set_blocking(file.fileno(), False)
-            stream = Stream(number, screen, keep)
+        for pipe, screen, keep in ((out, self._out, 0), (error, self._error, _TAIL)):
+            os.set_blocking(pipe, False)
+            stream = Stream(rank.number, screen, keep)
             rank.streams.append(stream)
-            self._pipes[file.fileno()] = stream
-            self._watch(file.fileno(), partial(self._relay, file.fileno()))
+            self._pipes[pipe] = stream
+            self._watch(pipe, partial(self._relay, pipe))
 
     def _relay(self, pipe: int) -> bool:
         """Pass on what a rank wrote; return whether there may be more at once."""
@@ -205,7 +228,6 @@ class _Supervisor:
         with contextlib.suppress(BlockingIOError):
             while os.read(wake, 4096):
                 pass
-        ranks = {rank.process.pid: rank for rank in self._ranks}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -213,11 +235,17 @@ class _Supervisor:
                 return
             if pid == 0:
                 return
-            if pid in ranks:  # or else an orphan that we adopted
-                self._ended(ranks[pid], os.waitstatus_to_exitcode(status))
+            self._reaped(pid, os.waitstatus_to_exitcode(status))
 
-    def _ended(self, rank: _Rank, code: int) -> None:
-        rank.process.returncode = code
+    def _reaped(self, pid: int, code: int) -> None:
+        """Take note of the end of a child: a rank, or an orphan that we adopted."""
+        for rank in self._ranks:
+            if rank.process.pid == pid:
+                rank.process.returncode = code
+                self._ended(rank, code)
+
+    def _ended(self, rank: Rank, code: int) -> None:
+        rank.code = code
         if code == 0 or self._signalled:
             return
         self._failed.append(rank)
@@ -271,7 +299,7 @@ class _Supervisor:
         if self._failed:
             first = first_in_cause(
                 [
-                    Failure(rank.number, rank.process.returncode, rank.streams[1].tail)
+                    Failure(rank.number, rank.code or 0, rank.streams[1].tail)
                     for rank in self._failed
                 ]
             )

@@ -7,7 +7,6 @@ inside ``sbatch``, ``torchrun`` inside ``srun``) belongs to the inner one.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,8 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from collective.errors import ConfigError
+from collective.network import is_loopback
 
-__all__ = ["Launched", "detect"]
+__all__ = ["MPI_LAUNCHERS", "Launched", "detect"]
+
+#: Those whose processes are the ranks of an MPI world.
+MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
 
 Environ = Mapping[str, str]
 
@@ -34,6 +37,7 @@ class Launched:
         local_size: how many processes were launched on this host.
         job: a name that all processes of the launch on this host derive alike and
             those of another running launch do not; None if the launcher gives none.
+        hosts: on how many hosts, where that is told to all processes alike; else None.
     """
 
     launcher: str
@@ -42,6 +46,7 @@ class Launched:
     local_rank: int
     local_size: int
     job: str | None
+    hosts: int | None = None
 
 
 def detect(environ: Environ) -> Launched | None:
@@ -75,8 +80,9 @@ def _collective(environ: Environ) -> Launched | None:
     local = rank, size
     if told.any("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE"):
         local = told.number("COLLECTIVE_LOCAL_RANK"), told.number("COLLECTIVE_LOCAL_SIZE")
-    store = environ.get("COLLECTIVE_STORE")
-    job = os.path.abspath(os.path.expanduser(store)) if store else None
+    job = environ.get("COLLECTIVE_STORE") or None
+    if job and not job.startswith("tcp:"):
+        job = os.path.abspath(os.path.expanduser(job))
     return told.launched(rank, size, *local, job)
 
 
@@ -88,12 +94,14 @@ def _torchrun(environ: Environ) -> Launched | None:
     local = rank, size
     address = environ.get("MASTER_ADDR", "")
     # Programs that set RANK and WORLD_SIZE themselves often leave out the local two.
-    if told.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not _is_loopback(address):
+    if told.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
         local = told.number("LOCAL_RANK"), told.number("LOCAL_WORLD_SIZE")
     # An elastic agent restarts its processes within one run: another count, another job.
     run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     place = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
-    return told.launched(rank, size, *local, told.job(*run, place))
+    # A group is what one agent started; without an agent nobody counts the hosts.
+    hosts = told.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
+    return told.launched(rank, size, *local, told.job(*run, place), hosts)
 
 
 def _openmpi(environ: Environ) -> Launched | None:
@@ -142,6 +150,7 @@ def _slurm(environ: Environ) -> Launched | None:
         told.number("SLURM_LOCALID"),
         _slurm_tasks_here(told),
         told.job(environ.get("SLURM_JOB_ID"), step),
+        told.number("SLURM_STEP_NUM_NODES").number if "SLURM_STEP_NUM_NODES" in environ else None,
     )
 
 
@@ -181,7 +190,13 @@ class _Variables:
         return " ".join((self.launcher, str(os.geteuid()), *(part or "-" for part in parts)))
 
     def launched(
-        self, rank: _Told, size: _Told, local_rank: _Told, local_size: _Told, job: str | None
+        self,
+        rank: _Told,
+        size: _Told,
+        local_rank: _Told,
+        local_size: _Told,
+        job: str | None,
+        hosts: int | None = None,
     ) -> Launched:
         for low, high, allowed in (
             (rank, size, "below"),
@@ -193,18 +208,8 @@ class _Variables:
                     f"launcher {self.launcher}: {low.variable}={low.number} with "
                     f"{high.variable}={high.number}; the first must be {allowed} the second."
                 )
-        return Launched(
-            self.launcher, rank.number, size.number, local_rank.number, local_size.number, job
-        )
-
-
-def _is_loopback(address: str) -> bool:
-    if address in ("", "localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+        place = rank.number, size.number, local_rank.number, local_size.number
+        return Launched(self.launcher, *place, job, hosts)
 
 
 def _slurm_tasks_here(told: _Variables) -> _Told:

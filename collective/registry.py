@@ -24,6 +24,11 @@ class Entry(NamedTuple):
 
 
 BUILT_IN: dict[str, Entry] = {
+    "gloo": Entry("collective.backends.gloo:GlooBackend", "pip install 'collective[torch]'"),
+    "hierarchical": Entry(
+        "collective.backends.hierarchical:HierarchicalBackend", "pip install 'collective[torch]'"
+    ),
+    "mpi": Entry("collective.backends.mpi:MpiBackend", "pip install 'collective[mpi]'"),
     "shm": Entry("collective.backends.shm:ShmBackend", "pip install collective"),
     "threads": Entry("collective.backends.threads:ThreadsBackend", "pip install collective"),
 }

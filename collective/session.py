@@ -7,15 +7,18 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from collective.backend import Failure
+from collective.choice import choose
 from collective.communicator import Communicator, connect
-from collective.config import Config, load
-from collective.errors import CommunicatorClosedError, ConfigError, UnsupportedError
-from collective.world import World, build
+from collective.config import KEYS, Config, Setting, load
+from collective.config import settings as collect
+from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError
+from collective.world import World, adopt, build
 
-__all__ = ["choose", "current", "init", "leave_thread", "set_current", "settings", "thread_world"]
+__all__ = ["current", "init", "leave_thread", "set_current", "settings", "thread_world"]
 
 # The current communicator: a thread's own where ranks are threads, else the process's.
 _of_thread = threading.local()
@@ -23,6 +26,7 @@ _of_process: Communicator | None = None
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # A forked child is no rank, and must not take leave for its parent.
 os.register_at_fork(after_in_child=_open.clear)
+_DECIDED_BY_COMM = ("rank", "size", "local_rank", "local_size", "store")
 
 
 def init(
@@ -31,6 +35,7 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     timeout: float | None = None,
+    comm: Any = None,
     **settings: Any,
 ) -> Communicator:
     """Join the other ranks of this program and return the communicator of all of them.
@@ -40,88 +45,99 @@ def init(
     launcher (``collective run``, torchrun, mpiexec, srun), in this order; with none of
     them it is a world of one. ``collective config`` shows where each value came from.
 
-    Collective: every rank calls it, as often as the others.
+    Collective: every rank calls it, as often as the others; with ``comm``, every rank of that.
 
     Args:
         backend: a transport's name; ``"auto"`` picks one.
         rank, size: this rank among how many, for ranks that no launcher started.
         timeout: seconds that a call may take before it raises, 300 by default.
+        comm: an ``MPI.Comm`` of mpi4py that the program made: the ranks are that
+            communicator's, over ``mpi`` unless another transport is named. It is left as it
+            is, and the program goes on to own it; messages over it and ours never mix.
         settings: further keys of the configuration: ``store``, ``start_timeout``,
-            ``check``, ``local_rank``, ``local_size``.
+            ``check``, ``local_rank``, ``local_size``, ``interface``, ``across``.
 
     Returns:
         The communicator, which is also what module-level calls use from now on.
 
     Raises:
         ConfigError: a setting is unknown or wrong; names it and where it came from.
+        InvalidArgumentError: ``comm`` is not an ``MPI.Comm``, or comes with ``rank``,
+            ``size`` or another setting that it decides.
         BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
         RendezvousError: not all ranks arrived within ``start_timeout``; names them.
     """
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
     world: World | None = getattr(_of_thread, "world", None)
+    as_thread = world is not None
+    if comm is not None:
+        world = _world_of(comm, arguments, as_thread)
     if world is not None:
         arguments.update(
             rank=world.rank, size=world.size,
             local_rank=world.local_rank, local_size=world.local_size,
         )  # fmt: skip
     settled = load(arguments)
-    as_thread = world is not None
     if world is None:
-        world, name = build(settled), choose(settled)
+        world, name = build(settled), choose(settled).name
+    elif comm is not None:
+        world = adopt(comm, settled, world)
+        name = "mpi" if settled.backend == "auto" else choose(settled).name
     else:
-        # Ranks that are threads of this process cannot be anything else to each other,
-        # whatever a script asks for by default; they can be told to use another.
-        name = "threads" if settled.backend == "auto" else choose(settled)
-        if name != "threads":
-            raise UnsupportedError(
-                f"init: backend {name!r} ({settled.origin('backend')}); this program runs with "
-                "its ranks as threads of one process. Start it with `collective run --backend "
-                f"{name}`, or leave the choice to the launcher."
-            )
-    comm = connect(
+        name = _of_threads(settled)
+    made = connect(
         world,
         name,
         timeout=settled.timeout,
         start_timeout=settled.start_timeout,
         check=settled.check,
     )
-    set_current(comm)
-    _open.add(comm)
+    set_current(made)
+    _open.add(made)
     if as_thread:
-        _of_thread.opened.append(comm)
-    return comm
+        _of_thread.opened.append(made)
+    return made
 
 
-def choose(settled: Config) -> str:
-    """Return the transport that the settings mean; ``"auto"`` takes the nearest that works.
+def _of_threads(settled: Config) -> str:
+    # Ranks that are threads of this process cannot be anything else to each other,
+    # whatever a script asks for by default; they can be told to use another.
+    name = "threads" if settled.backend == "auto" else choose(settled).name
+    if name != "threads":
+        raise UnsupportedError(
+            f"init: backend {name!r} ({settled.origin('backend')}); this program runs with "
+            "its ranks as threads of one process. Start it with `collective run --backend "
+            f"{name}`, or leave the choice to the launcher."
+        )
+    return name
 
-    One rank needs none (``threads``), ranks of one host share memory (``shm``).
-    ``"cpu:shm,cuda:nccl"`` names one for each device.
 
-    Raises:
-        UnsupportedError: ``auto``, and the ranks are on several hosts.
-        ConfigError: a list by device without one for the CPU.
-    """
-    name = settled.backend
-    if name.startswith(("cpu:", "cuda:")):
-        by_device = dict(part.strip().partition(":")[::2] for part in name.split(","))
-        if "cpu" not in by_device:
-            raise ConfigError(
-                f"backend: {name!r} ({settled.origin('backend')}) names none for the CPU; write "
-                "'cpu:shm,…'."
-            )
-        name = by_device["cpu"]
-    if name != "auto":
-        return name
-    if settled.size == 1:
-        return "threads"
-    if settled.local_size == settled.size:
-        return "shm"
-    raise UnsupportedError(
-        f"init: backend 'auto' with {settled.size} ranks, {settled.local_size} of them on this "
-        "host; the transports installed here work within one host. Start all ranks on one host, "
-        "or name a transport of a third party that crosses hosts."
-    )
+def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> World:
+    """Return the world of an ``MPI.Comm``, or refuse what is none or does not go with it."""
+    # Whoever has made one has imported this.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        raise InvalidArgumentError(
+            f"init: comm={comm!r} of type {type(comm).__name__}; it must be an MPI.Intracomm of "
+            "mpi4py that this process is in, such as MPI.COMM_WORLD, or None."
+        )
+    found = collect(arguments)  # before anything is sent, since other ranks would wait
+    given = [key for key in _DECIDED_BY_COMM if arguments.get(key) is not None]
+    if given:
+        raise InvalidArgumentError(
+            f"init: comm= together with {', '.join(given)}; who the ranks are and where they meet "
+            "is what comm says. Give one or the other."
+        )
+    if as_thread:
+        raise UnsupportedError(
+            "init: comm=, and this program runs with its ranks as threads of one process, which "
+            "is one rank to MPI. Start it with mpiexec."
+        )
+    from collective.backends.mpi import world_of
+
+    default = Setting(KEYS["start_timeout"].default, "default")
+    world: World = world_of(comm, timeout=found.get("start_timeout", default).value)
+    return world
 
 
 def settings() -> Config:

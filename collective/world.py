@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from collective import choice
 from collective.config import Config
 from collective.errors import ConfigError, RendezvousError
-from collective.launchers import Launched, detect
+from collective.launchers import MPI_LAUNCHERS, Launched, detect
+from collective.meeting import Place, from_environment, from_url
+from collective.network import address_of, address_toward, is_loopback, own_address
 from collective.rundir import RunStore
 from collective.store import FileStore, Store
+from collective.tcp_store import TcpStore
 
-__all__ = ["Launched", "World", "build", "detect"]
+__all__ = ["Launched", "World", "adopt", "build", "detect", "options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,10 @@ class World:
         job: a text that all ranks of one launch on this host share, and no other launch
             that runs there does.
         store: where the ranks meet.
-        options: settings of single transports, such as ``shm_single_copy``.
+        options: settings of single transports: ``shm_single_copy``, ``interface`` (empty
+            if not set), ``across`` (the transport between hosts under ``hierarchical``).
+        address: where ranks of other hosts reach this one; loopback if all are on one.
+        comm: an ``MPI.Comm`` that the program made and wants used, else None.
     """
 
     rank: int
@@ -44,6 +54,8 @@ class World:
     job: str
     store: Store
     options: Mapping[str, str] = field(default_factory=dict)
+    address: str = "127.0.0.1"
+    comm: Any = None
 
 
 def build(config: Config) -> World:
@@ -53,13 +65,15 @@ def build(config: Config) -> World:
     common directory gets one, private and removed when the last rank has ended.
 
     Raises:
-        ConfigError: more than one rank, and nothing says where they meet.
+        ConfigError: more than one rank, and nothing says where they meet; or
+            ``interface`` is none of this host's.
         RendezvousError: the place where they meet cannot be trusted or made.
     """
     launched = config.launched
     if launched is not None and (config.rank, config.size) != (launched.rank, launched.size):
         launched = None  # arranged by hand: see load()
-    job, store = _meeting(config, launched)
+    place = _place(config, launched)
+    job, store = _meeting(config, launched, place)
     return World(
         config.rank,
         config.size,
@@ -69,36 +83,151 @@ def build(config: Config) -> World:
         launched.launcher if launched else "none",
         job,
         store,
-        {"shm_single_copy": config.shm_single_copy},
+        options(config),
+        _address(config, place),
     )
 
 
-def _meeting(config: Config, launched: Launched | None) -> tuple[str, Store]:
+def adopt(comm: Any, config: Config, world: World) -> World:
+    """Return the world of an ``MPI.Comm`` with the settings of ``config``.
+
+    Args:
+        comm: what the program made.
+        config: with the communicator's ranks.
+        world: what :func:`collective.backends.mpi.world_of` says of it.
+    """
+    settings = options(config)
+    if config.across == "auto":
+        settings["across"] = "mpi"
+    return replace(world, comm=comm, options=settings, address=_address(config, None))
+
+
+def options(config: Config) -> dict[str, str]:
+    """Return the settings that are for single transports only."""
+    return {
+        "shm_single_copy": config.shm_single_copy,
+        "interface": config.interface,
+        "across": choice.across(config),
+    }
+
+
+def _place(config: Config, launched: Launched | None) -> Place | None:
+    """Return the address at which the ranks meet, if one was agreed on."""
+    if config.store is not None:
+        place = from_url(config.store) if config.store.startswith("tcp:") else None
+    elif config.size == 1 or (launched and config.local_size == config.size):
+        return None  # nobody to meet, or nobody elsewhere
+    elif launched is None and config.launched is not None:
+        return None  # what there is was made for the launcher's own ranks
+    else:
+        place = from_environment(os.environ, launched)
+    # Where ranks are arranged by hand, one host is what is assumed if nothing is said.
+    assumed = {"default", "launcher collective"}
+    by_hand = assumed & {config.origin("local_rank"), config.origin("local_size")}
+    if place is not None and config.size > 1 and by_hand and not is_loopback(place.host):
+        raise ConfigError(
+            f"local_rank, local_size: not given, with size {config.size} "
+            f"({config.origin('size')}) and a meeting place that other hosts reach, {place} "
+            f"({place.origin}); which ranks share a host decides what connects them. Give both: "
+            "with one rank a host, local_rank=0 and local_size=1."
+        )
+    return place
+
+
+def _meeting(config: Config, launched: Launched | None, place: Place | None) -> tuple[str, Store]:
     """Return the job's name and its store."""
     job = launched.job if launched else None
     if config.store is not None:
+        if place is not None:
+            return job or config.store, _LateStore(lambda: _tcp(config, place))
         return job or config.store, FileStore(config.store)
     if config.size == 1:
         alone = f"alone-{secrets.token_hex(8)}"
         return job or alone, _LateStore(lambda: RunStore(alone))
+    if job is None and place is not None:
+        job = f"by hand {os.geteuid()} {place}"
     if job is None:
         raise ConfigError(
             f"store: not given, with size {config.size} ({config.origin('size')}) and rank "
             f"{config.rank} ({config.origin('rank')}); ranks that no launcher started need "
-            "store=DIR, a private directory that all of them see and no other launch uses. "
-            "Give it, or start them with: collective run -n N script.py"
+            "store=DIR, a private directory that all of them see and no other launch uses, or, on "
+            "several hosts, store='tcp://HOST:PORT' with the host of rank 0. Give it, or start "
+            "them with: collective run -n N script.py"
         )
     if config.local_size < config.size:
-        return job, _LateStore(lambda: _refuse_many_hosts(config))
+        return job, _LateStore(lambda: _across_hosts(config, place))
     return job, RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
 
 
-def _refuse_many_hosts(config: Config) -> Store:
-    raise RendezvousError(
-        f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; a "
-        "directory of this host cannot serve the others. Set COLLECTIVE_STORE to a private "
-        "directory that all hosts see and no other launch uses."
+def _across_hosts(config: Config, place: Place | None) -> Store:
+    """Return the store of ranks on several hosts."""
+    under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
+    wanted = choice.choose(config).name
+    over_mpi = wanted == "mpi" or (wanted == "hierarchical" and choice.across(config) == "mpi")
+    if choice.in_mpi_world(config) and (under_mpiexec or over_mpi):
+        if choice.installed("mpi4py"):
+            return _mpi(config)
+        if place is None:
+            raise RendezvousError(
+                f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
+                "this host, and no mpi4py to meet through. Install it (pip install "
+                "'collective[mpi]'), or set MASTER_ADDR and MASTER_PORT on all ranks: the host "
+                "of rank 0 and a port that is free there."
+            )
+    if place is None:
+        raise RendezvousError(
+            f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; a "
+            "directory of this host cannot serve the others. Set MASTER_ADDR and MASTER_PORT to "
+            "the host of rank 0 and a port that is free there, or COLLECTIVE_STORE to a private "
+            "directory that all hosts see and no other launch uses."
+        )
+    return _tcp(config, place)
+
+
+def _mpi(config: Config) -> Store:
+    from collective.backends.mpi import MpiStore
+    from collective.backends.mpi.library import start
+
+    everybody = start(config.start_timeout).COMM_WORLD
+    if everybody.Get_size() != config.size:
+        raise RendezvousError(
+            f"rendezvous: mpiexec started {config.size} ranks, and mpi4py's library sees "
+            f"{everybody.Get_size()} [rank {config.rank}]; mpiexec and library are of different "
+            "vendors. Use the mpiexec that came with the library, or set COLLECTIVE_STORE to a "
+            "private directory that all hosts see."
+        )
+    store: Store = MpiStore(everybody, config.start_timeout)
+    return store
+
+
+def _tcp(config: Config, place: Place) -> Store:
+    # An agent, or a server that several launches know of, outlives a launch. The other
+    # launchers' names for a job are one host's.
+    launched = config.launched
+    known = launched is not None and launched.launcher in ("torchrun", "slurm")
+    job = str(launched.job) if launched and known else "by hand"
+    return TcpStore(
+        place,
+        f"collective/{hashlib.sha256(job.encode()).hexdigest()[:16]}/",
+        serve=config.rank == 0,
+        spans_hosts=config.local_size < config.size,
+        timeout=config.start_timeout,
     )
+
+
+def _address(config: Config, place: Place | None) -> str:
+    """Return where ranks of other hosts reach this one."""
+    if config.local_size == config.size:
+        return "127.0.0.1"
+    if config.interface:
+        return address_of(config.interface)
+    if place is not None:
+        # A name that does not resolve is told of when the store is opened.
+        with contextlib.suppress(RendezvousError):
+            address = address_toward(place.host, place.port)
+            if is_loopback(place.host) or not is_loopback(address):
+                return address
+    return own_address()
 
 
 class _LateStore(Store):

@@ -109,6 +109,22 @@ def test_store_is_relative_to_where_it_is_said(nowhere: Path) -> None:
     assert load({"store": "~/meet"}).store == os.path.expanduser("~/meet")
 
 
+@pytest.mark.parametrize(
+    "place", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
+)
+def test_store_by_address(nowhere: Path, place: str) -> None:
+    assert load({"store": place}).store == place
+    (nowhere / "collective.toml").write_text(f'store = "{place}"')
+    assert load({}).store == place
+
+
+def test_signal_that_dumps_is_by_name_or_none() -> None:
+    assert load({}).dump_signal == "SIGUSR2"
+    os.environ["COLLECTIVE_DUMP_SIGNAL"] = "none"
+    assert load({}).dump_signal == "none"
+    assert load({"dump_signal": "SIGUSR1"}).dump_signal == "SIGUSR1"
+
+
 def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
     os.environ.update(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     same = load({"rank": 2, "size": 4})
@@ -162,6 +178,18 @@ BAD: list[tuple[str, Any]] = [
     ("check", "sometimes"),
     ("check", []),
     ("store", 3),
+    ("store", "tcp://"),
+    ("store", "tcp://node1"),
+    ("store", "tcp://node1:0"),
+    ("store", "tcp://node1:65536"),
+    ("store", "tcp://node1:29500/job"),
+    ("store", "tcp:node1:29500"),
+    ("interface", ""),
+    ("interface", 0),
+    ("across", " "),
+    ("dump_signal", "USR2"),
+    ("dump_signal", "SIGKILL"),
+    ("dump_signal", 12),
     ("store", ""),
 ]
 

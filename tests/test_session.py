@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -12,16 +13,19 @@ from launches import ROOT, launches  # noqa: F401
 
 import collective
 from collective import session
+from collective.config import load
 from collective.errors import (
     BackendNotFoundError,
     CollectiveTimeoutError,
     CommunicatorClosedError,
     ConfigError,
+    InvalidArgumentError,
     PeerFailedError,
     PeerLostError,
     UnsupportedError,
 )
 from collective.testing import run_ranks
+from collective.world import build
 
 
 @pytest.fixture(autouse=True)
@@ -114,30 +118,6 @@ def test_every_call_of_a_closed_communicator_says_that_it_is_closed():
 # -- the choice ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "size", "local_size", "chosen"),
-    [
-        ("auto", 1, 1, "threads"),
-        ("auto", 4, 4, "shm"),
-        ("threads", 4, 4, "threads"),
-        ("cpu:shm,cuda:nccl", 2, 2, "shm"),
-        ("cuda:nccl, cpu:threads", 2, 2, "threads"),
-        ("cpu:auto", 2, 2, "shm"),
-        ("module:Class", 2, 1, "module:Class"),
-    ],
-)
-def test_the_transport_that_is_chosen(monkeypatch, tmp_path, backend, size, local_size, chosen):
-    settings = {"backend": backend, "size": size, "local_size": local_size, "rank": 0}
-    settled = session.load({**settings, "local_rank": 0, "store": str(tmp_path / "store")})
-    assert session.choose(settled) == chosen
-
-
-def test_auto_across_hosts_is_refused_with_the_remedy():
-    settled = session.load({"size": 4, "local_size": 2, "rank": 0, "local_rank": 0})
-    with pytest.raises(UnsupportedError, match="4 ranks, 2 of them on this host"):
-        session.choose(settled)
-
-
 def test_a_list_by_device_without_the_cpu_is_refused():
     with pytest.raises(ConfigError, match="cpu:shm"):
         collective.init("cuda:nccl")
@@ -158,6 +138,63 @@ def test_settings_that_are_wrong(arguments, error, told):
         collective.init(**arguments)
     with pytest.raises(CommunicatorClosedError):
         collective.current()
+
+
+# -- an MPI.Comm that the program made -----------------------------------------------------
+
+
+class Pretended(types.ModuleType):
+    """What init() asks of mpi4py.MPI before it goes on to the transport."""
+
+    class Intracomm:
+        pass
+
+    class Intercomm:
+        pass
+
+    COMM_NULL = Intracomm()
+
+
+@pytest.fixture
+def mpi4py(monkeypatch):
+    module = Pretended("mpi4py.MPI")
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+    return module
+
+
+@pytest.mark.parametrize("comm", [0, "world", object()], ids=str)
+def test_comm_that_is_none_of_mpi4pys_is_refused(comm, mpi4py):
+    with pytest.raises(InvalidArgumentError, match=r"comm=.*MPI\.Intracomm"):
+        collective.init(comm=comm)
+
+
+def test_comm_is_refused_where_mpi4py_was_never_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(InvalidArgumentError, match=r"MPI\.Intracomm"):
+        collective.init(comm=Pretended.Intracomm())
+    assert "mpi4py.MPI" not in sys.modules
+
+
+def test_intercommunicators_and_the_null_communicator_are_refused(mpi4py):
+    for comm in (mpi4py.Intercomm(), mpi4py.COMM_NULL):
+        with pytest.raises(InvalidArgumentError, match="that this process is in"):
+            collective.init(comm=comm)
+
+
+def test_comm_decides_who_the_ranks_are(mpi4py, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="together with rank, size, store"):
+        collective.init(comm=mpi4py.Intracomm(), rank=0, size=1, store=tmp_path)
+    with pytest.raises(ConfigError, match="timeout"):
+        collective.init(comm=mpi4py.Intracomm(), time_out=3)
+
+
+def test_comm_is_refused_by_ranks_that_are_threads(mpi4py):
+    session.thread_world(build(load({})))
+    try:
+        with pytest.raises(UnsupportedError, match="mpiexec"):
+            collective.init(comm=mpi4py.Intracomm())
+    finally:
+        session.thread_world(None)
 
 
 # -- ranks that are threads ----------------------------------------------------------------

@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from collective import choice
 from collective.config import load
 from collective.errors import ConfigError, RendezvousError
+from collective.meeting import expand, from_environment
 from collective.store import FileStore
-from collective.world import World, build, detect
+from collective.tcp_store import TcpStore
+from collective.world import World, _LateStore, build, detect
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -375,7 +378,7 @@ def test_arguments_that_differ_from_the_launcher_are_a_world_by_hand() -> None:
 def test_several_hosts_need_a_store_only_where_they_meet(tmp_path: Path) -> None:
     far = world(SRUN)
     assert (far.size, far.local_size) == (7, 3)
-    with pytest.raises(RendezvousError, match=r"7 ranks, 3 of them on this host.*COLLECTIVE_STORE"):
+    with pytest.raises(RendezvousError, match=r"7 ranks, 3 of them on this host.*MASTER_ADDR"):
         far.store.set("key", b"")
     given = world(SRUN, store=tmp_path / "shared")
     given.store.set("key", b"")
@@ -388,3 +391,212 @@ def test_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     place.chmod(0o777)
     with pytest.raises(RendezvousError, match="0700"):
         world(rank=0, size=2, store=place)
+
+
+# -- ranks on several hosts --------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def met(found: World) -> TcpStore:
+    """Return the store that a world opens when it is first used."""
+    assert isinstance(found.store, _LateStore)
+    found.store.try_get("key")
+    opened = found.store._opened
+    assert isinstance(opened, TcpStore)
+    return opened
+
+
+def far(rank: int, **changes: str) -> dict[str, str]:
+    """What torchrun tells rank 0 or 1 of two, each on a host of its own."""
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    return {**TORCHRUN, **place, "GROUP_WORLD_SIZE": "2", **changes}
+
+
+def anew(environ: Mapping[str, str], **arguments: object) -> World:
+    os.environ.clear()
+    return world(environ, **arguments)
+
+
+def test_ranks_meet_at_the_masters_address() -> None:
+    pytest.importorskip("torch")
+    change = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    one, other = anew(far(0, **change)), anew(far(1, **change))
+    met(one).set("key", b"value")
+    assert met(other).get("key", time.monotonic() + 30) == b"value"
+    # The same server after a restart of the ranks, and nothing of what they said before.
+    again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"))
+    assert met(again).try_get("key") is None
+
+
+def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
+    pytest.importorskip("torch")
+    found = anew(far(0, MASTER_PORT=str(free_port())), start_timeout=0.3)
+    with pytest.raises(RendezvousError, match=r"nobody answered.*torchrun's agent"):
+        found.store.set("key", b"")
+
+
+def test_store_by_address() -> None:
+    pytest.importorskip("torch")
+    place = {"size": 2, "local_rank": 0, "local_size": 1, "store": f"tcp://127.0.0.1:{free_port()}"}
+    one, other = anew({}, rank=0, **place), anew({}, rank=1, **place)
+    assert one.job == other.job == place["store"]
+    met(one).set("key", b"value")
+    assert met(other).get("key", time.monotonic() + 30) == b"value"
+
+
+def test_ranks_by_hand_may_meet_at_the_masters_address() -> None:
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    near = anew(master, rank=1, size=2)
+    assert near.job == anew(master, rank=0, size=2).job
+    assert isinstance(near.store, FileStore)  # one host needs no port
+    assert near.address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments"),
+    [
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, {"rank": 0, "size": 2}),
+        ({}, {"rank": 0, "size": 2, "store": "tcp://node1:29500"}),
+        ({"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": "tcp://node1:1"}, {}),
+    ],
+)
+def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
+    environ: dict[str, str], arguments: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=r"local_rank, local_size: not given.*node1.*Give both"):
+        anew(environ, **arguments)
+    anew(environ, **arguments, local_rank=0, local_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"MASTER_PORT": "many"}, "MASTER_PORT='many'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
+        ({"MASTER_PORT": ""}, "MASTER_ADDR=127.0.0.1 without MASTER_PORT"),
+        ({"MASTER_ADDR": ""}, "MASTER_PORT=44093 without MASTER_ADDR"),
+    ],
+)
+def test_half_an_address_is_refused(changes: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match="rendezvous: ") as caught:
+        anew(far(0, **changes))
+    assert told in str(caught.value)
+
+
+def test_slurms_first_host_and_a_port_of_the_step() -> None:
+    step = {**SRUN, "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_JOB_NODELIST": "node[01-09]"}
+    found = from_environment(step, detect(step))
+    assert found is not None
+    assert (found.host, found.origin) == ("node03", "the first host of SLURM_STEP_NODELIST")
+    assert 15000 <= found.port < 30000
+    assert found == from_environment(step, detect(step))
+    other = {**step, "SLURM_STEP_ID": "1"}
+    assert found.port != getattr(from_environment(other, detect(other)), "port", None)
+    # What the batch script says goes first, one of the two or both.
+    named = {**step, "MASTER_ADDR": "10.0.0.1"}
+    assert str(from_environment(named, detect(named))) == f"10.0.0.1:{found.port}"
+    both = {**named, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
+    assert str(from_environment(both, detect(both))) == "[fd00::1]:29500"
+    del step["SLURM_STEP_NODELIST"]
+    assert getattr(from_environment(step, detect(step)), "host", None) == "node01"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[01-03,7],x", ["node01", "node02", "node03", "node7", "x"]),
+        ("a,b-1,c.example.org", ["a", "b-1", "c.example.org"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[099-101]-ib", ["n099-ib", "n100-ib", "n101-ib"]),
+        ("rack[1-2]n[01-02]", ["rack1n01", "rack1n02", "rack2n01", "rack2n02"]),
+        ("a[1,3-4],b[2]", ["a1", "a3", "a4", "b2"]),
+    ],
+)
+def test_slurms_lists_of_hosts(text: str, hosts: list[str]) -> None:
+    assert expand(text, "SLURM_STEP_NODELIST") == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[2-1]", "n[a-b]", "n[]", "a b", "n]1["])
+def test_what_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST=.*node\[01-03,7\]"):
+        expand(text, "SLURM_STEP_NODELIST")
+
+
+MPICH_FAR = {**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+
+
+def test_under_mpiexec_without_mpi4py_the_error_names_both_remedies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
+    found = anew(MPICH_FAR)
+    with pytest.raises(RendezvousError, match=r"pip install 'collective\[mpi\]'.*MASTER_ADDR"):
+        found.store.set("key", b"")
+
+
+def test_under_mpiexec_without_mpi4py_the_masters_address_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The name of the job is one of each host's own under mpiexec.
+    one = anew({**MPICH_FAR, **master, "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "a"})
+    other = anew({**MPICH_FAR, **master, "I_MPI_HYDRA_UUID": "b"})
+    met(one).set("key", b"value")
+    assert met(other).get("key", time.monotonic() + 30) == b"value"
+
+
+# -- addresses, and settings of single transports ---------------------------------------------
+
+
+def test_one_host_is_reached_by_loopback_whatever_the_interface() -> None:
+    assert anew(TORCHRUN, interface="eth9").address == "127.0.0.1"
+
+
+def test_interface_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"interface: 'eth9'.* lo \(127\.0\.0\.1"):
+        anew(far(0), interface="eth9")
+
+
+def test_address_is_that_of_the_interface_or_else_the_one_toward_the_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["collective.world"]
+    monkeypatch.setattr(module, "address_of", {"ib0": "10.2.0.4"}.__getitem__)
+    monkeypatch.setattr(module, "own_address", lambda: "10.3.0.4")
+    monkeypatch.setattr(module, "address_toward", lambda host, port: "10.1.0.4")
+    assert anew(far(0), interface="ib0").address == "10.2.0.4"
+    assert anew(far(0, MASTER_ADDR="node1")).address == "10.1.0.4"
+    assert anew(MPICH_FAR).address == "10.3.0.4"  # no master
+    # Its own name stands for loopback on the master itself, as on Debian.
+    monkeypatch.setattr(module, "address_toward", lambda host, port: "127.0.0.1")
+    assert anew(far(0, MASTER_ADDR="node1")).address == "10.3.0.4"
+    assert anew(far(0)).address == "127.0.0.1"  # agents that share a machine say so
+
+
+def test_master_whose_name_is_wrong_is_an_error_where_the_ranks_meet() -> None:
+    found = anew(far(1, MASTER_ADDR="no-such-host.invalid"))
+    assert found.address
+    pytest.importorskip("torch")
+    with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*does not resolve"):
+        found.store.set("key", b"")
+
+
+def test_settings_of_single_transports_are_passed_on() -> None:
+    told = anew(MPICH_FAR, interface="lo", across="gloo", shm_single_copy="off").options
+    assert told == {"shm_single_copy": "off", "interface": "lo", "across": "gloo"}
+    assert anew({}).options == {"shm_single_copy": "on", "interface": "", "across": "gloo"}

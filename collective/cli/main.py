@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from collective.cli import config, run
+from collective.cli import config, doctor, run
 from collective.errors import CollectiveError
 
 __all__ = ["main"]
 
 #: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
-_COMMANDS = (config, run)
+_COMMANDS = (config, doctor, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,7 +60,8 @@ def execute(options: argparse.Namespace) -> int:
         from collective import launch_threads
 
         return launch_threads.main([str(options.n), *arguments])
-    return launch(arguments, options.n, variables)
+    wanted = {found[key].value for key in ("backend", "across") if key in found}
+    return launch(arguments, options.n, variables, mpi=bool(wanted & {"mpi", "cpu:mpi"}))
 
 
 def _size(text: str) -> int:

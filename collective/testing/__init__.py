@@ -23,12 +23,14 @@ from collective.testing.failed import (
     RemoteError,
 )
 from collective.testing.faults import FaultyBackend
+from collective.testing.mpiexec_ranks import Mpiexec
 from collective.testing.parametrize import parametrize_with_checks
 from collective.testing.ranks import RankPool, run_ranks
 
 __all__ = [
     "Check",
     "FaultyBackend",
+    "Mpiexec",
     "RankDiedError",
     "RankFactory",
     "RankHungError",

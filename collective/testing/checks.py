@@ -19,6 +19,7 @@ from collective.backend import Backend
 from collective.capabilities import Capabilities
 from collective.testing.failed import RanksFailedError
 from collective.testing.faults import Fault
+from collective.testing.mpiexec_ranks import Mpiexec
 from collective.testing.ranks import RankPool
 from collective.testing.seat import backend_class
 
@@ -42,11 +43,19 @@ class RankFactory:
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         timeout: seconds that a check's ranks may take until they count as hung.
+        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
     """
 
-    def __init__(self, backend: str | type[Backend], *, timeout: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        backend: str | type[Backend],
+        *,
+        timeout: float = _TIMEOUT_S,
+        mpiexec: Mpiexec | None = None,
+    ) -> None:
         self.backend = backend
         self.timeout = timeout
+        self.mpiexec = mpiexec
         self.capabilities = backend_class(backend).capabilities
         self.name = backend if isinstance(backend, str) else backend.name
         self._pool: RankPool | None = None
@@ -73,7 +82,7 @@ class RankFactory:
         if self._pool is not None and self._pool.size != size:
             self.close()
         if self._pool is None:
-            self._pool = RankPool(size, self.backend, timeout=self.timeout)
+            self._pool = RankPool(size, self.backend, timeout=self.timeout, mpiexec=self.mpiexec)
         shared = not fresh and not faults
         return self._pool.run(
             function, *args, shared=shared, check=check, call_timeout=call_timeout, faults=faults

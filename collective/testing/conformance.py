@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from collective.backend import Backend
 from collective.testing.checks import Case, Check, RankFactory, registered
+from collective.testing.mpiexec_ranks import Mpiexec
 
 __all__ = ["Result", "all_checks", "run_checks"]
 
@@ -54,6 +55,7 @@ def run_checks(
     checks: Sequence[str] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
+    mpiexec: Mpiexec | None = None,
     report: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the suite on a transport.
@@ -65,6 +67,7 @@ def run_checks(
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
             why it fails. One that passes is reported as failed: its declaration is stale.
         timeout: seconds after which a case counts as hung.
+        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
         report: called with each result as it comes.
 
     Raises:
@@ -73,7 +76,7 @@ def run_checks(
     expected = dict(expected_failures or {})
     chosen = chosen_checks(checks, expected)
     results = []
-    with RankFactory(backend, timeout=timeout) as factory:
+    with RankFactory(backend, timeout=timeout, mpiexec=mpiexec) as factory:
         for size in sizes:
             for found in chosen:
                 result = _run(found, factory, size, expected)

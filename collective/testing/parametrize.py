@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from collective.backend import Backend
 from collective.testing.checks import Case, Check, RankFactory
 from collective.testing.conformance import cases_of, chosen_checks, problem_of, reason_for, stale
+from collective.testing.mpiexec_ranks import Mpiexec
 
 if TYPE_CHECKING:
     import pytest
@@ -72,6 +73,7 @@ def parametrize_with_checks(
     checks: Sequence[str] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
+    mpiexec: Mpiexec | None = None,
 ) -> pytest.MarkDecorator:
     """Return a decorator that gives a test every case of the suite as ``check``.
 
@@ -91,6 +93,7 @@ def parametrize_with_checks(
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
             why it fails. One that passes fails the test: its declaration is stale.
         timeout: seconds after which a case counts as hung.
+        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
 
     Raises:
         ValueError: no check has a name that is given.
@@ -99,7 +102,7 @@ def parametrize_with_checks(
     import pytest
 
     expected = dict(expected_failures or {})
-    factory = RankFactory(backend, timeout=timeout)
+    factory = RankFactory(backend, timeout=timeout, mpiexec=mpiexec)
     # If the last test does not run, nobody else would end the ranks.
     atexit.register(factory.close)
     bound = [

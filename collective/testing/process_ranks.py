@@ -14,7 +14,7 @@ from collective.testing import worker
 from collective.testing.failed import Outcome, RankDiedError, RankHungError
 from collective.testing.seat import Job
 
-__all__ = ["ProcessRanks"]
+__all__ = ["Member", "ProcessRanks"]
 
 # How long a process may take to leave by itself, or to tell where it hangs.
 _LEAVE_S = 5.0
@@ -24,21 +24,16 @@ _NO = b"no"
 _STACKS_S = 2.0
 
 
-class _Member:
-    """One process and the pipes to it."""
+class Member:
+    """One rank's process, whoever started it, and the pipes to it.
 
-    def __init__(self, rank: int) -> None:
-        # Not forked: a copy of this process would have its locks but not its threads.
-        context = multiprocessing.get_context("spawn")
-        self.jobs, jobs = context.Pipe()
-        self.control, control = context.Pipe()
-        self.process = context.Process(
-            target=worker.serve, args=(rank, jobs, control), name=f"rank-{rank}", daemon=True
-        )
-        self.process.start()
-        # Only the child may hold its ends, or its end would never be noticed.
-        jobs.close()
-        control.close()
+    Attributes:
+        jobs, control: this end of what :func:`worker.serve` listens to.
+    """
+
+    def __init__(self, jobs: Connection, control: Connection) -> None:
+        self.jobs = jobs
+        self.control = control
 
     def stacks(self) -> str:
         """Return where the process's threads are, or an empty text if it does not say."""
@@ -48,22 +43,50 @@ class _Member:
         except (EOFError, OSError):
             return ""
 
+    def ended(self) -> int | None:
+        """Wait for the end of a process that no longer answers; return its exit code if known."""
+        return None
+
     def kill(self) -> None:
         """End the process, dead or alive, and forget it."""
-        self.process.kill()
-        self._forget()
-
-    def leave(self) -> None:
-        """Let the process end by itself, or end it."""
-        self.jobs.close()
-        self.process.join(_LEAVE_S)
-        self.kill()
-
-    def _forget(self) -> None:
-        self.process.join()
-        self.process.close()
         self.jobs.close()
         self.control.close()
+
+    def leave(self) -> None:
+        """Let the process, whose jobs are over, end by itself, or end it."""
+        self.kill()
+
+
+class _Spawned(Member):
+    """A process that this one started."""
+
+    def __init__(self, rank: int) -> None:
+        # Not forked: a copy of this process would have its locks but not its threads.
+        context = multiprocessing.get_context("spawn")
+        mine, jobs = context.Pipe()
+        mine_too, control = context.Pipe()
+        super().__init__(mine, mine_too)
+        self.process = context.Process(
+            target=worker.serve, args=(rank, jobs, control), name=f"rank-{rank}", daemon=True
+        )
+        self.process.start()
+        # Only the child may hold its ends, or its end would never be noticed.
+        jobs.close()
+        control.close()
+
+    def ended(self) -> int | None:
+        self.process.join(_LEAVE_S)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        super().kill()
+
+    def leave(self) -> None:
+        self.process.join(_LEAVE_S)
+        self.kill()
 
 
 class ProcessRanks:
@@ -71,7 +94,7 @@ class ProcessRanks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
 
     def run(self, job: Job, timeout: float) -> dict[int, Outcome]:
         """Run ``job`` on every rank and return how it ended for each.
@@ -88,9 +111,7 @@ class ProcessRanks:
                 "backend='threads'."
             ) from error
         message = pickle.dumps((list(sys.path), payload))
-        for rank in range(self.size):
-            if rank not in self._members:
-                self._members[rank] = _Member(rank)
+        self._fill()
         outcomes: dict[int, Outcome] = {}
         self._send(range(self.size), message, outcomes)
         # Whoever starts its processes or imports its modules first waits for the last.
@@ -101,6 +122,12 @@ class ProcessRanks:
         else:
             self._send(self._members, _NO, {})
         return outcomes
+
+    def _fill(self) -> None:
+        """Start the ranks that are not there."""
+        for rank in range(self.size):
+            if rank not in self._members:
+                self._members[rank] = _Spawned(rank)
 
     def _send(self, ranks: Iterable[int], message: bytes, outcomes: dict[int, Outcome]) -> None:
         for rank in list(ranks):
@@ -141,10 +168,11 @@ class ProcessRanks:
 
     def _died(self, rank: int) -> Outcome:
         member = self._members.pop(rank)
-        member.process.join(_LEAVE_S)
-        code = member.process.exitcode
+        code = member.ended()
         member.kill()
-        how = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+        how = "has ended" if code is None else f"exited with code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code}"
         return Outcome(error=RankDiedError(f"rank {rank}: its process {how}", code))
 
     def _hung(self, ranks: list[int], timeout: float) -> dict[int, Outcome]:

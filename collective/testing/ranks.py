@@ -12,6 +12,7 @@ from collective.backend import Backend
 from collective.errors import InvalidArgumentError
 from collective.testing.failed import RanksFailedError
 from collective.testing.faults import Fault
+from collective.testing.mpiexec_ranks import Mpiexec, MpiexecRanks
 from collective.testing.process_ranks import ProcessRanks
 from collective.testing.seat import Job, Opening, backend_class
 from collective.testing.thread_ranks import ThreadRanks
@@ -37,22 +38,35 @@ class RankPool:
         backend: a registered transport's name, ``module:Class``, or a ``Backend`` class
             (importable, where ranks are processes).
         timeout: seconds that a job may take, unless it says otherwise.
+        mpiexec: with what the ranks are started if the transport is MPI's; by default with
+            this Python and the ``mpiexec`` beside it.
 
     Raises:
         BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
     """
 
     def __init__(
-        self, size: int, backend: str | type[Backend] = "threads", *, timeout: float = 60.0
+        self,
+        size: int,
+        backend: str | type[Backend] = "threads",
+        *,
+        timeout: float = 60.0,
+        mpiexec: Mpiexec | None = None,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgumentError(f"RankPool: size {size!r}; a positive integer.")
         self.size = size
         self.backend = backend
         self.timeout = timeout
-        self.capabilities = backend_class(backend).capabilities
-        ranks = ThreadRanks if self.capabilities.in_process else ProcessRanks
-        self._ranks: ThreadRanks | ProcessRanks = ranks(size)
+        kind = backend_class(backend)
+        self.capabilities = kind.capabilities
+        self._ranks: ThreadRanks | ProcessRanks
+        if self.capabilities.in_process:
+            self._ranks = ThreadRanks(size)
+        elif kind.launcher == "mpiexec":
+            self._ranks = MpiexecRanks(size, mpiexec or Mpiexec())
+        else:
+            self._ranks = ProcessRanks(size)
         self._directory: str | None = None
         self._shared: Opening | None = None
 
@@ -138,6 +152,7 @@ def run_ranks(
     call_timeout: float | None = None,
     check: str = "auto",
     faults: Sequence[Fault] = (),
+    mpiexec: Mpiexec | None = None,
     **options: Any,
 ) -> list[Any]:
     """Call ``function(comm, *args, **options)`` on ``n`` ranks and return their results.
@@ -159,6 +174,7 @@ def run_ranks(
             somewhat less than ``timeout``.
         check: ``"always"`` to compare the ranks' calls on any transport.
         faults: what is to go wrong; see :mod:`collective.testing.faults`.
+        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
 
     Returns:
         The ranks' results, in rank order.
@@ -166,7 +182,7 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
     """
-    with RankPool(n, backend, timeout=timeout) as pool:
+    with RankPool(n, backend, timeout=timeout, mpiexec=mpiexec) as pool:
         return pool.run(
             function, *args, call_timeout=call_timeout, check=check, faults=faults, **options
         )

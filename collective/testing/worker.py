@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from collective.launchers import detect
 from collective.testing.failed import Outcome, RemoteError
 from collective.testing.seat import Job, Seat, backend_class
 
-__all__ = ["GO", "LOADED", "STACKS", "serve"]
+__all__ = ["GO", "LOADED", "PIPES", "STACKS", "main", "serve"]
 
 #: What the pool asks over the second pipe: where are your threads?
 STACKS = b"stacks"
 #: What the rank says when it has loaded a job, and what lets all ranks begin.
 LOADED, GO = b"loaded", b"go"
+#: The connections of a rank that calls back.
+PIPES = ("jobs", "control")
 
 
-def serve(rank: int, jobs: Connection, control: Connection) -> None:
+def serve(rank: int, jobs: Connection, control: Connection, foreign: bool = False) -> None:
     """Run the jobs that come through ``jobs`` until it is closed.
 
     Args:
@@ -28,13 +34,17 @@ def serve(rank: int, jobs: Connection, control: Connection) -> None:
         jobs: brings pickled jobs, takes pickled outcomes. A job begins when all ranks have
             loaded it: importing what it needs may take seconds, which are not the job's.
         control: brings :data:`STACKS`; its end means that the pool's process is gone.
+        foreign: whether this Python has packages of its own, which come before the pool's.
     """
     threading.Thread(target=_attend, args=(control,), name="attend", daemon=True).start()
     seat = Seat(rank)
     try:
         while True:
             path, payload = pickle.loads(jobs.recv_bytes())
-            sys.path[:] = path
+            if foreign:
+                sys.path += [entry for entry in path if entry not in sys.path]
+            else:
+                sys.path[:] = path
             job = _load(rank, payload)
             if isinstance(job, Outcome):
                 jobs.send_bytes(_dump(job))
@@ -44,6 +54,44 @@ def serve(rank: int, jobs: Connection, control: Connection) -> None:
                 jobs.send_bytes(_dump(seat.run(job)))
     except EOFError:
         seat.leave()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be the rank that a launcher says this process is, in the pool that listens at a socket.
+
+    Args:
+        arguments: where the socket is.
+    """
+    launched = detect(os.environ)
+    if launched is None:
+        raise SystemExit("collective.testing.worker: to be started by mpiexec, of a pool of ranks")
+    if launched.launcher in ("mpich", "intelmpi"):
+        _leave_process_group()
+    jobs, control = (_call_back(arguments[0], launched.rank, which) for which in PIPES)
+    serve(launched.rank, jobs, control, foreign=True)
+
+
+def _leave_process_group() -> None:
+    """Go on in a child that ``mpiexec`` does not know of.
+
+    MPICH's sends signals to the process groups of the others when a rank dies, SIGKILL among
+    them now and then, even if told to leave them alone (``-disable-auto-cleanup``).
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _, status = os.waitpid(child, 0)
+    os._exit(max(0, os.waitstatus_to_exitcode(status)))
+
+
+def _call_back(place: str, rank: int, which: str) -> Connection:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(place)
+    pipe = Connection(sock.detach())
+    pipe.send((rank, os.getpid(), which))
+    return pipe
 
 
 def _load(rank: int, payload: bytes) -> Job | Outcome:

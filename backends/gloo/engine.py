@@ -1,0 +1,179 @@
+"""Gloo's process groups: where they listen, how they meet, and how they are cut."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from collective.errors import BackendError, BackendUnavailableError, ConfigError
+
+if TYPE_CHECKING:
+    from collective.backends.monitor import Wait
+    from collective.store import Store
+    from collective.world import World
+
+# What is used of it is not in its type stubs.
+_dist: Any = torch.distributed
+
+__all__ = ["CUT_TAG", "Meeting", "cut", "device", "process_group", "seconds"]
+
+#: The tag of the receive that :func:`cut` posts; nobody sends to it.
+CUT_TAG = 2**31 - 1
+# Shorter than Gloo's smallest unit it would mean "for ever".
+_CUT_S = 0.001
+
+
+def seconds(number: float) -> timedelta:
+    """Return ``number`` of seconds as Gloo wants them: whole milliseconds, not 0."""
+    return timedelta(milliseconds=max(1, round(1000 * number)))
+
+
+def device(world: World) -> Any:
+    """Return the address and the I/O thread of this rank, for its process groups.
+
+    Ranks of one host listen on loopback, others on the configured interface or, without
+    one, at the address that the other hosts know this one by. The port is free.
+
+    Raises:
+        ConfigError: there is no such interface, or the address is not this host's.
+        BackendUnavailableError: this PyTorch has no Gloo.
+    """
+    make = getattr(getattr(_dist, "ProcessGroupGloo", None), "create_device", None)
+    if make is None:
+        raise BackendUnavailableError(
+            f"gloo: PyTorch {torch.__version__} was built without Gloo. Install one with it: "
+            "pip install 'collective[torch]'"
+        )
+    interface = world.options.get("interface", "")
+    if world.local_size == world.size:
+        return make(hostname="127.0.0.1")
+    if not interface:
+        return _made(make, world, f"address {world.address!r}", hostname=world.address)
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        raise ConfigError(
+            f"gloo: interface {interface!r}; this host, {world.host}, has {', '.join(known)} "
+            f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the one that "
+            "reaches the other hosts (`collective doctor` tells their addresses)."
+        )
+    return _made(make, world, f"interface {interface!r}", interface=interface)
+
+
+def _made(make: Callable[..., Any], world: World, what: str, **where: str) -> Any:
+    try:
+        return make(**where)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"gloo: {what} cannot be listened on by host {world.host}: {_first_line(error)} "
+            f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the interface "
+            "that reaches the other hosts (`collective doctor` lists them)."
+        ) from error
+
+
+class Meeting(_dist.Store):  # type: ignore[misc]
+    """Our store as Gloo sees it: each rank publishes its address and reads the others'.
+
+    Args:
+        store: of the world.
+        name: that of the communicator, the same on its ranks and no other's.
+        wait_for: called with a rank whose address is not there yet.
+    """
+
+    def __init__(self, store: Store, name: str, wait_for: Callable[[int], Wait]) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._wait_for = wait_for
+        self._mine: list[str] = []
+        # What waiting raised: Gloo hands on no more than its text.
+        self.raised: BaseException | None = None
+
+    def _key(self, key: str) -> str:
+        # Gloo's are "context/rank"; a file store wants the name of a file.
+        return f"{self._name}-{key.replace('/', '-')}"
+
+    def set(self, key: str, value: Any) -> None:
+        """Publish this rank's address."""
+        self._mine.append(self._key(key))
+        self._store.set(self._key(key), bytes(value))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all ``keys`` are there. The deadline is ours, not Gloo's."""
+        for key in keys:
+            self.get(key)
+
+    def get(self, key: str) -> bytes:
+        """Return a rank's address, waiting for it."""
+        wait = None
+        try:
+            while (value := self._store.try_get(self._key(key))) is None:
+                wait = wait or self._wait_for(int(key.rpartition("/")[2]))
+                wait.turn()
+        except BaseException as error:
+            self.raised = error
+            raise
+        return value
+
+    def forget(self) -> None:
+        """Remove what this rank has published."""
+        for key in self._mine:
+            self._store.delete(key)
+        self._mine.clear()
+
+
+def process_group(
+    meeting: Meeting, rank: int, size: int, listening: Any, threads: int, timeout: float
+) -> Any:
+    """Return a process group, connected to those of the other ranks.
+
+    Args:
+        meeting: where the ranks find each other.
+        rank: this rank.
+        size: how many there are.
+        listening: what :func:`device` returned.
+        threads: how many collectives can run at once; messages need none.
+        timeout: seconds.
+
+    Raises:
+        BackendError: the connection failed.
+        Exception: what ``meeting`` raised while it waited.
+    """
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [listening]
+    options._threads = threads
+    options._timeout = seconds(timeout)
+    try:
+        return _dist.ProcessGroupGloo(meeting, rank, size, options)
+    except BaseException as error:
+        if meeting.raised is not None:
+            raise meeting.raised from None
+        if not isinstance(error, RuntimeError):
+            raise
+        raise BackendError(
+            f"gloo: connecting {size} ranks: {_first_line(error)} [rank {rank}]", "gloo"
+        ) from error
+
+
+def cut(group: Any, rank: int, size: int) -> None:
+    """Close the connections of ``group``: whatever runs on it fails, here and at the peers.
+
+    Gloo has no call for that, and no way to interrupt a message. But a receive that times
+    out closes all connections of its process group, lest a message that comes late be
+    taken for another: so one is posted that nobody will answer.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in range(size):
+        if peer != rank:
+            # Those that are closed already raise at once, and the next one is tried.
+            with contextlib.suppress(RuntimeError):
+                group.recv([nothing], peer, CUT_TAG).wait(seconds(_CUT_S))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

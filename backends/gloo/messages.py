@@ -1,0 +1,263 @@
+"""Messages over Gloo's process groups, and how calls of Gloo's are waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from collective.algorithms import sendrecv
+from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.backends.monitor import Channel, Monitored
+from collective.buffer import Buffer
+from collective.dtypes import BY_NAME
+
+from .engine import CUT_TAG, cut, seconds
+from .tensors import as_bytes
+from .waiting import Blocked, Elsewhere, watched
+
+if TYPE_CHECKING:
+    from collective.call import Call
+
+__all__ = ["Messenger", "limit"]
+
+_UINT8 = BY_NAME["uint8"]
+
+# Our deadlines come first, since they can name the absent ranks; Gloo's so much later.
+_SLACK_S = 5.0
+# What takes longer is looked after, in slices.
+_FIRST_S = 0.1
+# Messages up to here arrive whole or not at all, as good as always; see Messenger._wait.
+_DIRECT_BYTES = 32 << 10
+# Gloo's tags have 31 bits. Those of the first process group, which is there for collectives:
+# comparisons of calls, the user's tag that the second group keeps for cutting, and from
+# _HASHED on hashes: of the call that a message belongs to, or of a tag of more bits.
+_COMPARED, _LAST, _HASHED = 0, 1, 2
+
+
+@lru_cache(maxsize=256)
+def limit(timeout: float) -> Any:
+    """Return Gloo's deadline for a call with ours in ``timeout`` seconds."""
+    return seconds(timeout + _SLACK_S)
+
+
+def _hashed(number: int) -> int:
+    return _HASHED + number % (CUT_TAG - _HASHED)
+
+
+class Messenger(Monitored):
+    """The part of the transport that sends, receives and waits."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.rank = channel.rank
+        self.size = channel.size
+        self.channel = channel
+        # For collectives, and for users' messages, which may run at the same time.
+        self._groups: tuple[Any, ...] = ()
+        # The collective call that runs, for errors, and the tag of its messages.
+        self._running: object = "connect"
+        self._slot = _COMPARED
+        # The collective of Gloo's that runs, or has failed.
+        self._work: Any = None
+        self._cutting = threading.Lock()
+
+    def _cut(self) -> None:
+        """End what runs, here and at the peers; their monitors tell them why."""
+        with self._cutting:
+            for group in self._groups:
+                cut(group, self.rank, self.size)
+
+    def _begin(self, call: Call) -> None:
+        """Take note of the collective call that is about to run.
+
+        Its messages get a tag that depends on it, so that those of different calls never
+        meet: Gloo ends the process when a message is longer than its receiver expects. They
+        wait instead, and after a second the monitor has the calls compared.
+        """
+        self._running = call
+        self._slot = _hashed(call.digest)
+
+    def _begin_comparing(self, call: Call) -> None:
+        """Take note that ``call`` is about to be compared with the others'."""
+        self._running = call
+        self._slot = _COMPARED
+
+    # -- point to point -------------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        blocked = self._blocked("send", (dst,), tag, timeout)
+        try:
+            group, slot = self._route(tag)
+            self._wait([group.send([as_bytes(src)], dst, slot)], blocked, src.nbytes)
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        if src == ANY_SOURCE:
+            return self._recv_any(dst, tag, timeout)
+        blocked = self._blocked("recv", (src,), tag, timeout)
+        try:
+            group, slot = self._route(tag)
+            self._wait([group.recv([as_bytes(dst)], src, slot)], blocked, dst.nbytes)
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+        return src
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        if self.rank in (to, source):
+            sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
+            return
+        blocked = self._blocked("sendrecv", (to, source), tag, timeout)
+        try:
+            group, slot = self._route(tag)
+            coming = group.recv([as_bytes(dst)], source, slot)
+            going = group.send([as_bytes(src)], to, slot)
+            self._wait([coming, going], blocked, max(src.nbytes, dst.nbytes))
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+
+    def _exchange(
+        self,
+        timeout: float,
+        coming: Sequence[tuple[Buffer, int]],
+        going: Sequence[tuple[Buffer, int]],
+    ) -> None:
+        """Receive and send the messages of a collective, all at once."""
+        self._move(
+            timeout,
+            [([as_bytes(buffer)], rank) for buffer, rank in coming if buffer.count],
+            [([as_bytes(buffer)], rank) for buffer, rank in going if buffer.count],
+            max(buffer.nbytes for buffer, _ in (*coming, *going)),
+        )
+
+    def _move(
+        self,
+        timeout: float,
+        coming: Sequence[tuple[list[Any], int]],
+        going: Sequence[tuple[list[Any], int]],
+        nbytes: int,
+    ) -> None:
+        """Receive and send tensors, the longest of ``nbytes``."""
+        blocked = Blocked(self.channel, self._running, timeout, None)
+        group, slot = self._groups[0], self._slot
+        try:
+            works = [group.recv(tensors, rank, slot) for tensors, rank in coming]
+            works += [group.send(tensors, rank, slot) for tensors, rank in going]
+            self._wait(works, blocked, nbytes)
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+
+    def _recv_any(self, dst: Buffer, tag: int, timeout: float) -> int:
+        """Receive from whoever comes first, which Gloo waits for even when it is cut."""
+        where = f"recv(tag={tag})"
+        group, slot = self._route(tag)
+        sources: list[int] = []
+
+        def receive() -> None:
+            work = group.recv_anysource([as_bytes(dst)], slot)
+            work.wait(limit(timeout))
+            sources.append(int(work._source_rank()))
+
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        end = time.monotonic() + timeout
+        wait = self.channel.wait(where, timeout, others)
+        self.channel.check(where, ())
+        elsewhere = Elsewhere(receive)
+        while not elsewhere.over.acquire(timeout=wait.slice()):
+            # Any of them will do: it is in vain when all have left.
+            if time.monotonic() >= end or self.channel.left.issuperset(others):
+                wait.check()
+            else:
+                self.channel.check(where, ())
+        if elsewhere.error is not None:
+            raise self.channel.explain(where, elsewhere.error, others) from elsewhere.error
+        return sources[0]
+
+    def _route(self, tag: int) -> tuple[Any, int]:
+        """Return the process group and Gloo's tag for messages with ``tag``."""
+        groups = self._groups
+        if tag == COLLECTIVE_TAG:
+            return groups[0], self._slot
+        if 0 <= tag < CUT_TAG:
+            return groups[1], tag
+        if tag == CUT_TAG:
+            return groups[0], _LAST
+        digest = hashlib.blake2b(str(tag).encode(), digest_size=8).digest()
+        return groups[0], _hashed(int.from_bytes(digest, "little"))
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _blocked(self, what: str, peers: Sequence[int], tag: int, timeout: float) -> Blocked:
+        if tag == COLLECTIVE_TAG:
+            # Whether a peer that has left did its part is a question of the whole call.
+            return Blocked(self.channel, self._running, timeout, None)
+        return Blocked(self.channel, f"{what}(tag={tag})", timeout, peers)
+
+    def _wait(self, works: Sequence[Any], blocked: Blocked, nbytes: int) -> None:
+        """Wait for messages, the longest of ``nbytes``.
+
+        In Gloo, which nothing interrupts but :func:`cut`. And not even that, where a part
+        of a message has been read when its sender dies: then Gloo forgets that somebody
+        waits for the rest. So long ones are waited for in another thread.
+        """
+        until = limit(blocked.timeout)
+        if nbytes <= _DIRECT_BYTES:
+            watched.add(blocked)
+            try:
+                for work in works:
+                    work.wait(until)
+            finally:
+                watched.remove(blocked)
+            return
+        elsewhere = Elsewhere(lambda: [work.wait(until) for work in works])
+        pause, wait = min(blocked.timeout, _FIRST_S), None
+        while not elsewhere.over.acquire(timeout=pause):
+            wait = wait or blocked.wait()
+            wait.check()
+            pause = wait.slice()
+        if elsewhere.error is not None:
+            raise elsewhere.error
+
+    def _explained(self, blocked: Blocked, error: RuntimeError) -> BaseException:
+        if blocked.error is not None:
+            return blocked.error
+        return self.channel.explain(blocked.where, error, blocked.awaited)
+
+    def _run(self, start: Callable[..., Any], *args: Any, timeout: float) -> None:
+        """Run a collective of Gloo's, which is waited for in slices.
+
+        Gloo numbers its collectives, whatever they are: so each rank first hears from the
+        one before it that it is in the same call. Where two are not, both wait here.
+        """
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        end = time.monotonic() + timeout
+        token = Buffer.empty(1, _UINT8)
+        self._exchange(timeout, [(token, before)], [(Buffer.empty(1, _UINT8), after)])
+        try:
+            self._work = start(*args)
+            self._complete(self._work, max(0.0, end - time.monotonic()))
+        except RuntimeError as error:
+            raise self.channel.explain(self._running, error) from error
+        self._work = None
+
+    def _complete(self, work: Any, timeout: float) -> None:
+        pause, wait = min(timeout, _FIRST_S), None
+        while True:
+            try:
+                work.wait(seconds(pause))
+                return
+            except RuntimeError:
+                # Either it has failed, or not ended; or it has ended just after.
+                if work.is_completed():
+                    work.wait()
+                    return
+            if wait is None:
+                wait = self.channel.wait(self._running, timeout - pause)
+                wait.timeout = timeout  # what its error tells
+            wait.check()
+            pause = wait.slice()

@@ -1,0 +1,214 @@
+"""Collectives in one round of messages, all under way at once.
+
+The default algorithms save messages by taking rounds, and every round waits for the
+slowest rank to be woken: over Gloo that costs more than the messages. Here each rank posts
+everything that it will receive and send, and then waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collective import reduction
+from collective.algorithms import pieces
+from collective.algorithms.folding import Folding
+from collective.buffer import Buffer
+
+from .tensors import as_bytes
+
+if TYPE_CHECKING:
+    from collective.ops import ReduceOp
+
+__all__ = ["Exchange", "Small", "all_gather", "all_reduce", "all_to_all", "gather", "reduce",
+           "reduce_scatter", "scatter"]  # fmt: skip
+
+# Folded at a time, so that what one rank has added is in the cache for the next.
+_BLOCK_BYTES = 64 << 10
+
+#: What is to be received and to be sent: buffers, and from and to which rank.
+Exchange = Callable[[Sequence[tuple[Buffer, int]], Sequence[tuple[Buffer, int]]], None]
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """Return the other ranks, beginning after this one, so that not all turn to the same."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    return [buffer.part(start, stop) for start, stop in pairwise(pieces.limits(counts))]
+
+
+def all_gather(
+    exchange: Exchange, rank: int, src: Buffer, dst: Buffer, counts: Sequence[int]
+) -> None:
+    """Concatenate the ranks' ``src`` in every ``dst``: each sends its own to all others."""
+    into = _parts(dst, counts)
+    others = _others(rank, len(counts))
+    exchange([(into[other], other) for other in others], [(src, other) for other in others])
+    pieces.copy(src, into[rank])
+
+
+def all_to_all(
+    exchange: Exchange,
+    rank: int,
+    src: Buffer,
+    dst: Buffer,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+) -> None:
+    """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``."""
+    out, into = _parts(src, send_counts), _parts(dst, recv_counts)
+    others = _others(rank, len(out))
+    exchange([(into[other], other) for other in others], [(out[other], other) for other in others])
+    pieces.copy(out[rank], into[rank])
+
+
+def gather(
+    exchange: Exchange,
+    rank: int,
+    src: Buffer,
+    dst: Buffer | None,
+    counts: Sequence[int],
+    root: int,
+) -> None:
+    """Concatenate the ranks' ``src`` in ``dst`` of ``root``, which receives all at once."""
+    if dst is None:
+        exchange([], [(src, root)])
+        return
+    into = _parts(dst, counts)
+    exchange([(into[other], other) for other in _others(rank, len(counts))], [])
+    pieces.copy(src, into[rank])
+
+
+def scatter(
+    exchange: Exchange,
+    rank: int,
+    src: Buffer | None,
+    dst: Buffer,
+    counts: Sequence[int],
+    root: int,
+) -> None:
+    """Leave piece ``rank`` of ``src`` of ``root`` in ``dst``; the root sends all at once."""
+    if src is None:
+        exchange([(dst, root)], [])
+        return
+    out = _parts(src, counts)
+    exchange([], [(out[other], other) for other in _others(rank, len(counts))])
+    pieces.copy(out[rank], dst)
+
+
+@np.errstate(all="ignore")
+def reduce_scatter(
+    exchange: Exchange, rank: int, src: Buffer, dst: Buffer, counts: Sequence[int], op: ReduceOp
+) -> None:
+    """Fold the ranks' ``src``, in rank order, and leave part ``rank`` of it in ``dst``.
+
+    Every rank receives all inputs of its part, in scratch of that size times the number of
+    ranks, and folds them.
+    """
+    size = len(counts)
+    folding = Folding(op, src.dtype, size)
+    scratch = Buffer.empty(dst.count * size, dst.dtype)
+    into = _parts(scratch, [dst.count] * size)
+    out = _parts(folding.enter(src), counts)
+    others = _others(rank, size)
+    exchange([(into[other], other) for other in others], [(out[other], other) for other in others])
+    _fold(folding, rank, into, out[rank], dst)
+
+
+@np.errstate(all="ignore")
+def all_reduce(
+    exchange: Exchange, rank: int, size: int, src: Buffer, dst: Buffer, op: ReduceOp
+) -> None:
+    """Fold the ranks' ``src``, in rank order, into every ``dst``: everybody gets them all.
+
+    :class:`Small` does the same where time matters more than memory.
+    """
+    folding = Folding(op, src.dtype, size)
+    mine = folding.enter(src)
+    into = _parts(Buffer.empty(src.count * size, src.dtype), [src.count] * size)
+    others = _others(rank, size)
+    exchange([(into[other], other) for other in others], [(mine, other) for other in others])
+    _fold(folding, rank, into, mine, dst)
+
+
+@np.errstate(all="ignore")
+def reduce(
+    exchange: Exchange,
+    rank: int,
+    size: int,
+    src: Buffer,
+    dst: Buffer | None,
+    op: ReduceOp,
+    root: int,
+) -> None:
+    """Fold the ranks' ``src``, in rank order, into ``dst`` of ``root``, which gets them all."""
+    folding = Folding(op, src.dtype, size)
+    mine = folding.enter(src)
+    if dst is None:
+        exchange([], [(mine, root)])
+        return
+    into = _parts(Buffer.empty(src.count * size, src.dtype), [src.count] * size)
+    exchange([(into[other], other) for other in _others(rank, size)], [])
+    _fold(folding, rank, into, mine, dst)
+
+
+class Small:
+    """An all-reduce of few elements, prepared: what it takes depends on the call alone.
+
+    A call of this size spends as much time in Python as in Gloo, and every rank waits for
+    the slowest.
+
+    Attributes:
+        coming: what receives the others' elements, and the rank that it is for.
+    """
+
+    __slots__ = ("_fold", "_post", "_pre", "_rank", "_rooms", "coming")
+
+    def __init__(self, rank: int, size: int, src: Buffer, op: ReduceOp) -> None:
+        self._fold = reduction.fold(op, src.dtype)
+        self._pre = reduction.pre(op, src.dtype, size)
+        self._post = reduction.post(op, src.dtype, size)
+        self._rank = rank
+        rooms = [Buffer.empty(src.count, src.dtype) for _ in range(size)]
+        self._rooms = [room.array for room in rooms]
+        self.coming = [([as_bytes(rooms[other])], other) for other in _others(rank, size)]
+
+    def enter(self, src: Buffer) -> Buffer:
+        """Return what this rank contributes."""
+        if self._pre is None:
+            return src
+        mine = Buffer.empty(src.count, src.dtype)
+        with np.errstate(all="ignore"):
+            self._pre(src.array, mine.array)
+        return mine
+
+    def leave(self, mine: Buffer, dst: Buffer) -> None:
+        """Fold what came and ``mine`` into ``dst``."""
+        values, out = self._rooms, dst.array
+        # In its own room: dst may be what this rank contributes.
+        total = values[self._rank]
+        total[:] = mine.array
+        with np.errstate(all="ignore"):
+            total = values[0]
+            for value in values[1:-1]:
+                self._fold(total, value, out=values[0])
+            self._fold(total, values[-1], out=out)
+            if self._post is not None:
+                self._post(out, out)
+
+
+def _fold(folding: Folding, rank: int, into: list[Buffer], mine: Buffer, dst: Buffer) -> None:
+    """Fold what came and ``mine``; this rank's slot of ``into`` is scratch."""
+    room = into[rank]
+    into[rank] = mine
+    step = max(1, _BLOCK_BYTES // dst.dtype.itemsize)
+    for low in range(0, dst.count, step):
+        high = low + step
+        values = [value.part(low, high) for value in into]
+        folding.in_order(values, room.part(low, high), dst.part(low, high))
+    folding.leave(dst)

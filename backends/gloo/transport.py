@@ -1,0 +1,362 @@
+"""The ``gloo`` transport: its life, and which way a collective goes.
+
+Gloo's own collectives run in a thread of the process group, which costs a short call more
+than its messages do; they win where there is much to fold or to forward. The limits were
+measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from collective import reduction
+from collective.algorithms import barrier, pieces
+from collective.backends.monitor import Channel, Monitor
+from collective.buffer import Buffer
+from collective.capabilities import Capabilities
+from collective.errors import CollectiveError, RendezvousError
+
+from . import rounds
+from .engine import Meeting, device, process_group
+from .messages import Messenger, limit
+from .tensors import Native, as_bytes, native
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.call import Call
+    from collective.ops import ReduceOp
+    from collective.world import World
+
+__all__ = ["GlooBackend"]
+
+# With more ranks one round of all at once is as many messages for each: then trees and rings,
+# unless the messages are long.
+_FEW, _LONG_BYTES = 8, 1 << 20
+# All-reduces that are kept prepared, up to this length and so many of them.
+_SMALL_BYTES, _SMALL_KEPT = 4 << 10, 256
+# All ranks' inputs together, where every rank collects them to fold them, and where a root does.
+_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 1 << 20, 16 << 20
+# From here on Gloo's broadcast is the faster one.
+_BROADCAST_BYTES = 256 << 10
+
+_alive: weakref.WeakSet[GlooBackend] = weakref.WeakSet()
+
+
+class GlooBackend(Messenger):
+    """Ranks on any hosts; see the package's docstring."""
+
+    name = "gloo"
+    capabilities = Capabilities(across_hosts=True, any_source=True, detects_lost_peers=True)
+
+    def __init__(self, world: World, channel: Channel, listening: Any) -> None:
+        super().__init__(channel)
+        self._world = world
+        self._listening = listening
+        self._small: dict[Call, rounds.Small] = {}
+        _alive.add(self)
+
+    # -- life -----------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Meet the other ranks through ``world.store``; see :meth:`Backend.connect`."""
+        end = time.monotonic() + timeout
+        listening = device(world)
+        channel = Monitor.start(world, timeout).channel
+        self = cls(world, channel, listening)
+        try:
+            self._connect(channel, range(world.size), "connect", end - time.monotonic())
+        except CollectiveError as error:
+            raise RendezvousError(
+                f"gloo: the ranks have met and cannot connect [rank {world.rank} of "
+                f"{world.size}]: {error}"
+            ) from error
+        return self
+
+    def group(self, ranks: Sequence[int], timeout: float) -> GlooBackend:
+        child = type(self)(self._world, self.channel.group(ranks), self._listening)
+        child._connect(self.channel, ranks, "group", timeout)
+        return child
+
+    def _connect(self, channel: Channel, ranks: Sequence[int], where: str, timeout: float) -> None:
+        """Connect with the others of ``ranks``, who are watched through ``channel``."""
+        end = time.monotonic() + timeout
+
+        def wait_for(rank: int) -> Any:
+            return channel.wait(where, max(0.0, end - time.monotonic()), [ranks[rank]])
+
+        self._running = where
+        meetings: list[Meeting] = []
+        try:
+            for purpose, threads in (("collectives", 1), ("messages", 0)):
+                if self.size > 1:
+                    name = f"gloo-{self.channel.name}-{purpose}"
+                    meetings.append(Meeting(self._world.store, name, wait_for))
+                    left = max(0.0, end - time.monotonic())
+                    self._groups += (
+                        process_group(
+                            meetings[-1], self.rank, self.size, self._listening, threads, left
+                        ),
+                    )
+            self.channel.on_failure.append(_cutter(self))
+            # When it is over everybody has read what is then removed.
+            barrier.barrier(self, max(0.0, end - time.monotonic()))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for meeting in meetings:
+                meeting.forget()
+
+    def close(self) -> None:
+        # First the word, then the deed: peers that see the connections end ask why.
+        self.channel.close()
+        self._cut()
+        if self._work is not None and not _over(self._work):
+            _keep(*self._groups)
+        self._groups = ()
+
+    # -- collectives ----------------------------------------------------------------------
+
+    def _one_round(self, nbytes: int) -> bool:
+        """Tell whether all messages of a call on ``nbytes`` go at once."""
+        return 1 < self.size <= _FEW or (self.size > _FEW and nbytes >= _LONG_BYTES)
+
+    def barrier(self, call: Call, timeout: float) -> None:
+        self._begin(call)
+        if self.size <= 2:
+            super().barrier(call, timeout)
+        else:
+            self._run(self._groups[0].barrier, _options("Barrier", timeout), timeout=timeout)
+
+    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
+        self._begin(call)
+        if self.size <= 2 or buffer.nbytes < _BROADCAST_BYTES:
+            super().broadcast(buffer, root, call, timeout)
+        else:
+            options = _options("Broadcast", timeout, rootRank=root)
+            self._run(self._groups[0].broadcast, [as_bytes(buffer)], options, timeout=timeout)
+
+    def reduce(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        op: ReduceOp,
+        root: int,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._begin(call)
+        exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
+        total = src.nbytes * self.size
+        if not self._one_round(src.nbytes):
+            super().reduce(src, dst, op, root, ordered, call, timeout)
+        elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
+            rounds.reduce(exchange, self.rank, self.size, src, dst, op, root)
+        elif gloos is not None and not ordered:
+            # Off the root Gloo folds in what it is given, too.
+            room = Buffer.empty(src.count, src.dtype) if dst is None else dst
+            options = _options("Reduce", timeout, rootRank=root, reduceOp=gloos.op)
+            self._fold(self._groups[0].reduce, gloos, options, src, room, op, timeout)
+        else:
+            counts = pieces.even(src.count, self.size)
+            mine = Buffer.empty(counts[self.rank], src.dtype)
+            rounds.reduce_scatter(exchange, self.rank, src, mine, counts, op)
+            rounds.gather(exchange, self.rank, mine, dst, counts, root)
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        self._begin(call)
+        # A user's function would be kept alive by what is prepared with it.
+        few = 1 < self.size <= _FEW
+        if few and 0 < src.nbytes <= _SMALL_BYTES and op.function is None:
+            self._all_reduce_small(src, dst, op, call, timeout)
+            return
+        exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
+        total = src.nbytes * self.size
+        if not self._one_round(src.nbytes):
+            super().all_reduce(src, dst, op, ordered, call, timeout)
+        elif self.size <= _FEW and total <= _COLLECTED_BYTES:
+            rounds.all_reduce(exchange, self.rank, self.size, src, dst, op)
+        elif gloos is not None and not ordered:
+            options = _options("Allreduce", timeout, reduceOp=gloos.op)
+            self._fold(self._groups[0].allreduce, gloos, options, src, dst, op, timeout)
+        else:
+            counts = pieces.even(src.count, self.size)
+            start = sum(counts[: self.rank])
+            mine = dst.part(start, start + counts[self.rank])
+            rounds.reduce_scatter(exchange, self.rank, src, mine, counts, op)
+            rounds.all_gather(exchange, self.rank, mine, dst, counts)
+
+    def _all_reduce_small(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+    ) -> None:
+        small = self._small.get(call)
+        if small is None:
+            if len(self._small) >= _SMALL_KEPT:
+                self._small.clear()
+            small = self._small[call] = rounds.Small(self.rank, self.size, src, op)
+        mine = small.enter(src)
+        tensors = [as_bytes(mine)]
+        self._move(timeout, small.coming, [(tensors, r) for _, r in small.coming], src.nbytes)
+        small.leave(mine, dst)
+
+    def _fold(
+        self,
+        start: Callable[..., Any],
+        gloos: Native,
+        options: Any,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        timeout: float,
+    ) -> None:
+        """Let Gloo fold, in ``dst``, and scale before or after where ``op`` asks for it."""
+        pre = reduction.pre(op, src.dtype, self.size)
+        post = reduction.post(op, src.dtype, self.size)
+        with np.errstate(all="ignore"):
+            if pre is not None:
+                pre(src.array, dst.array)
+            else:
+                pieces.copy(src, dst)
+            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, timeout=timeout)
+            if post is not None:
+                post(dst.array, dst.array)
+
+    def reduce_scatter(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        counts: Sequence[int],
+        op: ReduceOp,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._begin(call)
+        if self._one_round(src.nbytes):
+            exchange = partial(self._exchange, timeout)
+            rounds.reduce_scatter(exchange, self.rank, src, dst, counts, op)
+        else:
+            super().reduce_scatter(src, dst, counts, op, ordered, call, timeout)
+
+    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+        self._begin(call)
+        super().scan(src, dst, op, call, timeout)
+
+    def scatter(
+        self,
+        src: Buffer | None,
+        dst: Buffer,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._begin(call)
+        if self._one_round(sum(counts) * dst.dtype.itemsize):
+            rounds.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+        else:
+            super().scatter(src, dst, counts, root, call, timeout)
+
+    def gather(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._begin(call)
+        if self._one_round(sum(counts) * src.dtype.itemsize):
+            rounds.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+        else:
+            super().gather(src, dst, counts, root, call, timeout)
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> None:
+        self._begin(call)
+        if self._one_round(dst.nbytes):
+            rounds.all_gather(partial(self._exchange, timeout), self.rank, src, dst, counts)
+        else:
+            super().all_gather(src, dst, counts, call, timeout)
+
+    def all_to_all(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._begin(call)
+        if self.size == 1:
+            super().all_to_all(src, dst, send_counts, recv_counts, call, timeout)
+        else:
+            exchange = partial(self._exchange, timeout)
+            rounds.all_to_all(exchange, self.rank, src, dst, send_counts, recv_counts)
+
+    def agree(self, call: Call, timeout: float) -> None:
+        self._begin_comparing(call)
+        super().agree(call, timeout)
+
+
+@lru_cache(maxsize=256)
+def _options(kind: str, timeout: float, **settings: Any) -> Any:
+    """Return what Gloo wants to know beside the tensors; it does not change it."""
+    options = getattr(dist, f"{kind}Options")()
+    options.timeout = limit(timeout)
+    for name, value in settings.items():
+        setattr(options, name, value)
+    return options
+
+
+def _cutter(backend: GlooBackend) -> Callable[[], None]:
+    """Return what cuts ``backend`` and does not keep it alive."""
+    reference = weakref.ref(backend)
+
+    def function() -> None:
+        found = reference()
+        if found is not None:
+            found._cut()
+
+    return function
+
+
+def _over(work: Any) -> bool:
+    """Tell whether a collective of Gloo's that was cut has ended, as it should at once."""
+    for _ in range(100):
+        if work.is_completed():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _keep(*things: Any) -> None:
+    """Keep ``things`` for ever: their destructors would wait for threads that do not end."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _forked() -> None:
+    """Keep, in a forked child, what its parent's threads belong to."""
+    for backend in _alive:
+        _keep(*backend._groups, backend._listening)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,124 @@
+"""Who is where, and the pieces of arrays that go there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from collective.algorithms import pieces
+from collective.buffer import Buffer
+
+__all__ = ["Places", "part", "plain", "put", "room", "take"]
+
+#: From here on a message is cut into parts, one a place.
+SHARED_BYTES = 512 << 10
+
+
+class Places:
+    """Which rank is where.
+
+    Args:
+        hosts: what tells the host of each rank from others.
+        rank: this one.
+
+    Attributes:
+        hosts: as given.
+        members: the ranks of each host, in order; the hosts in the order of their first.
+        host: the number of this rank's host.
+        local: the ranks of this host.
+        place: this rank among them.
+        common: how many places every host has.
+        even: whether no host has more.
+        in_order: whether the hosts' ranks, host after host, are 0, 1, ….
+        levels: whether some host has several ranks.
+    """
+
+    def __init__(self, hosts: Sequence[str], rank: int) -> None:
+        by_host: dict[str, list[int]] = {}
+        for each, name in enumerate(hosts):
+            by_host.setdefault(name, []).append(each)
+        self.hosts = list(hosts)
+        self.members = list(by_host.values())
+        self.host = list(by_host).index(hosts[rank])
+        self.local = self.members[self.host]
+        self.place = self.local.index(rank)
+        lengths = [len(members) for members in self.members]
+        self.common = min(lengths)
+        self.even = max(lengths) == self.common
+        self.levels = max(lengths) > 1
+        self.in_order = list(chain(*self.members)) == list(range(len(hosts)))
+        self._where = {rank: place for place, rank in enumerate(self.local)}
+
+    def place_of(self, rank: int) -> int | None:
+        """Return the place of ``rank`` on this host, None if it is on another."""
+        return self._where.get(rank)
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of the host of ``rank``."""
+        return next(h for h, members in enumerate(self.members) if rank in members)
+
+    def at(self, place: int) -> list[int]:
+        """Return the ranks at ``place``, one a host."""
+        return [members[place] for members in self.members]
+
+    def parts(self, count: int, nbytes: int, first: int = 0) -> list[int]:
+        """Return how many of ``count`` elements belong to each place of this host.
+
+        The same on all hosts, up to places that not all of them have, which get nothing.
+        ``first`` gets all of a short message.
+        """
+        found = [0] * len(self.local)
+        if nbytes < SHARED_BYTES:
+            found[first] = count
+        else:
+            found[: self.common] = pieces.even(count, self.common)
+        return found
+
+
+def plain(buffer: Buffer) -> Buffer:
+    """Return the same memory without the notes of a transport, which are about whole calls."""
+    return buffer if buffer.memo is None else buffer.part(0, buffer.count)
+
+
+def part(buffer: Buffer, counts: Sequence[int], place: int) -> Buffer:
+    """Return the part of ``place`` of the buffer that is cut into ``counts``."""
+    start = sum(counts[:place])
+    return buffer.part(start, start + counts[place])
+
+
+def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
+    """Return the pieces of ``ranks``, one after another: as they are, if they lie so."""
+    found = room(buffer, counts, ranks)
+    if not np.may_share_memory(found.array, buffer.array):
+        at = 0
+        for piece in _pieces(buffer, counts, ranks):
+            pieces.copy(piece, found.part(at, at + piece.count))
+            at += piece.count
+    return found
+
+
+def room(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
+    """Return where the pieces of ``ranks`` can come together: their place, if they lie so."""
+    total = sum(counts[rank] for rank in ranks)
+    first = ranks[0] if ranks else 0
+    if list(ranks) == list(range(first, first + len(ranks))):
+        start = sum(counts[:first])
+        return buffer.part(start, start + total)
+    return Buffer.empty(total, buffer.dtype)
+
+
+def put(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int], found: Buffer) -> None:
+    """Take the pieces of ``ranks`` in ``found``, made by :func:`room`, to their places."""
+    if np.may_share_memory(found.array, buffer.array):
+        return
+    at = 0
+    for piece in _pieces(buffer, counts, ranks):
+        pieces.copy(found.part(at, at + piece.count), piece)
+        at += piece.count
+
+
+def _pieces(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> list[Buffer]:
+    limits = pieces.limits(counts)
+    return [buffer.part(limits[rank], limits[rank + 1]) for rank in ranks]

@@ -1,0 +1,383 @@
+"""Shared memory inside each host, another transport between the hosts.
+
+The other transport connects all ranks (the outer one), and once more those at one place of
+each host; ``shm`` connects the ranks of a host (the inner one). What is done on two levels is
+in :mod:`.collectives`. The levels number their ranks in their own ways and
+break one by one: here one failure breaks all of them, on all hosts, and what is raised is
+what the outer transport's monitor knows, in the numbers of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective import registry
+from collective.algorithms import pieces
+from collective.backend import Backend, Failure
+from collective.backends.monitor import Monitored
+from collective.backends.shm import ShmBackend
+from collective.buffer import Buffer
+from collective.call import Call, Disagreement
+from collective.capabilities import Capabilities
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    AllocationError,
+    BackendError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerLostError,
+    RendezvousError,
+    UnsupportedError,
+)
+from collective.store import Store
+from collective.world import World
+
+from .collectives import TwoLevel
+from .places import Places
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.recorder import Recorder
+
+__all__ = ["HierarchicalBackend"]
+
+_UINT8 = BY_NAME["uint8"]
+_INT64 = BY_NAME["int64"]
+_MEETING_TAG = -3
+_NOTE_BYTES = 4096
+# What a level raises in its own terms.
+_OF_LEVELS = (
+    BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
+)  # fmt: skip
+
+
+class HierarchicalBackend(TwoLevel, Monitored):
+    """Ranks on several hosts with several on some; see the module's docstring.
+
+    Attributes:
+        channel: the outer transport's, and so of all levels.
+    """
+
+    name = "hierarchical"
+    capabilities = Capabilities(across_hosts=True, symmetric_memory=True, detects_lost_peers=True)
+
+    def __init__(
+        self, outer: Monitored, inner: Backend, across: Backend | None, places: Places
+    ) -> None:
+        self.rank = outer.rank
+        self.size = outer.size
+        able = outer.capabilities
+        self.capabilities = replace(type(self).capabilities, dtypes=able.dtypes, ops=able.ops)
+        self.channel = outer.channel
+        self._outer = outer
+        self._inner = inner
+        self._across = across
+        self._places = places
+        self.channel.on_failure.append(_breaker(self))
+        if self.channel.failure is not None:
+            self._break()
+
+    # -- life -----------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Meet the other ranks as the outer transport does; see :meth:`Backend.connect`."""
+        end = time.monotonic() + timeout
+        kind = registry.find(world.options.get("across", "gloo"))
+        if not issubclass(kind, Monitored):
+            raise UnsupportedError(
+                f"hierarchical: {kind.name!r} between the hosts; it needs a transport that is "
+                f"watched by a monitor [rank {world.rank} of {world.size}]. Use 'gloo' or 'mpi'."
+            )
+        outer = kind.connect(world, timeout)
+        try:
+            places = Places(_exchange(outer, cls.host_of(world), end), world.rank)
+            inside = replace(
+                world,
+                rank=places.place,
+                size=len(places.local),
+                local_rank=places.place,
+                local_size=len(places.local),
+                store=_Mail(outer, places, end),
+                address="127.0.0.1",
+                comm=None,
+            )
+            with _told_to_all(outer, "hierarchical"):
+                inner = ShmBackend.connect(inside, max(0.001, end - time.monotonic()))
+            return cls._assemble(outer, inner, places, end)
+        except BaseException as error:
+            outer.close()
+            if isinstance(error, (BackendError, CollectiveTimeoutError, CommunicatorAbortedError)):
+                raise RendezvousError(
+                    "hierarchical: the ranks have met but cannot connect on two levels [rank "
+                    f"{world.rank} of {world.size}]: {error}"
+                ) from error
+            raise
+
+    @classmethod
+    def host_of(cls, world: World) -> str:
+        """Return a text that ranks have in common when they can share memory.
+
+        That they see each other's processes: names of hosts need not differ, and several
+        containers of one machine are several hosts.
+        """
+        found = [world.host]
+        for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+            with contextlib.suppress(OSError):
+                link = os.path.islink(path)
+                found.append(os.readlink(path) if link else Path(path).read_text().strip())
+        return " ".join(found)
+
+    @classmethod
+    def _assemble(cls, outer: Monitored, inner: Backend, places: Places, end: float) -> Self:
+        """Connect the ranks at each place, and return the whole once it stands everywhere."""
+        across: Backend | None = None
+        self: Self | None = None
+        try:
+            if places.levels and len(places.members) > 1 and places.place < places.common:
+                with _told_to_all(outer, "hierarchical"):
+                    left = max(0.001, end - time.monotonic())
+                    across = outer.group(places.at(places.place), left)
+            self = cls(outer, inner, across, places)
+            _exchange(outer, "ready", end)
+            return self
+        except BaseException:
+            for level in (across, inner):
+                if level is not None:
+                    level.close()
+            raise
+
+    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
+        end = time.monotonic() + timeout
+        where = Call("group")
+        places = Places([self._places.hosts[rank] for rank in ranks], list(ranks).index(self.rank))
+        here = [self._places.local.index(ranks[member]) for member in places.local]
+        if len(places.members) == 1:
+            others = [rank for rank in ranks if rank != self.rank]
+            with self._inside(where, timeout, others):
+                return self._inner.group(here, timeout)
+        outer = self._outer.group(ranks, timeout)
+        if not places.levels:
+            return outer
+        assert isinstance(outer, Monitored)
+        try:
+            others = [self._places.local[each] for each in here]
+            others.remove(self.rank)
+            with _told_to_all(outer, "group"), self._inside(where, timeout, others):
+                inner = self._inner.group(here, max(0.001, end - time.monotonic()))
+            return type(self)._assemble(outer, inner, places, end)
+        except BaseException:
+            outer.close()
+            raise
+
+    def observe(self, recorder: Recorder) -> None:
+        self._outer.observe(recorder)
+        if self._across is not None:
+            self._across.observe(recorder)
+
+    def close(self) -> None:
+        self._outer.close()
+        if self._across is not None:
+            self._across.close()
+        self._inner.close()
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+        made: np.ndarray[Any, Any] | None = None
+        problem: AllocationError | None = None
+        with self._steps(call, timeout) as steps:
+            try:
+                made = self._inner.empty(nbytes, steps.call(0), steps.left())
+            except AllocationError as error:
+                problem = error
+        mine = Buffer(np.array([problem is not None], np.uint8), _UINT8)
+        every = Buffer.empty(self.size, _UINT8)
+        work = self._outer.all_gather(mine, every, [1] * self.size, call, steps.left())
+        if work is not None:
+            work.wait()
+        if problem is not None:
+            raise problem
+        if every.array.any():
+            rank = int(every.array.argmax())
+            raise AllocationError(
+                f"empty: {nbytes} bytes on each of {self.size} ranks: rank {rank}'s host has no "
+                f"memory for it [rank {self.rank}]"
+            )
+        assert made is not None
+        return made
+
+    # -- point to point -------------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        place = self._places.place_of(dst)
+        if place is None:
+            self._outer.send(src, dst, tag, timeout)
+            return
+        with self._inside(f"send(tag={tag})", timeout, (dst,)):
+            self._inner.send(src, place, tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        place = self._places.place_of(src)
+        if place is None:
+            return self._outer.recv(dst, src, tag, timeout)
+        with self._inside(f"recv(tag={tag})", timeout, (src,)):
+            self._inner.recv(dst, place, tag, timeout)
+        return src
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        into, whence = self._places.place_of(to), self._places.place_of(source)
+        if into is not None and whence is not None:
+            with self._inside(f"sendrecv(tag={tag})", timeout, (to, source)):
+                self._inner.sendrecv(src, into, dst, whence, tag, timeout)
+        elif into is None and whence is None:
+            self._outer.sendrecv(src, to, dst, source, tag, timeout)
+        else:
+            super().sendrecv(src, to, dst, source, tag, timeout)
+
+    # -- failure --------------------------------------------------------------------------
+
+    def abort(self, failure: Failure) -> None:
+        self._outer.abort(failure)
+
+    def _break(self) -> None:
+        """Wake whoever waits in one of the other levels: the whole is broken."""
+        failure = self.channel.failure
+        assert failure is not None
+        # The ranks' numbers in it are not theirs; nobody is told of this one.
+        self._inner.abort(Failure("aborted", self._inner.rank, failure.text))
+        if self._across is not None:
+            self._across.abort(Failure("aborted", self._across.rank, failure.text))
+
+    @contextlib.contextmanager
+    def _inside(self, where: object, timeout: float, awaited: Sequence[int]) -> Iterator[None]:
+        """Run something on the inner level that waits for ``awaited``, ranks of the whole."""
+        try:
+            yield
+        except _OF_LEVELS as error:
+            told = self.told(error, where, timeout, awaited)
+            raise told or error from error
+
+    def told(
+        self,
+        error: BaseException,
+        where: object,
+        timeout: float,
+        awaited: Sequence[int] | None = None,
+    ) -> Exception | None:
+        """Return what the monitor says where a level failed, and break the whole.
+
+        Args:
+            error: what the level raised, with its own numbers of ranks.
+            where, timeout: the call's.
+            awaited: the ranks of the whole that were waited for; None for any.
+        """
+        if not isinstance(error, _OF_LEVELS):
+            return None
+        channel = self.channel
+        if isinstance(error, (CollectiveTimeoutError, Disagreement, MismatchError)):
+            # The deadline of the whole has passed, too, or might as well have: its end asks
+            # all ranks what they are doing, and finds who is late, or who does otherwise.
+            wait = channel.wait(where, 0.0, awaited)
+            wait.timeout = timeout
+            try:
+                wait.check()
+            except Exception as known:
+                return known
+        found = channel.explain(where, error, awaited)
+        if channel.failure is None and isinstance(found, PeerLostError):
+            gone = "; ".join(f"rank {rank} has closed its communicator" for rank in found.ranks)
+            channel.abort(Failure("lost", self.rank, gone, found.ranks))
+        return found
+
+
+class _Mail(Store):
+    """A store for the ranks of one host, on the outer transport.
+
+    One rank, the first, publishes one thing, where its segment is: it is sent to the others.
+    """
+
+    def __init__(self, outer: Backend, places: Places, end: float) -> None:
+        self._outer = outer
+        self._local = places.local
+        self._end = end
+        self._received: bytes | None = None
+
+    def set(self, key: str, value: bytes) -> None:
+        note = Buffer(_note(value), _UINT8)
+        for rank in self._local[1:]:
+            self._outer.send(note, rank, _MEETING_TAG, max(0.001, self._end - time.monotonic()))
+
+    def get(self, key: str, deadline: float) -> bytes:
+        if self._received is None:
+            note = Buffer.empty(_NOTE_BYTES, _UINT8)
+            left = max(0.001, deadline - time.monotonic())
+            self._outer.recv(note, self._local[0], _MEETING_TAG, left)
+            self._received = note.array.tobytes().rstrip(b"\0")
+        return self._received
+
+    def try_get(self, key: str) -> bytes | None:
+        return self._received
+
+    def delete(self, key: str) -> None:
+        """Do nothing: it is with those whom it was sent to."""
+
+
+def _note(value: bytes) -> np.ndarray[Any, Any]:
+    note = np.zeros(_NOTE_BYTES, np.uint8)
+    note[: len(value)] = np.frombuffer(value, np.uint8)
+    return note
+
+
+def _exchange(outer: Backend, text: str, end: float) -> list[str]:
+    """Return what every rank says."""
+    call = Call("connect")
+
+    def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
+        work = outer.all_gather(src, dst, counts, call, max(0.001, end - time.monotonic()))
+        if work is not None:
+            work.wait()
+
+    said = np.frombuffer(text.encode(), np.uint8)
+    lengths = Buffer.empty(outer.size, _INT64)
+    collect(Buffer(np.array([said.size], np.int64), _INT64), lengths, [1] * outer.size)
+    counts = lengths.array.tolist()
+    every = Buffer.empty(sum(counts), _UINT8)
+    collect(Buffer(said, _UINT8), every, counts)
+    limits = pieces.limits(counts)
+    return [every.array[low:high].tobytes().decode() for low, high in pairwise(limits)]
+
+
+@contextlib.contextmanager
+def _told_to_all(outer: Backend, where: str) -> Iterator[None]:
+    """Break ``outer`` if the body fails: the others would wait for this rank."""
+    try:
+        yield
+    except CollectiveError as error:
+        outer.abort(Failure("aborted", outer.rank, f"rank {outer.rank} in {where}: {error}"))
+        raise
+
+
+def _breaker(backend: HierarchicalBackend) -> Callable[[], None]:
+    """Return what breaks all levels of ``backend``, without keeping it alive."""
+    reference = weakref.ref(backend)
+
+    def function() -> None:
+        found = reference()
+        if found is not None:
+            found._break()
+
+    return function

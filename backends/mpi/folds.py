@@ -1,0 +1,152 @@
+"""Reductions prepared for MPI: its own operators, and ours as operators of MPI's.
+
+An operator that MPI lacks is one of two MPI operators for the whole process, whose function
+is called with pieces of the arrays and their datatype. The datatype says which reduction is
+running: each running one has a slot with datatypes of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective import reduction
+
+from .datatypes import native_op, type_of
+
+if TYPE_CHECKING:
+    from collective.buffer import Buffer
+    from collective.dtypes import DType
+    from collective.ops import ReduceOp
+
+__all__ = ["Fold", "Slot", "slot"]
+
+Array = np.ndarray[Any, Any]
+
+# Reductions with a function of ours that can run at once, a thread each. All datatypes are
+# made beforehand: MPICH and Intel MPI hold a lock while they call the function, which waits
+# for Python's own lock; a thread that held that one and made a datatype would wait for the
+# first (tried: it deadlocks).
+_SLOTS = 16
+_SIZES = (1, 2, 4, 8, 16)
+
+_lock = threading.Lock()
+_slots: list[Slot] = []
+_by_handle: dict[int, Slot] = {}
+_operators: list[Any] = []
+
+
+class Slot:
+    """One running reduction with a function of ours.
+
+    Attributes:
+        types: an MPI datatype for each element size, which no other slot has.
+        error: what the function raised.
+    """
+
+    __slots__ = ("error", "fold", "storage", "types")
+
+    def __init__(self, types: dict[int, Any]) -> None:
+        self.types = types
+        self.fold: reduction.Fold | None = None
+        self.storage: np.dtype[Any] | None = None
+        self.error: BaseException | None = None
+
+    def __call__(self, left: Any, right: Any) -> None:
+        """Set ``right`` to ``left op right``; whatever is raised must not reach MPI."""
+        if self.error is None:
+            try:
+                b = np.frombuffer(right, self.storage)
+                with np.errstate(all="ignore"):
+                    self.fold(np.frombuffer(left, self.storage), b, out=b)  # type: ignore[misc]
+            except BaseException as error:
+                self.error = error
+
+
+def _call(left: Any, right: Any, datatype: Any) -> None:
+    """Be the function of the two operators: MPI's ``inoutvec[i] = invec[i] op inoutvec[i]``."""
+    _by_handle[_handle(datatype)](left, right)
+
+
+_handle: Callable[[Any], int]
+
+
+def prepare(module: Any) -> None:
+    """Make the operators and the slots, once a process; nothing may be running."""
+    global _handle
+    with _lock:
+        if _operators:
+            return
+        _handle = module._handleof
+        for _ in range(_SLOTS):
+            types = {size: module.BYTE.Create_contiguous(size).Commit() for size in _SIZES}
+            made = Slot(types)
+            _slots.append(made)
+            _by_handle.update((_handle(datatype), made) for datatype in types.values())
+        _operators.extend(module.Op.Create(_call, commute) for commute in (False, True))
+
+
+@contextlib.contextmanager
+def slot(fold: Fold, turn: Callable[[], None]) -> Iterator[Slot]:
+    """Take a slot for a reduction by ``fold``; call ``turn()`` while there is none.
+
+    Raises:
+        BaseException: at the end, what the function raised.
+    """
+    while True:
+        try:
+            mine = _slots.pop()
+            break
+        except IndexError:
+            turn()
+    mine.fold, mine.storage = fold.function, fold.storage
+    try:
+        yield mine
+        error = mine.error
+    finally:
+        mine.fold = mine.error = None
+        _slots.append(mine)
+    if error is not None:
+        raise error
+
+
+class Fold:
+    """A reduction, prepared for one operator and dtype.
+
+    Attributes:
+        op: the MPI operator.
+        type: the MPI datatype; None for an operator of ours, whose slot has one.
+        function: ours, where MPI has no operator.
+        storage: the NumPy type of the elements.
+        pre, post: what is done to each input and to each result, or None.
+    """
+
+    __slots__ = ("function", "op", "post", "pre", "storage", "type")
+
+    def __init__(self, module: Any, op: ReduceOp, dtype: DType, size: int) -> None:
+        native = native_op(module, op, dtype)
+        self.storage = dtype.storage
+        self.pre = reduction.pre(op, dtype, size)
+        self.post = reduction.post(op, dtype, size)
+        self.type = None if native is None else type_of(module, dtype)
+        self.op = _operators[op.commutative] if native is None else native
+        self.function = reduction.fold(op, dtype) if native is None else None
+
+    def enter(self, src: Buffer, room: Buffer | None) -> Array:
+        """Return what this rank contributes: ``src``, or scaled in ``room`` or new memory."""
+        if self.pre is None:
+            return src.array
+        scaled = np.empty_like(src.array) if room is None else room.array
+        with np.errstate(all="ignore"):
+            self.pre(src.array, scaled)
+        return scaled
+
+    def leave(self, dst: Array) -> None:
+        """Make a folded value, in place, the result."""
+        if self.post is not None:
+            with np.errstate(all="ignore"):
+                self.post(dst, dst)

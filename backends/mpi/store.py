@@ -1,0 +1,141 @@
+"""A store over MPI itself: under ``mpiexec`` the ranks need no other place to meet."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+from collective.errors import RendezvousError
+from collective.store import Store
+
+from .library import enrol, leave_unfinished, start
+
+__all__ = ["MpiStore"]
+
+_PAUSE_S = 0.001
+# How many seconds after the last use the store still looks for messages by itself.
+_QUIET_S = 5.0
+
+
+class MpiStore(Store):
+    """Sends what is set to all ranks of an MPI communicator, and remembers what comes.
+
+    Collective: all ranks make one, which duplicates ``comm``. A thread attends to the
+    messages for as long as the store is in use, since MPI moves nothing by itself.
+
+    Args:
+        comm: the communicator.
+        timeout: seconds until the other ranks have to have come.
+
+    Raises:
+        RendezvousError: they have not.
+    """
+
+    def __init__(self, comm: Any, timeout: float = 60.0) -> None:
+        self._module = start(timeout)
+        self._comm, request = comm.Idup()
+        deadline = time.monotonic() + timeout
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"mpi: after {timeout:g} s not all of the {comm.Get_size()} ranks of the MPI "
+                    f"communicator have called collective.init() with it [rank {comm.Get_rank()}]."
+                )
+            time.sleep(_PAUSE_S)
+        self._comm.Set_errhandler(self._module.ERRORS_RETURN)
+        self._values: dict[str, bytes] = {}
+        self._sending: list[Any] = []
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._used = time.monotonic()
+        self._closed = False
+        enrol(self)
+
+    def close(self) -> None:
+        """Stop attending; what has not been received by now never is."""
+        with self._news:
+            self._closed = True
+            for request in self._sending:
+                leave_unfinished(request)
+            self._sending = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self._publish(key, b"=" + value)
+
+    def delete(self, key: str) -> None:
+        self._publish(key, b"")
+
+    def get(self, key: str, deadline: float) -> bytes:
+        with self._news:
+            self._attend()
+            while key not in self._values:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise RendezvousError(f"rendezvous: nobody published {key!r} over MPI")
+                self._used = time.monotonic()
+                self._news.wait(min(left, _QUIET_S / 2))
+            return self._values[key]
+
+    def try_get(self, key: str) -> bytes | None:
+        with self._news:
+            self._attend()
+            self._receive()
+            return self._values.get(key)
+
+    def _publish(self, key: str, told: bytes) -> None:
+        message = np.frombuffer(key.encode() + b"\0" + told, np.uint8)
+        with self._news:
+            self._take(message.tobytes())
+            for rank in range(self._comm.Get_size()):
+                if rank != self._comm.Get_rank():
+                    self._sending.append(self._comm.Isend(message, rank))
+            self._attend()
+
+    # -- the messages, with the lock held ------------------------------------------------------
+
+    def _take(self, message: bytes) -> None:
+        key, _, told = message.partition(b"\0")
+        if told:
+            self._values[key.decode()] = told[1:]
+        else:
+            self._values.pop(key.decode(), None)
+        self._news.notify_all()
+
+    def _receive(self) -> None:
+        status = self._module.Status()
+        while (message := self._comm.Improbe(status=status)) is not None:
+            room = np.empty(status.Get_count(self._module.BYTE), np.uint8)
+            message.Recv(room)
+            self._take(room.tobytes())
+        self._sending = [request for request in self._sending if not request.Test()]
+
+    def _attend(self) -> None:
+        """Have the thread look for messages for some time from now on."""
+        self._used = time.monotonic()
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(
+                target=_serve, args=(weakref.ref(self),), name="collective-mpi-store", daemon=True
+            )
+            self._thread.start()
+
+    def _turn(self) -> bool:
+        """Look for messages; return whether to go on."""
+        with self._news:
+            if self._closed:
+                return False
+            self._receive()
+            quiet = time.monotonic() - self._used > _QUIET_S
+            if quiet and not self._sending:
+                self._thread = None
+                return False
+        return True
+
+
+def _serve(reference: weakref.ref[MpiStore]) -> None:
+    while (store := reference()) is not None and store._turn():
+        del store
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,66 @@
+"""The world of the ranks of an MPI communicator."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from collective.launchers import detect
+from collective.world import World
+
+from .library import start
+from .store import MpiStore
+
+__all__ = ["world_of"]
+
+
+def world_of(
+    comm: Any,
+    *,
+    timeout: float = 60.0,
+    options: Mapping[str, str] | None = None,
+    address: str = "127.0.0.1",
+) -> World:
+    """Return the world whose ranks are those of ``comm``, where they meet over MPI itself.
+
+    Collective: every rank of ``comm`` calls it.
+
+    Args:
+        comm: an ``mpi4py.MPI.Comm`` (no intercommunicator), which is duplicated; None for
+            ``MPI_COMM_WORLD``, initialising MPI if the program has not.
+        timeout: seconds until the other ranks have to have come.
+        options: as in :class:`World`.
+        address: as in :class:`World`.
+
+    Raises:
+        BackendUnavailableError: MPI is not usable as the program has initialised it.
+        RendezvousError: not all ranks came within ``timeout`` seconds.
+    """
+    module = start(timeout)
+    given = comm
+    comm = module.COMM_WORLD if comm is None else comm
+    store = MpiStore(comm, timeout)
+    if comm.Get_rank() == 0:
+        store.set("job", f"mpi {secrets.token_hex(16)}".encode())
+    job = store.get("job", time.monotonic() + timeout).decode()
+    host = comm.Split_type(module.COMM_TYPE_SHARED)
+    local_rank, local_size = host.Get_rank(), host.Get_size()
+    host.Free()
+    launched = detect(os.environ)
+    return World(
+        rank=comm.Get_rank(),
+        size=comm.Get_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        host=socket.gethostname(),
+        launcher=launched.launcher if launched else "none",
+        job=job,
+        store=store,
+        options=dict(options or {}),
+        address=address,
+        comm=given,
+    )

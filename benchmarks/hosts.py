@@ -1,0 +1,250 @@
+"""Compare `hierarchical` with flat Gloo over hosts that are network namespaces.
+
+::
+
+    python benchmarks/hosts.py                        # two hosts with two ranks each, as root
+    python benchmarks/hosts.py --hosts 3 --each 2 --sizes 1M 16M --json hosts.json
+
+All contestants are open in the same ranks and have turns, A B C A B C ….
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import BACK_TO_BACK, Pace
+from report import Observer, duration, parse_size, print_table, size_name, write
+from startline import StartLine
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = "4 1K 64K 256K 1M 4M 16M 64M"
+#: What was promised: so many times faster than the slowest permitted, from this size on.
+FASTER, FROM = 1.5, 1 << 20
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One operation of one contestant at one size: seconds, the median of its turns."""
+
+    operation: str
+    nbytes: int
+    contestant: str
+    seconds: float
+    low: float
+    high: float
+
+
+# -- in the ranks -----------------------------------------------------------------------
+
+
+class Rank:
+    """One rank: opens the contestants and measures them in turns."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        import collective
+
+        torch.set_num_threads(1)
+        self.comms = {name: collective.init(name) for name in ("hierarchical", "gloo")}
+        self.comm = self.comms["gloo"]
+        port = int(os.environ["MASTER_PORT"]) + 1
+        self.torch = dist
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{os.environ['MASTER_ADDR']}:{port}",
+            rank=self.comm.rank,
+            world_size=self.comm.size,
+        )
+        self._line = StartLine(folder / "startline", self.comm.rank, self.comm.size)
+
+    def calls(self, operation: str, nbytes: int) -> dict[str, Call]:
+        """Return the operation of each contestant, on arrays of its own."""
+        found: dict[str, Call] = {}
+        for name, comm in self.comms.items():
+            found[name] = _call(comm, operation, nbytes)
+        if operation == "all_reduce":
+            import torch
+
+            tensor = torch.zeros(nbytes // 4)
+            found["torch.distributed"] = lambda: self.torch.all_reduce(tensor)
+        return found
+
+    def measure(self, call: Call, iterations: int, each: bool) -> float:
+        """Return the seconds that a call takes: of the slowest rank."""
+        if each:
+            times = []
+            for _ in range(iterations):
+                self._line.wait()
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+        else:
+            self._line.wait()
+            start = time.perf_counter()
+            for _ in range(iterations):
+                call()
+            times = [(time.perf_counter() - start) / iterations]
+        slowest = self.comm.all_reduce(np.array(times), op="max")
+        return float(np.median(slowest))
+
+    def compare(self, operation: str, nbytes: int, pace: Pace) -> list[Figure]:
+        """Measure all contestants at one size."""
+        each = nbytes < BACK_TO_BACK
+        calls = self.calls(operation, nbytes)
+        counts = {}
+        for name, call in calls.items():
+            self.measure(call, 3, each)
+            seconds = self.measure(call, 5, each)
+            counts[name] = min(1000, max(2, int(pace.turn / seconds)))
+        turns: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(pace.rounds):
+            for name, call in calls.items():
+                turns[name].append(self.measure(call, counts[name], each))
+        return [
+            Figure(operation, nbytes, name, statistics.median(all_), min(all_), max(all_))
+            for name, all_ in turns.items()
+        ]
+
+    def check(self) -> None:
+        """Hold that the contestants agree, on data that is not all zeros."""
+        x = np.arange(300_000, dtype=np.float32) % 1000 + self.comm.rank
+        first, second = (comm.all_reduce(x) for comm in self.comms.values())
+        if not np.array_equal(first, second):
+            raise SystemExit("hosts: the contestants' results differ")
+
+
+def _call(comm: Any, operation: str, nbytes: int) -> Call:
+    size = comm.size
+    part = max(1, nbytes // 4 // size)
+    whole = np.zeros(part * size if nbytes >= 4 * size else 1, np.float32)
+    piece = np.zeros(part, np.float32)
+    counts = [part] * size
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: comm.all_reduce(whole, out=whole),
+        "broadcast": lambda: comm.broadcast(whole, out=whole),
+        "reduce": lambda: comm.reduce(whole, out=whole if comm.rank == 0 else None),
+        "all_gather": lambda: comm.all_gather(piece, counts=counts),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole, counts=counts, out=piece),
+        "all_to_all": lambda: comm.all_to_all(whole),
+    }
+    return calls[operation]
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be a rank: measure everything; rank 0 writes the figures."""
+    rank = Rank(options.folder)
+    figures: list[Figure] = []
+    for operation in options.operations:
+        for nbytes in options.sizes:
+            figures += rank.compare(operation, nbytes, Pace.of(options.quick))
+    rank.check()
+    if rank.comm.rank == 0:
+        text = json.dumps([asdict(figure) for figure in figures])
+        (options.folder / "figures").write_text(text)
+    for comm in rank.comms.values():
+        comm.barrier()
+    for comm in rank.comms.values():
+        comm.close()
+
+
+# -- outside ------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Make the hosts, start the ranks on them, and return what is written as JSON."""
+    sys.path.insert(0, str(ROOT))
+    from tests.hosts import Hosts, refusal
+
+    reason = refusal()
+    if reason is not None:
+        raise SystemExit(f"hosts: {reason}")
+    observer = Observer()
+    places = [host for host in range(options.hosts) for _ in range(options.each)]
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        path = Path(folder)
+        StartLine.create(path / "startline", len(places))
+        command = [sys.executable, str(Path(__file__).resolve()), "--work", folder]
+        command += ["--sizes", *map(str, options.sizes), "--operations", *options.operations]
+        command += ["--quick"] * options.quick
+        with Hosts(options.hosts, path) as hosts:
+            job = hosts.by_hand(places, command, GLOO_SOCKET_IFNAME="eth0")
+            job.succeed(3600.0)
+        figures = json.loads((path / "figures").read_text())
+    return {
+        "machine": observer.machine(),
+        "hosts": options.hosts,
+        "each": options.each,
+        "figures": figures,
+    }
+
+
+def show(run: dict[str, Any], markdown: bool) -> None:
+    """Print a run's figures, and what became of the promise."""
+    figures = [Figure(**each) for each in run["figures"]]
+    about = run["machine"]
+    where = f"{run['hosts']} hosts × {run['each']} ranks, {about['cores']} cores, of which "
+    where += f"{about['others']:.1f} taken by others"
+    worst: tuple[float, str] | None = None
+    for operation in dict.fromkeys(figure.operation for figure in figures):
+        rows = []
+        mine = [figure for figure in figures if figure.operation == operation]
+        names = list(dict.fromkeys(figure.contestant for figure in mine))
+        for nbytes in dict.fromkeys(figure.nbytes for figure in mine):
+            by = {f.contestant: f.seconds for f in mine if f.nbytes == nbytes}
+            ratios = [by[name] / by["hierarchical"] for name in names[1:]]
+            cells = [duration(by[name]) for name in names]
+            rows.append([size_name(nbytes), *cells, *(f"{ratio:.2f}" for ratio in ratios)])
+            if operation == "all_reduce" and nbytes >= FROM:
+                here = ratios[0], size_name(nbytes)
+                worst = here if worst is None else min(worst, here)
+        header = ["size", *(f"{name} µs" for name in names), *(f"× {n}" for n in names[1:])]
+        print_table(f"{operation}, {where}", header, rows, markdown)
+    if worst is not None:
+        kept = "kept" if worst[0] >= FASTER else "not kept"
+        print(
+            f"promised: all_reduce {FASTER} × faster than flat gloo from {size_name(FROM)}; "
+            f"measured: {worst[0]:.2f} × at {worst[1]}: {kept}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Compare hierarchical with flat Gloo.")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (default: 2)")
+    parser.add_argument("--each", type=int, default=2, metavar="N", help="ranks on each")
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, default=[parse_size(s) for s in SIZES.split()]
+    )
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument("--work", dest="folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.folder is not None:
+        work(options)
+        return 0
+    run = measure(options)
+    write(options.json, run)
+    show(run, options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

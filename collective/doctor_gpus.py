@@ -1,0 +1,71 @@
+"""The GPUs that NVIDIA's driver shows, asked without any other library."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+__all__ = ["look"]
+
+_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
+
+
+def look() -> dict[str, Any]:
+    """Return the GPUs of this host, as far as this process may use them.
+
+    Returns:
+        ``driver`` and ``cuda``, the versions of the driver and of the newest CUDA it
+        serves; ``devices``, each with ``name``, ``memory_bytes`` and ``compute``;
+        ``reason``, why there are none.
+    """
+    found: dict[str, Any] = {"driver": "", "cuda": "", "devices": [], "reason": ""}
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        found["reason"] = "no NVIDIA driver: libcuda.so.1 cannot be loaded"
+        return found
+    found["driver"] = _driver()
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
+        found["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    for code in (cuda.cuInit(0), cuda.cuDeviceGetCount(ctypes.byref(count))):
+        if code != 0:
+            found["reason"] = f"the NVIDIA driver says: {_words(cuda, code)}"
+            return found
+    found["devices"] = [_device(cuda, ordinal) for ordinal in range(count.value)]
+    if not count.value:
+        found["reason"] = "the NVIDIA driver shows none"
+    return found
+
+
+def _device(cuda: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_MINOR, device)
+    return {
+        "name": name.value.decode(errors="replace"),
+        "memory_bytes": memory.value,
+        "compute": f"{major.value}.{minor.value}",
+    }
+
+
+def _words(cuda: ctypes.CDLL, code: int) -> str:
+    text = ctypes.c_char_p()
+    cuda.cuGetErrorString(code, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode(errors='replace')} (CUresult {code})"
+
+
+def _driver() -> str:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    version = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlSystemGetDriverVersion(version, len(version)) != 0:
+        return ""
+    nvml.nvmlShutdown()
+    return version.value.decode(errors="replace")

@@ -1,0 +1,278 @@
+"""Questions about libraries, asked in processes of their own.
+
+A library may crash, hang or print when it is loaded; MPI may be initialised once a
+process. None of it reaches the process that asks, and nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from collective import registry
+from collective.choice import installed
+from collective.config import load
+from collective.errors import CollectiveError
+from collective.world import options
+
+__all__ = ["LEFT_BEHIND", "Answer", "ask", "command", "environment", "main"]
+
+# What launchers tell their processes. A process that is asked is no rank of the job that
+# the doctor may run in, and its MPI must not call on that job's daemons. Settings of the
+# MPI libraries (FI_, I_MPI_, MPIR_CVAR_, OMPI_MCA_, UCX_) stay.
+_LAUNCHER = re.compile(
+    r"(LOCAL_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|(GROUP|ROLE)_RANK|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_.*|SLURM_.*|PMI_.*|PMI2_.*|PMIX_(?!MCA_).*|PALS_.*"
+    r"|OMPI_(COMM_WORLD_|UNIVERSE|APP_CTX|FIRST|FILE|MCA_ess|MCA_orte|MCA_pmix).*|PRTE_(?!MCA_).*"
+    r"|HYD.*|MPI_LOCAL.*|I_MPI_HYDRA_.*"
+)
+# Settings of ours that belong to a transport and not to a job.
+_OF_TRANSPORTS = {"COLLECTIVE_ACROSS", "COLLECTIVE_INTERFACE", "COLLECTIVE_SHM_SINGLE_COPY"}
+#: Where Open MPI keeps what a process that no mpiexec started leaves behind.
+LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+# How long a process may take to leave when it is asked to.
+_LEAVE_S = 0.5
+_START_S = 6.0  # for what should take a fraction of a second
+_SHOWN = 400  # characters of a library's own words
+
+
+class Answer(NamedTuple):
+    """What a process found out, or why not.
+
+    Attributes:
+        facts: by name; empty if there is an error.
+        error: for people, in a sentence or a few; empty if all is well.
+        late: whether the time was over before there was an answer.
+    """
+
+    facts: dict[str, Any]
+    error: str = ""
+    late: bool = False
+
+
+def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
+    """Answer ``questions`` in a process of its own, one after the other.
+
+    One that ends the process costs no other its answer: a new one takes up the rest.
+
+    Args:
+        questions: a topic, and for some a name: ``"import torch"``, ``"connect shm"``,
+            ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"gpus"``, ``"single-copy"``.
+        seconds: until whatever is still running is ended.
+
+    Returns:
+        An answer a question.
+    """
+    deadline = time.monotonic() + seconds
+    answers: dict[str, Answer] = {}
+    while open_ := [question for question in questions if question not in answers]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            answers |= dict.fromkeys(open_, Answer({}, f"not looked at within {seconds:g} s", True))
+            break
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True)
+        except OSError as error:
+            answers |= dict.fromkeys(open_, Answer({}, f"no temporary directory: {error}"))
+            break
+        with scratch as directory:
+            answers |= _ask(open_, left, seconds, directory)
+    return answers
+
+
+def _ask(questions: Sequence[str], left: float, seconds: float, scratch: str) -> dict[str, Answer]:
+    """Answer as many of ``questions`` as one process does, the first one in any case."""
+    process = subprocess.Popen(
+        command("doctor_probe", *questions, str(left)),
+        env=environment(TMPDIR=scratch, **dict.fromkeys(LEFT_BEHIND, scratch)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        said, noise = process.communicate(timeout=left)
+        late = False
+    except subprocess.TimeoutExpired:
+        late = True
+        _end(process)
+        try:
+            said, noise = process.communicate(timeout=_LEAVE_S)
+        except subprocess.TimeoutExpired as expired:  # a process out of reach holds the pipe
+            said, noise = expired.stdout or b"", expired.stderr or b""
+    finally:
+        _end(process)
+    lines = [json.loads(line) for line in said.splitlines(keepends=True) if line[-1:] == b"\n"]
+    answers = {question: Answer(facts, error) for question, facts, error in lines}
+    for question in questions:
+        if question not in answers:
+            if late:
+                answers[question] = Answer({}, f"no answer within {seconds:g} s", True)
+            else:
+                answers[question] = Answer({}, _how_it_ended(process.returncode, noise))
+            break
+    return answers
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls ``main(*arguments)`` of a module of this package.
+
+    It finds the modules that this process finds.
+    """
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    code = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from collective.{module} import main; main(*sys.argv[2:])"
+    )
+    return [sys.executable, "-c", code, path, *arguments]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return this process's environment less what launchers and settings of jobs put there."""
+    kept: Mapping[str, str] = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_TRANSPORTS
+        or not (_LAUNCHER.fullmatch(name) or name.startswith("COLLECTIVE_"))
+    }
+    return {**kept, **changes}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started; give it the time to clean up."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+            if process.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LEAVE_S)
+
+
+def _how_it_ended(code: int, noise: bytes) -> str:
+    lines = [line.strip() for line in noise.decode(errors="replace").splitlines()]
+    words = " ".join(line for line in lines if line)
+    if len(words) > _SHOWN:
+        words = f"… {words[-_SHOWN:]}"
+    try:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    return f"the process that tried it {how}" + (f": {words}" if words else "")
+
+
+# -- in the process that is asked -----------------------------------------------------------
+
+
+def main(*arguments: str) -> None:
+    """Answer questions on standard output, a line each; the last argument is the time."""
+    *questions, seconds = arguments
+    # Its default action ends the process wherever it hangs, should nobody else do so.
+    signal.alarm(math.ceil(float(seconds)) + 1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    for question in questions:
+        topic, _, name = question.partition(" ")
+        try:
+            answer = (question, _TOPICS[topic](name), "")
+        except CollectiveError as error:
+            answer = (question, {}, str(error))
+        except BaseException as error:  # a library may even call sys.exit
+            answer = (question, {}, f"{type(error).__name__}: {error}")
+        print(json.dumps(answer), file=answers)
+
+
+def _import(name: str) -> dict[str, Any]:
+    module = importlib.import_module(name)
+    facts = {"version": str(getattr(module, "__version__", ""))}
+    if name == "torch":
+        facts["cuda"] = module.version.cuda or ""
+    return facts
+
+
+def _connect(name: str) -> dict[str, Any]:
+    """Connect a world of one: the library loads, starts, and opens what it needs."""
+    from collective.testing.seat import Opening
+
+    kind = registry.find(name)
+    with tempfile.TemporaryDirectory() as meeting:
+        opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
+        world = dataclasses.replace(opening.world(0), options=_options())
+        kind.connect(world, opening.timeout).close()
+    return {
+        "devices": sorted(kind.capabilities.devices),
+        "across_hosts": kind.capabilities.across_hosts,
+        "in_process": kind.capabilities.in_process,
+    }
+
+
+def _options() -> dict[str, str]:
+    """Return what is configured for single transports; nothing if a setting is wrong."""
+    try:
+        found = options(load({}))
+    except CollectiveError:
+        return {}
+    # Between hosts hierarchical has gloo, but under mpiexec.
+    if found["across"] == "gloo" and not installed("torch"):
+        found["across"] = "mpi"
+    return found
+
+
+def _trial(name: str) -> dict[str, Any]:
+    from collective import doctor_trial
+
+    name, _, mpiexec = name.partition(" ")
+    return doctor_trial.run(name, mpiexec)
+
+
+def _mpi(_: str) -> dict[str, Any]:
+    """Describe the MPI library once it is started: before, some do not answer but abort."""
+    from collective.backends.mpi import library
+
+    library.start(_START_S)
+    return dataclasses.asdict(library.describe())
+
+
+def _gpus(_: str) -> dict[str, Any]:
+    from collective import doctor_gpus
+
+    return doctor_gpus.look()
+
+
+def _single_copy(_: str) -> dict[str, Any]:
+    """Let a forked child read this process, which is not its child: as a peer does."""
+    import ctypes
+
+    from collective.backends.shm.segment import process_vm_readv
+
+    word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
+    me = os.getpid()
+    process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)  # allow it first
+    copy.value = 0
+    child = os.fork()
+    if child == 0:
+        read = process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
+        os._exit(0 if read and copy.value == word.value else 1)
+    return {"works": os.waitpid(child, 0)[1] == 0}
+
+
+_TOPICS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "connect": _connect,
+    "gpus": _gpus,
+    "import": _import,
+    "mpi": _mpi,
+    "single-copy": _single_copy,
+    "trial": _trial,
+}

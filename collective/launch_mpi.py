@@ -1,0 +1,257 @@
+"""Start ranks through mpiexec, since only its processes are an MPI world.
+
+``mpiexec`` starts one small process a rank (:mod:`collective.launch_mpi_rank`), which
+starts the rank, connects it to pipes of ours, passes on our signals and reports its end. So
+output, exit codes, the first failure and Ctrl-C are what they are without mpiexec, whoever
+made it, and none of that depends on how it treats its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from collective.errors import BackendUnavailableError
+from collective.launch_processes import die_with_parent
+from collective.launch_supervisor import Rank, Supervisor
+
+__all__ = ["mpiexec", "supervise_mpi"]
+
+# What the process beside a rank is told, besides signals: to end, now that all is known.
+_GO = 0
+_GROUP = 0x80
+# From the end of the process beside a rank to that of mpiexec, if it was that who ended it.
+_MOMENT_S = 0.5
+# How long mpiexec may take once all its processes may end.
+_PATIENCE_S = 10.0
+_STARTER = Path(__file__).with_name("launch_mpi_rank.py")
+
+
+def mpiexec(size: int) -> list[str]:
+    """Return the command that starts ``size`` processes of an MPI world on this host.
+
+    That is the mpiexec beside the running Python, as MPI's wheels install it, or else the
+    first on PATH.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
+        raise BackendUnavailableError(
+            f"collective run: backend mpi takes mpiexec, which is neither beside {sys.executable} "
+            "nor on PATH. Install one together with its library: pip install 'collective[mpi]'"
+        )
+    return [path, *_options(path), "-n", str(size)]
+
+
+def _options(path: str) -> list[str]:
+    """Return what makes Open MPI do what the others do anyway."""
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendUnavailableError(
+            f"collective run: {path} --version failed: {error}. Install mpiexec together with its "
+            "library: pip install 'collective[mpi]'"
+        ) from error
+    if b"Open MPI" not in done.stdout:
+        return []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*as_root, "--oversubscribe"]
+
+
+def supervise_mpi(
+    start: Sequence[str],
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    directory: Path,
+    control: int,
+) -> int:
+    """Run a process of an MPI world per environment to the end of all of them.
+
+    Args:
+        start: what :func:`mpiexec` returned for as many.
+        command: what each rank executes.
+        environments: each rank's environment variables, by rank.
+        directory: a private one; it gets a folder ``mpi``.
+        control: as :func:`collective.launch_supervisor.supervise` takes it.
+
+    Returns:
+        The exit code of the whole.
+    """
+    return _MpiSupervisor(control, start, command, environments, directory / "mpi").run()
+
+
+class _Remote(Rank):
+    """A rank behind the process that mpiexec started for it."""
+
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes], orders: int, end: int
+    ) -> None:
+        super().__init__(number, process)
+        self.orders = orders
+        self.end = end
+
+    def send(self, number: int, *, group: bool) -> None:
+        if self.runs:
+            self.order(number | (_GROUP if group else 0))
+
+    def order(self, byte: int) -> None:
+        with contextlib.suppress(BlockingIOError):  # nobody has read the last 65536
+            os.write(self.orders, bytes([byte]))
+
+
+class _Mpiexec(Rank):
+    """mpiexec itself, which ends with its ranks and is hurried only if it does not."""
+
+    def send(self, number: int, *, group: bool) -> None:
+        if number == signal.SIGKILL:
+            super().send(number, group=True)
+
+
+class _MpiSupervisor(Supervisor):
+    def __init__(
+        self,
+        control: int,
+        start: Sequence[str],
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        directory: Path,
+    ) -> None:
+        super().__init__(control, command, environments)
+        self._start_with = start
+        self._directory = directory
+        self._remotes: list[_Remote] = []
+        self._vanished: list[tuple[float, _Remote]] = []
+        self._own_failure = 0
+
+    def _begin(self) -> None:
+        self._directory.mkdir(mode=0o700)
+        # What is the same for all goes through mpiexec, which may add to it.
+        shared = dict(set.intersection(*(set(each.items()) for each in self._environments)))
+        pipes = []
+        for number, environment in enumerate(self._environments):
+            given = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]
+            place = self._directory / str(number)
+            Path(f"{place}.environment").write_bytes(os.fsencode("\0".join(given)))
+            # With a writer of our own there is no end to read while nobody else has opened
+            # it yet; and the end of the last one tells that its process is gone.
+            ends = {"out": os.O_RDWR, "error": os.O_RDWR, "orders": os.O_RDWR, "end": os.O_RDONLY}
+            pipes.append([_pipe(f"{place}.{kind}", flags) for kind, flags in ends.items()])
+        # A terminal cannot be read from another session; a pipe or file goes to rank 0.
+        if not os.isatty(0):
+            (self._directory / "0.in").symlink_to(f"/proc/{os.getpid()}/fd/0")
+        starter = [sys.executable, "-I", "-S", str(_STARTER), str(self._directory)]
+        process = subprocess.Popen(
+            [*self._start_with, *starter, *self._command],
+            env=shared,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),  # safe: this process has one thread
+        )
+        for number, (out, error, orders, end) in enumerate(pipes):
+            rank = _Remote(number, process, orders, end)
+            self._remotes.append(rank)
+            self._attend(rank, out, error)
+            self._watch(end, partial(self._learn, rank))
+        self._ranks.append(_Mpiexec(-1, process))
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._own = process.stdout.fileno()
+        self._watch(self._own, self._relay_own)
+
+    def _relay_own(self) -> None:
+        """Show what mpiexec itself says, unless that is only what we know already."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._own, 65536)
+            if not data:
+                with contextlib.suppress(KeyError):  # it has ended before
+                    self._selector.unregister(self._own)
+            elif not self._failed and not self._signalled:
+                self._error.fresh_line()
+                self._error.write(data)
+
+    def _learn(self, rank: _Remote) -> None:
+        """Read how a rank has ended."""
+        try:
+            data = os.read(rank.end, 64)
+        except BlockingIOError:
+            return
+        if data:
+            self._gone(rank, int(data))
+        else:
+            self._selector.unregister(rank.end)
+            if rank.runs:
+                # Whoever killed the process beside it was perhaps mpiexec, which then ends too.
+                self._vanished.append((time.monotonic() + _MOMENT_S, rank))
+
+    def _gone(self, rank: _Remote, code: int) -> None:
+        self._ended(rank, code)
+        if not any(each.runs for each in self._remotes):
+            self._let_go()
+
+    def _time_left(self) -> float | None:
+        left = super()._time_left()
+        due = [max(0.0, at - time.monotonic()) for at, rank in self._vanished if rank.runs]
+        return min([left, *due] if left is not None else due, default=None)
+
+    def _keep_schedule(self) -> None:
+        super()._keep_schedule()
+        for at, rank in self._vanished:
+            if rank.runs and at <= time.monotonic():
+                self._gone(rank, -signal.SIGKILL)
+
+    def _let_go(self) -> None:
+        """Let mpiexec's processes end, and mpiexec with them."""
+        for rank in self._remotes:
+            rank.order(_GO)
+        if not self._schedule:
+            self._schedule = [(time.monotonic() + _PATIENCE_S, signal.SIGKILL)]
+
+    def _reaped(self, pid: int, code: int) -> None:
+        process = self._ranks[-1].process
+        if pid != process.pid:
+            return
+        process.returncode = code
+        for remote in self._remotes:
+            with contextlib.suppress(KeyError):  # the end of that pipe has been read
+                self._selector.get_key(remote.end)
+                self._learn(remote)
+        running = [rank for rank in self._remotes if rank.runs]
+        for rank in self._ranks:
+            if rank.runs:
+                rank.code = code
+        # It gave up by itself: it could not start, or some rank called MPI_Abort.
+        if running and not self._failed and not self._signalled:
+            self._relay_own()
+            self._own_failure = code or 1
+
+    def _conclude(self) -> int:
+        code = super()._conclude()
+        if self._own_failure and not code:
+            code = self._own_failure if self._own_failure > 0 else 128 - self._own_failure
+            print(
+                f"collective run: mpiexec ended before the ranks did (exit code {code}); what it "
+                "said stands above.",
+                file=sys.stderr,
+            )
+        return code
+
+
+def _pipe(path: str, flags: int) -> int:
+    os.mkfifo(path, 0o600)
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

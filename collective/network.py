@@ -1,0 +1,223 @@
+"""This host's network interfaces, and the address at which other hosts reach it."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from collective.errors import ConfigError, RendezvousError
+
+__all__ = ["Interface", "address_of", "address_toward", "interfaces", "is_loopback", "own_address"]
+
+# From <net/if.h>.
+_IFF_UP = 0x1
+_IFF_LOOPBACK = 0x8
+# Reserved for documentation (RFC 5737, RFC 3849), so that only the default route leads there.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+class Interface(NamedTuple):
+    """A network interface of this host.
+
+    Attributes:
+        name: such as ``eth0``.
+        addresses: IPv4 before IPv6, link-local ones last; without prefix length or scope.
+        up: whether it is switched on.
+        loopback: whether it leads to this host only.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    loopback: bool
+
+
+def interfaces() -> list[Interface]:
+    """Return the network interfaces of this host (network namespace), in the system's order."""
+    addresses: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    flags: dict[str, int] = {}
+    for name, flag, address in _entries():
+        flags[name] = flag
+        found = addresses.setdefault(name, [])
+        if address and address not in found:
+            found.append(address)
+    return [
+        Interface(
+            name,
+            tuple(sorted(found, key=_preference)),
+            bool(flags.get(name, 0) & _IFF_UP),
+            bool(flags.get(name, 0) & _IFF_LOOPBACK),
+        )
+        for name, found in addresses.items()
+    ]
+
+
+def address_of(interface: str) -> str:
+    """Return the address of an interface: its first IPv4 one, or else a global IPv6 one.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address; lists those there are.
+    """
+    there = {found.name: found for found in interfaces()}
+    found = there.get(interface)
+    addresses = [a for a in found.addresses if not _is_link_local(a)] if found else []
+    if found is not None and found.up and addresses:
+        return addresses[0]
+    if found is None:
+        fault = "this host has no interface of that name"
+    elif not found.up:
+        fault = "it is down"
+    else:
+        fault = "it has no address that other hosts could use"
+    listed = ", ".join(
+        f"{each.name} ({', '.join(each.addresses) or 'no address'}{'' if each.up else ', down'})"
+        for each in there.values()
+    )
+    raise ConfigError(
+        f"interface: {interface!r}; {fault}; {socket.gethostname()} has {listed}. Set "
+        "COLLECTIVE_INTERFACE to one of them, or leave it unset."
+    )
+
+
+def address_toward(host: str, port: int) -> str:
+    """Return the local address from which this host would reach ``host``. Nothing is sent.
+
+    Raises:
+        RendezvousError: ``host`` does not resolve, or no route leads there.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RendezvousError(
+            f"rendezvous: host {host!r} does not resolve on {socket.gethostname()}: {error}. "
+            "Correct the name, or give an address."
+        ) from error
+    refusal: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)  # of UDP: the kernel looks up the route, no more
+            except OSError as error:
+                refusal = error
+                continue
+            local: str = probe.getsockname()[0]
+            return local.partition("%")[0]
+    raise RendezvousError(
+        f"rendezvous: no route from {socket.gethostname()} to {host!r}: {refusal}. Connect the "
+        "hosts, or give an address that this one reaches (`collective doctor` lists its own)."
+    ) from refusal
+
+
+def own_address() -> str:
+    """Return the address at which other hosts most likely reach this one.
+
+    That is what this host's own name stands for, as name services of clusters have it; or else
+    that of the default route; or else that of the first interface that is up. A host with
+    nothing but loopback gets ``"127.0.0.1"``.
+    """
+    there = [
+        address
+        for found in interfaces()
+        if found.up and not found.loopback
+        for address in found.addresses
+        if not _is_link_local(address)
+    ]
+    for candidate in (*_of_own_name(), *_of_default_route(), *there):
+        if candidate in there:
+            return candidate
+    return "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` is written as this host alone: localhost, 127.0.0.1, ::1."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _of_own_name() -> Iterator[str]:
+    # Debian's /etc/hosts gives the own name a loopback address, so this may yield no use.
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for *_, address in found:
+        yield str(address[0])
+
+
+def _of_default_route() -> Iterator[str]:
+    for elsewhere in _ELSEWHERE:
+        try:
+            yield address_toward(elsewhere, 9)
+        except RendezvousError:
+            continue
+
+
+def _preference(address: str) -> tuple[bool, bool]:
+    parsed = ipaddress.ip_address(address)
+    return _is_link_local(address), parsed.version == 6
+
+
+def _is_link_local(address: str) -> bool:
+    return ipaddress.ip_address(address).is_link_local
+
+
+# -- getifaddrs(3): the one call that tells all of it ------------------------------------------
+
+
+class _Address(ctypes.Structure):
+    """Enough of struct sockaddr_in and sockaddr_in6, as Linux lays them out."""
+
+    _fields_ = (
+        ("family", ctypes.c_ushort),
+        ("port", ctypes.c_ushort),
+        ("inet", ctypes.c_ubyte * 4),  # in sockaddr_in6 this is the flow label
+        ("inet6", ctypes.c_ubyte * 16),
+    )
+
+
+class _Entry(ctypes.Structure):
+    """The struct ifaddrs of <ifaddrs.h>, up to the address."""
+
+
+_Entry._fields_ = (
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_Address)),
+)
+
+
+def _entries() -> Iterator[tuple[str, int, str]]:
+    """Yield name, flags and an IP address or an empty text, for every entry of the list."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    try:
+        entry = first
+        while entry:
+            found = entry.contents
+            yield os.fsdecode(found.name), int(found.flags), _text(found.address)
+            entry = found.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+def _text(pointer: ctypes._Pointer[_Address]) -> str:
+    if not pointer:
+        return ""
+    address = pointer.contents
+    if address.family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, bytes(address.inet))
+    if address.family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, bytes(address.inet6))
+    return ""

@@ -1,0 +1,301 @@
+"""A rendezvous store for ranks on several hosts: torch's TCPStore.
+
+One process serves: rank 0, on the one address that the ranks have agreed on, or torchrun's
+agent, which does so anyway. The others need it until they are connected, and again when a
+transport makes a group.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from datetime import timedelta
+from typing import Any
+
+from collective.errors import BackendUnavailableError, RendezvousError
+from collective.meeting import Place
+from collective.network import interfaces, is_loopback
+from collective.store import Store
+
+__all__ = ["TcpStore"]
+
+# A poll is a round trip, and a thousand ranks may poll one server.
+_POLL_FIRST_S = 0.001
+_POLL_LAST_S = 0.05
+_RETRY_S = 0.1
+# An answer that takes longer will never come: the server's host is off, or cut off.
+_ANSWER_S = 30.0
+# Longer than a connection across the world takes. A lost packet costs a second.
+_CONNECT_S = 3.0
+
+# What no rank publishes.
+_ABSENT = "\0nobody has published this"
+
+# The servers of this process. They live as long as it does: the next init() meets there too.
+_serving: dict[tuple[str, int], Any] = {}
+
+
+class TcpStore(Store):
+    """One rank's connection to a TCPStore.
+
+    Args:
+        place: where it is served.
+        prefix: of all keys; equal for the ranks of one launch, and no other's.
+        serve: whether this process serves, unless :attr:`Place.served`.
+        spans_hosts: whether ranks of other hosts have to reach the server.
+        timeout: seconds until the server must have answered for the first time.
+
+    Raises:
+        BackendUnavailableError: there is no torch here; with the install command.
+        RendezvousError: the port is in use, the host's name is wrong, or nobody answers.
+    """
+
+    def __init__(
+        self, place: Place, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
+    ) -> None:
+        self._place = place
+        self._prefix = prefix
+        deadline = time.monotonic() + timeout
+        kind = _tcp_store()
+        if serve and not place.served and (place.host, place.port) not in _serving:
+            _serving[place.host, place.port] = _serve(kind, place, spans_hosts)
+        address = _reach(place, deadline, timeout)
+        self._calls = _Calls()
+        weakref.finalize(self, self._calls.end)
+        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        try:
+            self._client: Any = self._calls.call(
+                lambda: kind(address, place.port, is_master=False, timeout=left),
+                left.total_seconds(),
+            )
+        except LateError:
+            raise RendezvousError(
+                f"rendezvous: what listens at {place} ({place.origin}) is no store of torch's: it "
+                f"took the connection and did not answer within {timeout:g} s. Is the port "
+                "another program's? Choose one that is free on the host of rank 0."
+            ) from None
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rendezvous: the store at {place} ({place.origin}) refused the connection: "
+                f"{_first_line(error)}. Is the port another program's?"
+            ) from error
+
+    def set(self, key: str, value: bytes) -> None:
+        name = self._prefix + key
+
+        def put() -> None:
+            self._client.set(name, value)
+            self._client.check([name])  # set waits for no answer, and there may be nobody
+
+        self._ask("set", key, put)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        # Not TCPStore's own wait: that would keep other threads from the connection, and
+        # writes to standard error when its time is over.
+        pause = _POLL_FIRST_S
+        while (value := self._try_get(key, deadline)) is None:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self._place}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_LAST_S)
+        return value
+
+    def try_get(self, key: str) -> bytes | None:
+        return self._try_get(key, time.monotonic() + _ANSWER_S)
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", key, lambda: self._client.delete_key(self._prefix + key))
+
+    def _try_get(self, key: str, deadline: float) -> bytes | None:
+        # A comparison that fails changes nothing and returns what is there; of an absent key,
+        # what was expected. TCPStore's own get would wait for it.
+        patience = min(max(deadline - time.monotonic(), _CONNECT_S), _ANSWER_S)
+        found: bytes = self._ask(
+            "get",
+            key,
+            lambda: self._client.compare_set(self._prefix + key, _ABSENT, _ABSENT),
+            patience,
+        )
+        return None if found == _ABSENT.encode() else found
+
+    def _ask(
+        self, what: str, key: str, call: Callable[[], Any], patience: float | None = None
+    ) -> Any:
+        if patience is None:
+            patience = _ANSWER_S
+        try:
+            return self._calls.call(call, patience)
+        except (LateError, RuntimeError) as error:
+            late = isinstance(error, LateError)
+            server = "torchrun's agent" if self._place.served else "rank 0"
+            raise RendezvousError(
+                f"rendezvous: {what} of {key!r} at {self._place} failed: "
+                f"{f'no answer within {patience:g} s' if late else _first_line(error)}. "
+                f"{server} serves it, and has ended or cannot be reached any more: keep "
+                "it running for as long as other ranks connect or make groups."
+            ) from error
+
+
+class _Calls:
+    """Makes calls in a thread of its own: a server that is cut off may never answer them."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        # A daemon: a call that hangs must not keep the program from its end.
+        threading.Thread(
+            target=_work, args=(self._queue,), name="collective-tcp-store", daemon=True
+        ).start()
+
+    def call(self, function: Callable[[], Any], patience: float) -> Any:
+        """Return what ``function`` returns; raise LateError if that takes too long."""
+        future: Future[Any] = Future()
+        self._queue.put((future, function))
+        return future.result(max(0.0, patience))
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+
+def _work(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (task := calls.get()) is not None:
+        future, function = task
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        del task, future, function  # what they hold must not stay until the next call
+
+
+def _tcp_store() -> Any:
+    try:
+        return importlib.import_module("torch.distributed").TCPStore
+    except (ImportError, AttributeError) as error:  # it can be built without
+        raise BackendUnavailableError(
+            "rendezvous: ranks on several hosts meet in torch's TCPStore, which cannot be "
+            f"imported: {error}. Install it, `pip install 'collective[torch]'`, or set "
+            "COLLECTIVE_STORE to a private directory that all hosts see."
+        ) from error
+
+
+# -- serving -------------------------------------------------------------------------------
+
+
+def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
+    listener = _listen(place, spans_hosts)
+    port = place.port
+    # multi_tenant: the program's own init_process_group may serve the same port, which then
+    # is the same server. use_libuv: that backend takes no listener in torch before 2.8.
+    served: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "multi_tenant": True,
+        "use_libuv": False,
+    }
+    if listener is None:
+        try:
+            return kind(place.host, port, **served)  # of this process, or else not free
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rendezvous: port {port} of {place.host} ({place.origin}) is in use on "
+                f"{socket.gethostname()} by another program, perhaps an earlier run that has not "
+                "ended. Set another port, on all ranks alike."
+            ) from error
+    address: str = listener.getsockname()[0]
+    if address in ("0.0.0.0", "::"):
+        address = "127.0.0.1" if address == "0.0.0.0" else "::1"
+    try:
+        return kind(address, port, master_listen_fd=listener.detach(), **served)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rendezvous: a store cannot be served at {place} ({place.origin}): "
+            f"{_first_line(error)}."
+        ) from error
+
+
+def _listen(place: Place, spans_hosts: bool) -> socket.socket | None:
+    """Return a socket that listens at ``place`` and nowhere else; None if the port is in use."""
+    addresses = [address for _, address in _resolve(place)]
+    # Debian gives a host's own name a loopback address, under which no other host finds it.
+    if spans_hosts and not is_loopback(place.host) and all(map(is_loopback, addresses)):
+        addresses = ["0.0.0.0"]
+    refusal: OSError | None = None
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, place.port))
+            listener.listen(socket.SOMAXCONN)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            refusal = error
+    own = ", ".join(address for each in interfaces() for address in each.addresses)
+    raise RendezvousError(
+        f"rendezvous: rank 0 cannot listen at {place} ({place.origin}): {refusal}; it runs on "
+        f"{socket.gethostname()}, which has {own}. Name the host that rank 0 runs on, and a port "
+        "that it may use."
+    ) from refusal
+
+
+# -- connecting ----------------------------------------------------------------------------
+
+
+def _resolve(place: Place) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RendezvousError(
+            f"rendezvous: host {place.host!r} ({place.origin}) does not resolve on "
+            f"{socket.gethostname()}: {error}. Correct the name, or give the address of the host "
+            "of rank 0."
+        ) from error
+    return [(family, str(address[0])) for family, *_, address in found]
+
+
+def _reach(place: Place, deadline: float, timeout: float) -> str:
+    """Wait until somebody listens at ``place`` and return the address that answers.
+
+    TCPStore could wait as well, but writes pages to standard error meanwhile.
+    """
+    while True:
+        told = "no address"
+        for family, address in _resolve(place):
+            left = deadline - time.monotonic()
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.settimeout(max(0.01, min(left, _CONNECT_S)))
+                try:
+                    probe.connect((address, place.port))
+                    # Without a listener a port of this host may connect to itself.
+                    if probe.getsockname() != probe.getpeername():
+                        return address
+                except OSError as error:
+                    told = str(error)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_RETRY_S)
+    server = "torchrun's agent serves there" if place.served else "rank 0 serves there"
+    remedy = "Start it, or correct the address; a firewall may be in the way."
+    if is_loopback(place.host):
+        remedy = "This address leads to the same host only: ranks of several need another."
+    raise RendezvousError(
+        f"rendezvous: nobody answered at {place} ({place.origin}) within {timeout:g} s: {told}; "
+        f"{server}, and has not come. {remedy}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

@@ -1,0 +1,349 @@
+"""Hosts on one machine: a network namespace, an address, a name and a TMPDIR each.
+
+Nothing is simulated in the program under test: its ranks see one network interface, reach
+the other hosts over TCP only, and share no run directory with them. What stands between
+the hosts is a bridge in a namespace of its own or, where messages are to take their time,
+a relay (:mod:`tests.relay`). Everything is removed in the end; what a killed run left
+behind is swept away by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["DEADLINE_S", "ROOT", "Host", "Hosts", "Job", "needs_hosts", "refusal"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# How long a job of a few ranks may take on a busy machine until it counts as hung.
+DEADLINE_S = 60.0
+_PORT = 29500  # nobody else is in these namespaces
+_PREFIX = "collective"
+_numbers = itertools.count()
+
+# Names can be looked up on a cluster, so here too; the mount is seen by this process alone.
+_ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+class Host:
+    """One of them.
+
+    Attributes:
+        name: what gethostname(2) says on it.
+        address: of its one interface, ``eth0``.
+        namespace: as ``ip netns`` knows it.
+        directory: its TMPDIR.
+    """
+
+    def __init__(self, name: str, address: str, namespace: str, directory: Path) -> None:
+        self.name = name
+        self.address = address
+        self.namespace = namespace
+        self.directory = directory
+        self.names = directory.parent / "hosts"
+
+    def entering(self, *command: str) -> list[str]:
+        """Return ``command`` as it is run on this host; its process is the command's."""
+        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER]
+        return [*enter, "sh", str(self.names), self.name, *command]
+
+
+class Job:
+    """Processes that were started together, and what they print."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]):
+        self.processes = processes
+        self._outputs = outputs
+
+    def wait(self, timeout: float = DEADLINE_S) -> list[int]:
+        """Return the exit codes; fail the test if some process does not end."""
+        end = time.monotonic() + timeout
+        try:
+            return [p.wait(max(0.0, end - time.monotonic())) for p in self.processes]
+        except subprocess.TimeoutExpired:
+            running = [i for i, p in enumerate(self.processes) if p.poll() is None]
+            self.kill()
+            raise AssertionError(
+                f"processes {running} still ran after {timeout:g} s\n{self}"
+            ) from None
+
+    def succeed(self, timeout: float = DEADLINE_S) -> str:
+        """Wait, fail the test if some process failed, and return what was printed."""
+        codes = self.wait(timeout)
+        assert not any(codes), f"exit codes {codes}\n{self}"
+        return str(self)
+
+    def text(self, index: int) -> str:
+        """Return what process ``index`` printed, to either stream."""
+        return self._outputs[index].read_text(errors="replace")
+
+    def until(self, *words: str, timeout: float = DEADLINE_S) -> None:
+        """Wait until every process has printed all of ``words``."""
+        end = time.monotonic() + timeout
+        while not all(word in path.read_text() for path in self._outputs for word in words):
+            assert time.monotonic() < end, f"not everybody printed {words}\n{self}"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def __str__(self) -> str:
+        return "\n".join(self.text(index) for index in range(len(self._outputs)))
+
+
+class Hosts:
+    """Some hosts, for the body of a ``with``.
+
+    Args:
+        count: how many.
+        directory: an empty one for what they write.
+        delay: seconds that a packet takes from one to another; None for a plain bridge.
+    """
+
+    def __init__(self, count: int, directory: Path, *, delay: float | None = None) -> None:
+        number = next(_numbers)
+        self._base = f"{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{number}"
+        self._switch = f"{self._base}-switch"
+        self._delay = delay
+        self._directory = directory
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._jobs: list[Job] = []
+        self._outputs = itertools.count()
+        self.hosts = [
+            Host(f"host{k}", f"10.77.0.{k + 1}", f"{self._base}-{k}", directory / f"host{k}")
+            for k in range(count)
+        ]
+
+    # -- making and removing ------------------------------------------------------------
+
+    def __enter__(self) -> Hosts:
+        _sweep()
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _make(self) -> None:
+        lines = [f"{host.address} {host.name}" for host in self.hosts]
+        (self._directory / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
+        for host in self.hosts:
+            host.directory.mkdir()
+            _ip("netns", "add", host.namespace)
+        if self._delay is None:
+            self._bridge()
+        else:
+            self._start_relay(self._delay)
+        for host in self.hosts:
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", device, "up")
+
+    def _bridge(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for port, host in enumerate(self.hosts):
+            ends = ["eth0", "netns", host.namespace, "type", "veth", "peer", "name", f"port{port}"]
+            _ip("link", "add", "name", *ends, "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", f"port{port}", "master", "bridge", "up")
+
+    def _start_relay(self, delay: float) -> None:
+        namespaces = [host.namespace for host in self.hosts]
+        command = [sys.executable, str(ROOT / "tests" / "relay.py"), str(delay), *namespaces]
+        self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+        assert self._relay.stdout is not None
+        assert self._relay.stdout.readline() == b"ready\n", "the relay did not start"
+
+    def close(self) -> None:
+        """End what still runs on the hosts and remove them."""
+        _kill(self.living())
+        for job in self._jobs:
+            job.kill()
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+        for namespace in [*(host.namespace for host in self.hosts), self._switch]:
+            _ip("netns", "del", namespace, check=False)
+
+    def living(self) -> list[int]:
+        """Return the processes that run on the hosts, whoever started them."""
+        return [pid for host in self.hosts for pid in _processes(host.namespace)]
+
+    def run_directories(self) -> list[str]:
+        """Return the run directories that jobs have left on the hosts."""
+        found = (p for h in self.hosts for p in h.directory.glob("collective-*/*"))
+        return [str(path) for path in found]
+
+    # -- what can happen to a network ------------------------------------------------------
+
+    def cut(self, host: int) -> None:
+        """Pull the cable of a host out of the switch: packets vanish, nobody is told."""
+        self._port(host, "down")
+
+    def mend(self, host: int) -> None:
+        """Put it back."""
+        self._port(host, "up")
+
+    def _port(self, host: int, state: str) -> None:
+        if self._relay is not None:
+            assert self._relay.stdin is not None
+            self._relay.stdin.write(f"{host} {state}\n".encode())
+            self._relay.stdin.flush()
+        else:
+            _ip("-n", self._switch, "link", "set", f"port{host}", state)
+
+    # -- starting ranks --------------------------------------------------------------------
+
+    def start(self, commands: Sequence[tuple[int, Sequence[str], Mapping[str, str]]]) -> Job:
+        """Start commands, each on a host with variables of its own, as one job."""
+        processes, outputs = [], []
+        for where, command, variables in commands:
+            host = self.hosts[where]
+            output = self._directory / f"output-{next(self._outputs)}"
+            with open(output, "wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        host.entering(*command),
+                        env=self.environment(host, variables),
+                        cwd=self._directory,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            outputs.append(output)
+        job = Job(processes, outputs)
+        self._jobs.append(job)
+        return job
+
+    def environment(self, host: Host, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of a process on ``host``."""
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(host.directory), "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **variables}
+
+    def by_hand(self, places: Sequence[int], command: Sequence[str], **variables: str) -> Job:
+        """Start a rank on each of ``places`` with the variables that torchrun would set."""
+        commands = []
+        for rank, place in enumerate(places):
+            told = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(list(places[:rank]).count(place)),
+                "LOCAL_WORLD_SIZE": str(list(places).count(place)),
+                "MASTER_ADDR": self.hosts[places[0]].address,
+                "MASTER_PORT": str(_PORT),
+            }
+            commands.append((place, command, {**told, **variables}))
+        return self.start(commands)
+
+    def torchrun(self, each: int, script: Sequence[str], **variables: str) -> Job:
+        """Start ``each`` ranks on every host by a torchrun of its own."""
+        commands = []
+        for number in range(len(self.hosts)):
+            launcher = [sys.executable, "-m", "torch.distributed.run"]
+            launcher += [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={each}"]
+            launcher += [f"--node-rank={number}", f"--master-addr={self.hosts[0].address}"]
+            commands.append((number, [*launcher, f"--master-port={_PORT}", *script], variables))
+        return self.start(commands)
+
+    def mpiexec(
+        self, venv: Path, options: Sequence[str], script: Sequence[str], **variables: str
+    ) -> Job:
+        """Start ``script`` by ``venv``'s mpiexec on the first host."""
+        # Some hand on the variables of mpiexec to all hosts.
+        there = f'TMPDIR={self._directory}/$(hostname); export TMPDIR; exec "$@"'
+        ranks = ["sh", "-c", there, "sh", str(venv / "bin" / "python"), *script]
+        return self.start([(0, [str(venv / "bin" / "mpiexec"), *options, *ranks], variables)])
+
+    def remote_shell(self) -> Path:
+        """Return a program that is called as ssh is, and gets to the hosts by their names."""
+        path = self._directory / "remote-shell"
+        cases = "\n".join(
+            f"{host.name}|{host.address}) set -- {' '.join(map(_quoted, host.entering()))} "
+            f'sh -c "TMPDIR={host.directory}; export TMPDIR; $*" ;;'
+            for host in self.hosts
+        )
+        path.write_text(
+            '#!/bin/sh\nwhile case "$1" in -*) ;; *) false ;; esac; do shift; done\n'
+            f'host="$1"; shift\ncase "$host" in\n{cases}\nesac\nexec "$@" </dev/null\n'
+        )
+        path.chmod(0o700)
+        return path
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Return why there can be no hosts here, or None; found out by making two."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
+        try:
+            with Hosts(2, Path(directory)) as hosts:
+                hosts.start([(0, ["true"], {})]).succeed(10.0)
+        except (OSError, subprocess.CalledProcessError, AssertionError) as error:
+            told = getattr(error, "stderr", b"") or str(error).encode()
+            return f"no network namespaces here: {told.decode(errors='replace').strip()}"
+    return None
+
+
+def needs_hosts() -> None:
+    """Skip the test where there can be no hosts."""
+    import pytest  # whoever measures needs hosts, too, and no tests
+
+    reason = refusal()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _ip(*arguments: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, check=check, timeout=30)
+    return done.stdout.decode()
+
+
+def _processes(namespace: str) -> list[int]:
+    return [int(pid) for pid in _ip("netns", "pids", namespace, check=False).split()]
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in ticks since boot; empty if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text[text.rindex(")") + 2 :].split()[19]
+
+
+def _sweep() -> None:
+    """Remove the namespaces of runs that are dead, and what still runs in them."""
+    for line in _ip("netns", "list").splitlines():
+        match = re.match(rf"({_PREFIX}-(\d+)-(\d+)-\d+-\w+)", line)
+        if match is not None and _started(int(match[2])) != match[3]:
+            _kill(_processes(match[1]))
+            _ip("netns", "del", match[1], check=False)
+
+
+def _quoted(word: str) -> str:
+    return "'" + word.replace("'", "'\\''") + "'"

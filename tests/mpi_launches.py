@@ -1,0 +1,76 @@
+"""The MPI libraries of the tests: each in an environment of its own, built by `make test`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from collective.testing import Mpiexec
+
+__all__ = ["DEADLINE_S", "ROOT", "VENDORS", "launch_of", "mpirun", "needs"]
+
+ROOT = Path(__file__).resolve().parent.parent
+VENDORS = ("mpich", "openmpi")
+DEADLINE_S = 60.0
+
+
+def launch_of(vendor: str) -> Mpiexec:
+    """Return with what ranks of a vendor's library are started."""
+    return Mpiexec(str(ROOT / ".mpi" / vendor / "bin" / "python"))
+
+
+def needs(*vendors: str) -> pytest.MarkDecorator:
+    """Skip a test where an environment is missing: only `make test` builds them."""
+    missing = [vendor for vendor in vendors if not Path(launch_of(vendor).python).exists()]
+    reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test` builds it"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def mpirun(
+    vendor: str,
+    size: int,
+    script: str,
+    *,
+    python: str | None = None,
+    arguments: Sequence[str] = (),
+    check: bool = True,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` on ``size`` ranks under a vendor's ``mpiexec``; return both streams in one.
+
+    Args:
+        python: the interpreter; by default of the same environment.
+        arguments: for ``mpiexec``.
+        check: whether it has to succeed.
+        environment: variables to add.
+    """
+    launch = launch_of(vendor)
+    program, *options = launch.command
+    # As a user starts it: a rank that dies ends the job.
+    options = [each for each in options if each not in ("--with-ft", "ulfm")]
+    options = [each for each in options if each != "-disable-auto-cleanup"]
+    command = [program, *options, *arguments, "-n", str(size), python or launch.python, "-c", script]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        pytest.fail(f"{' '.join(command[:-1])}: not over after {DEADLINE_S:g} s\n{output}")
+    done = subprocess.CompletedProcess(command, process.returncode, output)
+    if check:
+        assert done.returncode == 0, f"exit code {done.returncode}\n{output}"
+    return done

@@ -1,0 +1,114 @@
+"""What the ranks of test_hosts.py do: ``python on_hosts.py NAME [ARGUMENTS]``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import collective
+from collective.errors import CollectiveError, RendezvousError
+
+
+def say(**told: Any) -> None:
+    """Print a line that a test can take apart."""
+    print("SAID", repr(told), flush=True)
+
+
+def who() -> None:
+    """Tell what was chosen, and do a bit of everything."""
+    with collective.init(start_timeout=40.0) as comm:
+        rank, size = comm.rank, comm.size
+        assert comm.host == socket.gethostname()
+        for count in (3, 300_000):
+            x = np.arange(count, dtype=np.float64) + rank
+            total = size * np.arange(count) + size * (size - 1) // 2
+            assert np.array_equal(comm.all_reduce(x), total)
+            assert np.array_equal(comm.all_gather(x).reshape(size, count)[:, 0], np.arange(size))
+            found = comm.broadcast(x if rank == 1 else None, root=1)
+            assert np.array_equal(found, np.arange(count) + 1)
+        right, left = (rank + 1) % size, (rank - 1) % size
+        assert comm.sendrecv(np.array([rank]), right, left).item() == left
+        with comm.split_by_host() as local:
+            mine = local.all_gather_object(comm.host)
+            assert set(mine) == {comm.host}
+            here = (local.rank, local.size, local.backend)
+        say(rank=rank, host=comm.host, backend=comm.backend, here=here,
+            local=(comm.local_rank, comm.local_size), place=os.environ["TMPDIR"])  # fmt: skip
+
+
+def barriers() -> None:
+    """Tell how long a barrier takes."""
+    with collective.init() as comm:
+        comm.barrier()
+        since = time.monotonic()
+        for _ in range(3):
+            comm.barrier()
+        seconds = (time.monotonic() - since) / 3
+        total = comm.all_reduce(np.full(200_000, comm.rank, np.float32))
+        say(rank=comm.rank, backend=comm.backend, seconds=seconds, total=float(total[-1]))
+
+
+def until_it_breaks(count: str, timeout: str) -> None:
+    """Call all_reduce until that fails; tell how, and how long the last call took."""
+    comm = collective.init(timeout=float(timeout))
+    x = np.ones(int(count), np.float32)
+    comm.all_reduce(x, out=x, op="max")
+    say(rank=comm.rank, ready=True, pid=os.getpid(), backend=comm.backend)
+    while True:
+        since = time.monotonic()
+        try:
+            comm.all_reduce(x, out=x, op="max")
+        except CollectiveError as error:
+            say(rank=comm.rank, kind=type(error).__name__, text=str(error),
+                ranks=getattr(error, "ranks", None), seconds=time.monotonic() - since,
+                at=time.monotonic())  # fmt: skip
+            return
+        time.sleep(0.01)
+
+
+def meet(seconds: str) -> None:
+    """Try to connect; tell why not."""
+    since = time.monotonic()
+    try:
+        comm = collective.init(start_timeout=float(seconds))
+    except RendezvousError as error:
+        say(kind="RendezvousError", text=str(error), seconds=time.monotonic() - since)
+    else:
+        say(kind="connected", rank=comm.rank)
+        comm.close()
+
+
+def listening() -> None:
+    """Tell at which addresses something listens while the ranks are connected."""
+    with collective.init() as comm:
+        comm.barrier()
+        say(rank=comm.rank, addresses=sorted(_listened()))
+        comm.barrier()
+
+
+def _listened() -> set[str]:
+    found = set()
+    for line in open("/proc/net/tcp").read().splitlines()[1:]:  # noqa: SIM115
+        local, state = line.split()[1], line.split()[3]
+        if state == "0A":
+            raw = bytes.fromhex(local.partition(":")[0])[::-1]
+            found.add(socket.inet_ntoa(raw))
+    return found
+
+
+if __name__ == "__main__":
+    # A test that gives up asks where everybody is.
+    import faulthandler
+
+    faulthandler.register(signal.SIGUSR1)
+    functions: dict[str, Callable[..., None]] = {
+        each.__name__: each for each in (who, barriers, until_it_breaks, meet, listening)
+    }
+    functions[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,48 @@
+"""The ``hierarchical`` transport with hosts that are said to be several, on this one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from collective.backends.hierarchical import HierarchicalBackend
+from collective.world import World
+
+__all__ = ["Interleaved", "Lopsided", "Pairs", "Single"]
+
+
+class Pretended(HierarchicalBackend):
+    """Takes the ranks' hosts from a list, again and again."""
+
+    hosts: ClassVar[str]
+
+    @classmethod
+    def host_of(cls, world: World) -> str:
+        return cls.hosts[world.rank % len(cls.hosts)]
+
+
+class Pairs(Pretended):
+    """Two ranks a host, in order; with an odd number the last host has one."""
+
+    name = "hierarchical-pairs"
+    hosts = "aabbccdd"
+
+
+class Interleaved(Pretended):
+    """Neighbouring ranks on different hosts: a, b, a, b."""
+
+    name = "hierarchical-interleaved"
+    hosts = "ab"
+
+
+class Lopsided(Pretended):
+    """One rank alone on a host, all others on another, in between."""
+
+    name = "hierarchical-lopsided"
+    hosts = "abaa"
+
+
+class Single(Pretended):
+    """All on one host: the network is never used for data."""
+
+    name = "hierarchical-single"
+    hosts = "a"

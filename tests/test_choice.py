@@ -1,0 +1,188 @@
+"""Which transport is taken, and that all ranks take the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from collective import choice
+from collective.choice import Choice, across, choose
+from collective.config import load
+from collective.errors import BackendUnavailableError, ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+Installed = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
+    monkeypatch.setattr(os, "environ", kept)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Say which packages are installed."""
+
+    def say(*packages: str) -> None:
+        monkeypatch.setattr(choice, "installed", lambda package: package in packages)
+
+    say("torch", "mpi4py")
+    return say
+
+
+def mpich(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    return {
+        "PMI_RANK": str(rank), "PMI_SIZE": str(size),
+        "MPI_LOCALRANKID": str(local_rank), "MPI_LOCALNRANKS": str(local_size),
+    }  # fmt: skip
+
+
+def torchrun(rank: int, size: int, local_rank: int, local_size: int, hosts: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(hosts),
+        "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+def slurm(
+    rank: int, size: int, local_rank: int, node: int, tasks: str, hosts: int
+) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local_rank), "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NUM_NODES": str(hosts), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+    }  # fmt: skip
+
+
+def chosen(environ: dict[str, str], **arguments: object) -> Choice:
+    os.environ.clear()
+    os.environ.update(environ)
+    return choose(load(arguments))
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "local_size", "name"),
+    [
+        ("auto", 1, 1, "threads"),
+        ("auto", 4, 4, "shm"),
+        ("threads", 4, 4, "threads"),
+        ("cpu:shm,cuda:nccl", 2, 2, "shm"),
+        ("cuda:nccl, cpu:threads", 2, 2, "threads"),
+        ("cpu:auto", 2, 2, "shm"),
+        ("module:Class", 2, 1, "module:Class"),
+        ("gloo", 4, 2, "gloo"),
+    ],
+)
+def test_by_hand(installed: Installed, backend: str, size: int, local_size: int, name: str) -> None:
+    place = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
+    found = chosen({}, backend=backend, **place)
+    assert found.name == name
+    assert len(found.reason) > 10
+
+
+def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
+    assert "environment COLLECTIVE_BACKEND" in chosen({"COLLECTIVE_BACKEND": "gloo"}).reason
+
+
+def test_a_list_by_device_without_the_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu:shm"):
+        chosen({}, backend="cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("environ", "packages", "name", "crossing"),
+    [
+        (mpich(1, 2, 0, 1), ("mpi4py", "torch"), "mpi", "mpi"),
+        (mpich(1, 2, 0, 1), ("torch",), "gloo", "gloo"),
+        (mpich(1, 4, 1, 2), ("mpi4py",), "hierarchical", "mpi"),
+        (mpich(1, 4, 1, 2), ("torch",), "hierarchical", "gloo"),
+        (torchrun(1, 2, 0, 1, 2), ("mpi4py", "torch"), "gloo", "gloo"),
+        (torchrun(1, 4, 0, 1, 4), ("torch",), "gloo", "gloo"),
+        (torchrun(1, 4, 1, 2, 2), ("torch",), "hierarchical", "gloo"),
+        (slurm(1, 4, 0, 1, "1(x4)", 4), ("mpi4py", "torch"), "gloo", "gloo"),
+        (slurm(1, 4, 1, 0, "2(x2)", 2), ("torch",), "hierarchical", "gloo"),
+        # srun --mpi=pmix: its tasks are an MPI world, too
+        ({**slurm(1, 4, 0, 1, "1(x4)", 4), "PMIX_RANK": "1"}, ("mpi4py", "torch"), "mpi", "mpi"),
+    ],
+)
+def test_across_hosts(
+    installed: Installed, environ: dict[str, str], packages: tuple[str], name: str, crossing: str
+) -> None:
+    installed(*packages)
+    found = chosen(environ)
+    assert found.name == name
+    assert crossing in found.reason
+    assert across(load({})) == crossing
+
+
+@pytest.mark.parametrize(
+    ("environs", "name"),
+    [
+        # 3 ranks on 2 hosts: one of them is alone on its host, and must choose as the others do.
+        ([mpich(0, 3, 0, 2), mpich(1, 3, 1, 2), mpich(2, 3, 0, 1)], "hierarchical"),
+        (
+            [torchrun(0, 3, 0, 2, 2), torchrun(1, 3, 1, 2, 2), torchrun(2, 3, 0, 1, 2)],
+            "hierarchical",
+        ),
+        (
+            [slurm(0, 3, 0, 0, "2,1", 2), slurm(1, 3, 1, 0, "2,1", 2), slurm(2, 3, 0, 1, "2,1", 2)],
+            "hierarchical",
+        ),
+        # 3 ranks on 3 hosts. mpiexec does not tell them of each other.
+        ([mpich(rank, 3, 0, 1) for rank in range(3)], "hierarchical"),
+        ([torchrun(rank, 3, 0, 1, 3) for rank in range(3)], "gloo"),
+        ([slurm(rank, 3, 0, rank, "1(x3)", 3) for rank in range(3)], "gloo"),
+    ],
+)
+def test_all_ranks_choose_alike(
+    installed: Installed, environs: list[dict[str, str]], name: str
+) -> None:
+    assert {chosen(environ).name for environ in environs} == {name}
+
+
+def test_what_crosses_hosts_can_be_named(installed: Installed) -> None:
+    environ = {**torchrun(1, 4, 1, 2, 2), "COLLECTIVE_ACROSS": "module:Class"}
+    found = chosen(environ)
+    assert found.name == "hierarchical"
+    assert "module:Class: asked for by name (environment COLLECTIVE_ACROSS)" in found.reason
+
+
+def test_arguments_that_differ_from_mpiexec_are_no_mpi_world(installed: Installed) -> None:
+    installed("mpi4py", "torch")
+    place = {"rank": 0, "size": 3, "local_rank": 0, "local_size": 1}
+    assert across(load(place)) == "gloo"
+    assert "gloo" in chosen(mpich(1, 2, 0, 1), **place).reason
+
+
+@pytest.mark.parametrize("environ", [mpich(1, 4, 1, 2), torchrun(1, 4, 1, 2, 2)])
+def test_nothing_that_crosses_hosts(installed: Installed, environ: dict[str, str]) -> None:
+    installed()
+    with pytest.raises(BackendUnavailableError, match="4 ranks on several hosts") as caught:
+        chosen(environ)
+    for install in ("pip install 'collective[torch]'", "pip install 'collective[mpi]'"):
+        assert install in str(caught.value)
+    assert ("mpiexec" in str(caught.value)) == ("RANK" in environ)
+
+
+def test_nothing_is_imported_to_choose() -> None:
+    program = (
+        "import sys; from collective.choice import choose; from collective.config import load; "
+        "from collective.choice import installed; installed('torch'); installed('mpi4py'); "
+        "print(choose(load({'backend': 'gloo'})).name, {'torch', 'mpi4py'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "gloo set()\n", done.stderr

@@ -1,0 +1,584 @@
+"""What `collective doctor` tells in healthy and in sick environments, and that it always does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective import doctor_host, doctor_mpi, doctor_probe, registry
+from collective.cli.doctor import text
+from collective.config import KEYS
+from collective.doctor_problems import problems
+from tests.launches import ROOT, Launches, launches
+
+__all__ = ["launches"]  # a fixture
+
+# The doctor itself gives libraries eight seconds; a busy machine may take some more.
+DEADLINE_S = 90.0
+
+
+class Doctor:
+    """Runs the command among packages of the test's own making."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.launches = launches
+        self.packages = launches.directory / "packages"
+        self.packages.mkdir()
+
+    def package(self, name: str, body: str) -> None:
+        (self.packages / f"{name}.py").write_text(textwrap.dedent(body))
+
+    def distribution(self, name: str, version: str = "1.0", entry_points: str = "") -> None:
+        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(textwrap.dedent(entry_points))
+
+    def transport(self, name: str, body: str) -> None:
+        """Install a third party's transport, the class Transport of module ``name``."""
+        self.package(name, body)
+        points = f"[collective.backends]\n{name} = {name}:Transport\n"
+        self.distribution(f"of-{name}", entry_points=points)
+
+    def run(
+        self, *arguments: str, python: tuple[str, ...] = (), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        environment = self.launches.environment(**variables)
+        path = [str(self.packages), str(ROOT), environment.get("MORE_PATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        done = subprocess.run(
+            [sys.executable, *python, "-m", "collective", "doctor", *arguments],
+            cwd=self.launches.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert self.launches.living() == []
+        assert list(self.launches.temporary.iterdir()) == [], "files were left behind"
+        return done
+
+    def report(self, *arguments: str, code: int = 0, **variables: Any) -> dict[str, Any]:
+        done = self.run("--json", *arguments, **variables)
+        assert (done.returncode, done.stderr) == (code, ""), done.stderr or done.stdout
+        report: dict[str, Any] = json.loads(done.stdout)
+        assert report["exit_code"] == code
+        return report
+
+
+@pytest.fixture
+def doctor(launches: Launches) -> Doctor:
+    return Doctor(launches)
+
+
+@pytest.fixture
+def bare(doctor: Doctor) -> dict[str, Any]:
+    """Return what makes a Python that has NumPy and no other package."""
+    found = Path(np.__file__).parent
+    more = doctor.launches.directory / "bare"
+    more.mkdir()
+    for folder in (found, found.with_name("numpy.libs")):
+        if folder.exists():
+            (more / folder.name).symlink_to(folder)
+    return {"python": ("-S",), "MORE_PATH": str(more)}
+
+
+def told(report: dict[str, Any]) -> str:
+    return "\n".join(f"{p['problem']}: {p['remedy']}" for p in report["problems"])
+
+
+# -- in a healthy environment -------------------------------------------------------------------
+
+
+def test_it_tells_what_a_program_takes_and_what_works(doctor: Doctor) -> None:
+    report = doctor.report()
+    assert list(report["transports"]) == registry.names()
+    for name in ("shm", "threads"):
+        assert report["transports"][name]["works"] is True
+    assert report["choices"][0]["backend"] == "threads"
+    chosen = {choice["when"]: choice["backend"] for choice in report["choices"]}
+    assert chosen["collective run"] == "shm"
+    assert chosen["torchrun, 2 hosts of 1"] == "gloo"
+    assert all(choice["reason"] for choice in report["choices"])
+    assert list(report["settings"]["values"]) == list(KEYS)
+    assert report["collective"]["numpy"] == np.__version__
+    assert report["processors"]["usable"] >= 1
+    assert report["shared_memory"]["memory"] > 2**20
+
+
+def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -> None:
+    done = doctor.run(COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "ranks of one host take shm, of several hierarchical" in lines[0]
+    assert lines[2] == "Transports"
+    assert re.search(r"^  shm +works$", done.stdout, re.MULTILINE)
+    for title in ("Host", "MPI", "Network", "Versions", "Settings"):
+        assert title in lines
+    # What cannot be broken, such as a path, may be longer.
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 2] == []
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_two_ranks_try_what_works(doctor: Doctor) -> None:
+    report = doctor.report("--test")
+    tried = {n: t["trial"] for n, t in report["transports"].items() if t["works"]}
+    assert {"shm", "threads"} <= set(tried)
+    for trial in tried.values():
+        assert trial["passed"], trial["error"]
+        assert 0 < trial["latency_s"] < 60
+        assert trial["bandwidth"] > 0
+    for transport in report["transports"].values():
+        assert bool(transport["works"]) == ("trial" in transport)
+    assert re.search(r"shm +works; two ranks all-reduce 8 B in", text(report))
+
+
+def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    silent = doctor.run(**place)
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
+    report = doctor.report(**{**place, "RANK": "0", "LOCAL_RANK": "0"})
+    assert report["settings"]["launcher"]["launcher"] == "torchrun"
+    assert report["settings"]["launcher"]["size"] == 2
+    assert report["choices"][0]["backend"] == "shm"
+
+
+# -- in a sick one --------------------------------------------------------------------------------
+
+
+def test_without_any_package_the_remedies_are_there(doctor: Doctor, bare: dict[str, Any]) -> None:
+    report = doctor.report(**bare)
+    assert not set(report["packages"]) & {"torch", "mpi4py", "cupy", "chainer"}
+    gloo, mpi = report["transports"]["gloo"], report["transports"]["mpi"]
+    assert (gloo["works"], gloo["reason"]) == (False, "torch is not installed")
+    assert gloo["fix"] == "pip install 'collective[torch]'"
+    assert (mpi["works"], mpi["reason"]) == (False, "mpi4py is not installed")
+    assert mpi["fix"] == "pip install 'collective[mpi]'"
+    assert report["mpi"]["error"] == "mpi4py is not installed"
+    assert "> pip install 'collective[torch]'" in text(report)
+    assert report["transports"]["shm"]["works"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ImportError('libtorch_cpu.so: cannot open shared object file')", "libtorch_cpu"),
+        ("import sys; sys.exit('I leave')", "SystemExit: I leave"),
+        ("import os; print('more', flush=True); os.abort()", "SIGABRT: noise that is no JSON more"),
+        ("import os; os._exit(3)", "exited with 3"),
+    ],
+    ids=["raises", "exits", "crashes", "vanishes"],
+)
+def test_a_broken_library_is_shown_and_the_rest_still_works(
+    doctor: Doctor, body: str, said: str
+) -> None:
+    doctor.package("torch", f"print('noise that is no JSON')\n{body}")
+    report = doctor.report()
+    gloo = report["transports"]["gloo"]
+    assert (gloo["works"], gloo["reason"]) == (False, "torch is installed but cannot be imported")
+    assert gloo["fix"] == "pip install --force-reinstall torch"
+    assert said in told(report)
+    assert report["transports"]["shm"]["works"] is True
+
+
+def test_a_library_that_hangs_is_given_up(doctor: Doctor) -> None:
+    doctor.package("chainer", "import time; time.sleep(3600)")
+    report = doctor.report()
+    assert report["packages"]["chainer"]["late"] is True
+    assert "importing chainer: no answer within 8 s" in told(report)
+    assert "force-reinstall" not in told(report)
+    assert report["transports"]["shm"]["works"] is True
+
+
+def test_the_exit_code_is_1_if_what_is_asked_for_does_not_work(doctor: Doctor) -> None:
+    doctor.package("torch", "raise ImportError('libtorch_cpu.so')")
+    report = doctor.report(code=1, COLLECTIVE_BACKEND="gloo")
+    assert report["choices"][0]["backend"] == "gloo"
+    assert "a program started here and now takes gloo, which does not work" in told(report)
+    assert "takes gloo, which does not work" in text(report).splitlines()[0]
+
+
+def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
+    report = doctor.report(code=1, COLLECTIVE_BACKEND="shmm")
+    assert "Did you mean 'shm'?" in report["transports"]["shmm"]["reason"]
+    assert "takes shmm, which does not work" in told(report)
+    assert report["transports"]["shm"]["works"] is True
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("COLLECTIVE_BAKEND", "shm", "the nearest is COLLECTIVE_BACKEND"),
+        ("COLLECTIVE_TIMEOUT", "soon", "it must be a number of seconds > 0"),
+        ("RANK", "0", "launcher torchrun: WORLD_SIZE is not set"),
+    ],
+)
+def test_a_wrong_setting_is_shown(doctor: Doctor, variable: str, value: str, said: str) -> None:
+    report = doctor.report(code=1, **{variable: value})
+    assert said in report["settings"]["error"]
+    assert said in told(report)
+    assert report["choices"] == []
+    assert report["transports"]["shm"]["works"] is True
+    shown = text(report)
+    assert shown.splitlines()[0].endswith("a setting is wrong")
+    assert said in re.sub(r"\s+", " ", shown)
+
+
+def test_a_wrong_interface_is_shown(doctor: Doctor) -> None:
+    report = doctor.report(COLLECTIVE_INTERFACE="nope0")
+    assert "'nope0'" in told(report)
+    assert "lo (127.0.0.1" in told(report)
+
+
+def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor, bare: dict[str, Any]) -> None:
+    doctor.transport(
+        "rightly",
+        """
+        from collective.backends.threads import ThreadsBackend
+
+        class Transport(ThreadsBackend):
+            name = "rightly"
+        """,
+    )
+    doctor.transport(
+        "wrongly",
+        """
+        from collective.backends.threads import ThreadsBackend
+
+        class Transport(ThreadsBackend):
+            name = "wrongly"
+
+            def broadcast(self, buffer, root, call, timeout):
+                super().broadcast(buffer, (root + 1) % self.size, call, timeout)
+        """,
+    )
+    doctor.transport("absent", "import a_library_that_nobody_has")
+    doctor.transport(
+        "refusing",
+        """
+        from collective.backends.threads import ThreadsBackend
+
+        class Transport(ThreadsBackend):
+            name = "refusing"
+
+            @classmethod
+            def connect(cls, world, timeout):
+                raise RuntimeError("the device is on fire")
+        """,
+    )
+    report = doctor.report("--test", code=1, **bare)
+    found = report["transports"]
+    assert found["rightly"]["trial"]["passed"] is True
+    assert "broadcast: wrong result" in found["wrongly"]["trial"]["error"]
+    assert "wrongly: two ranks failed" in told(report)
+    assert "pip install of-absent" in found["absent"]["reason"]
+    assert found["refusing"]["reason"] == "RuntimeError: the device is on fire"
+    assert re.search(r"wrongly +FAILS with two ranks", text(report))
+
+
+def test_without_a_temporary_directory_that_is_what_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    found = doctor_host.shared_memory()
+    assert found["directory"] == ""
+    assert "No usable temporary directory" in found["directory_error"]
+    assert "Set TMPDIR" in found["directory_error"]
+    answer = doctor_probe.ask(["connect shm"], 5.0)["connect shm"]
+    assert "No usable temporary directory" in answer.error
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+def names(monkeypatch: pytest.MonkeyPatch, host: str) -> dict[str, Any]:
+    monkeypatch.setattr(doctor_host.socket, "gethostname", lambda: host)
+    return doctor_host.network("")
+
+
+def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(doctor_host.socket, "getaddrinfo", fail)
+    found = names(monkeypatch, "nowhere")
+    assert (found["name"], found["addresses"], found["loopback"]) == ("nowhere", [], False)
+    assert "Name or service not known" in found["error"]
+    assert "'nowhere', does not resolve" in of_names(found)
+
+
+def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def answer_late(*_: Any, **__: Any) -> Any:
+        over.wait()
+        raise OSError
+
+    monkeypatch.setattr(doctor_host, "_RESOLVE_S", 0.2)
+    monkeypatch.setattr(doctor_host.socket, "getaddrinfo", answer_late)
+    try:
+        found = names(monkeypatch, "slow")
+        assert "does not answer within 0.2 s" in found["error"]
+        assert any(each["loopback"] for each in found["interfaces"])
+    finally:
+        over.set()
+
+
+def test_a_host_name_that_means_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = names(monkeypatch, "localhost")
+    assert found["loopback"] is True
+    assert "'localhost', resolves to " in of_names(found)
+
+
+def of_names(network: dict[str, Any]) -> str:
+    return told({"problems": list(problems(healthy(network=network)))})
+
+
+def healthy(**changes: Any) -> dict[str, Any]:
+    """Return a report as far as it is looked at for problems, with none in it."""
+    network = {"name": "n1", "addresses": ["10.0.0.1"], "error": "", "loopback": False}
+    base: dict[str, Any] = {
+        "settings": {"error": "", "launcher": None},
+        "choices": [{"when": "here and now", "backend": "shm", "reason": "as it is"}],
+        "transports": {"shm": {"works": True}},
+        "packages": {},
+        "mpi": {"library": {}, "error": "", "mpiexec": []},
+        "network": {**network, "address": "10.0.0.1", "address_error": ""},
+        "shared_memory": {"directory_error": ""},
+    }
+    return {**base, **changes}
+
+
+def test_nothing_is_wrong_where_nothing_is() -> None:
+    assert list(problems(healthy())) == []
+
+
+# -- MPI ----------------------------------------------------------------------------------------
+
+SAYS = {
+    "mpich": ("HYDRA build details:\n    Version:       4.3.0\n", "MPICH", "4.3.0"),
+    "openmpi": ("mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://…\n", "Open MPI", "5.0.11"),
+    "impi": ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1 B 2", "Intel MPI", "2021.18.1"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the only folder on PATH that could have an mpiexec."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    return tmp_path
+
+
+def put(folder: Path, words: str) -> str:
+    folder.mkdir(exist_ok=True, parents=True)
+    program = folder / "mpiexec"
+    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{words}\nEOF\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("which", SAYS)
+def test_an_mpiexec_is_known_by_what_it_says(folder: Path, which: str) -> None:
+    words, vendor, version = SAYS[which]
+    path = put(folder, words)
+    found = {"path": path, "on_path": True, "vendor": vendor, "version": version, "error": ""}
+    assert doctor_mpi.starters("") == [found]
+
+
+def test_an_mpiexec_that_says_something_else_is_shown_with_it(folder: Path) -> None:
+    put(folder, "I start pots, not processes")
+    (found,) = doctor_mpi.starters("")
+    assert found["vendor"] == ""
+    assert "I start pots" in found["error"]
+
+
+def test_the_mpiexec_beside_the_library_is_found_too(folder: Path) -> None:
+    put(folder, SAYS["mpich"][0])
+    own = put(folder / "openmpi" / "bin", SAYS["openmpi"][0])
+    found = doctor_mpi.starters(str(folder / "openmpi" / "lib" / "libmpi.so.40"))
+    assert [(one["vendor"], one["on_path"]) for one in found] == [
+        ("MPICH", True), ("Open MPI", False),
+    ]  # fmt: skip
+    best = doctor_mpi.starter_for("Open MPI", found)
+    assert best is not None
+    assert best["path"] == own
+    mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": found}
+    said = told({"problems": list(problems(healthy(mpi=mpi)))})
+    assert f"{folder / 'mpiexec'}, is of MPICH, and mpi4py has Open MPI" in said
+    assert f"start them with {own}" in said
+
+
+def test_mpich_and_intel_start_each_others_ranks() -> None:
+    assert doctor_mpi.mates("MPICH", "Intel MPI")
+    assert doctor_mpi.mates("Intel MPI", "MPICH")
+    assert not doctor_mpi.mates("MPICH", "Open MPI")
+    assert not doctor_mpi.mates("Open MPI", "Intel MPI")
+
+
+def test_a_launcher_of_another_vendor_is_shown() -> None:
+    mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": []}
+    settings = {"error": "", "launcher": {"launcher": "mpich"}}
+    report = healthy(mpi=mpi, settings=settings)
+    found = next(problems(report))
+    assert "started by mpiexec of MPICH, and mpi4py has Open MPI" in found["problem"]
+    assert not found["fatal"]  # ranks that share memory do not mind
+    report["choices"][0]["backend"] = "mpi"
+    report["transports"]["mpi"] = {"works": True}
+    assert next(problems(report))["fatal"]
+
+
+def test_what_launchers_say_does_not_reach_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = (
+        "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR TORCHELASTIC_RUN_ID PMI_RANK PMI_FD PMIX_NAMESPACE "
+        "OMPI_COMM_WORLD_SIZE MPI_LOCALRANKID HYDI_CONTROL_FD SLURM_PROCID COLLECTIVE_RANK "
+        "COLLECTIVE_BACKEND COLLECTIVE_STORE"
+    ).split()
+    kept = "I_MPI_FABRICS OMPI_MCA_btl PMIX_MCA_gds FI_PROVIDER COLLECTIVE_INTERFACE PATH".split()
+    for name in gone + kept:
+        monkeypatch.setenv(name, "x")
+    left = doctor_probe.environment(MORE="y")
+    assert [name for name in gone if name in left] == []
+    assert [name for name in kept if name not in left] == []
+    assert left["MORE"] == "y"
+
+
+# -- GPUs ----------------------------------------------------------------------------------------
+
+DRIVER = r"""
+#include <stddef.h>
+#include <string.h>
+int cuDriverGetVersion(int *v) { *v = 13010; return 0; }
+static int up;
+int cuInit(unsigned flags) { up = flags == 0; return CODE; }
+int cuDeviceGetCount(int *n) { *n = 2; return up ? 0 : 3; }
+int cuDeviceGet(int *d, int i) { *d = 100 + i; return 0; }
+int cuDeviceGetName(char *s, int n, int d)
+{ strncpy(s, d == 100 ? "GPU A" : "GPU B", n); return 0; }
+int cuDeviceTotalMem_v2(size_t *b, int d) { *b = (size_t)(d - 99) << 34; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d)
+{ *v = a == 75 ? 9 : a == 76 ? d - 100 : -1; return 0; }
+int cuGetErrorString(int code, const char **s) { *s = "no device of that kind"; return 0; }
+"""
+
+
+def drive(doctor: Doctor, code: int) -> dict[str, Any]:
+    """Report with a library that has the driver's ABI and two GPUs, or fails with ``code``."""
+    source = doctor.launches.directory / "cuda.c"
+    source.write_text(DRIVER)
+    built = source.with_name("libcuda.so.1")
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    command = [compiler, "-shared", "-fPIC", f"-DCODE={code}", "-o", str(built), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    report = doctor.report(LD_LIBRARY_PATH=str(built.parent))
+    gpus: dict[str, Any] = report["gpus"]
+    return {**gpus, "text": text(report)}
+
+
+def test_gpus_are_listed(doctor: Doctor) -> None:
+    found = drive(doctor, 0)
+    assert (found["cuda"], found["reason"]) == ("13.1", "")
+    assert found["devices"] == [
+        {"name": "GPU A", "memory_bytes": 1 << 34, "compute": "9.0"},
+        {"name": "GPU B", "memory_bytes": 2 << 34, "compute": "9.1"},
+    ]
+    assert "1 × GPU A, 16 GiB" in found["text"]
+
+
+def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
+    found = drive(doctor, 100)
+    assert found["devices"] == []
+    assert "no device of that kind (CUresult 100)" in found["reason"]
+
+
+# -- memory and cores ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand a directory in for /proc and /sys/fs/cgroup; 64 GiB, no control groups."""
+    monkeypatch.setattr(doctor_host.Place, "proc", tmp_path / "proc")
+    monkeypatch.setattr(doctor_host.Place, "cgroup", tmp_path / "cgroup")
+    write(tmp_path, "proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
+    return tmp_path
+
+
+def write(top: Path, path: str, words: str) -> None:
+    (top / path).parent.mkdir(parents=True, exist_ok=True)
+    (top / path).write_text(words)
+
+
+def test_memory_without_limits(system: Path) -> None:
+    found = doctor_host.shared_memory()
+    assert (found["memory"], found["available"]) == (64 << 30, 32 << 30)
+    assert (found["limit"], found["left"]) == (None, None)
+    assert doctor_host.processors()["quota"] is None
+
+
+def test_limits_of_control_groups_version_2(system: Path) -> None:
+    write(system, "proc/self/cgroup", "0::/user/job\n")
+    write(system, "cgroup/user/job/memory.max", "max\n")
+    write(system, "cgroup/user/job/cpu.max", "max 100000\n")
+    write(system, "cgroup/user/memory.max", f"{8 << 30}\n")
+    write(system, "cgroup/user/memory.current", f"{3 << 30}\n")
+    write(system, "cgroup/user/cpu.max", "150000 100000\n")
+    found = doctor_host.shared_memory()
+    assert (found["limit"], found["left"]) == (8 << 30, 5 << 30)
+    assert doctor_host.processors()["quota"] == 1.5
+
+
+def test_limits_of_control_groups_version_1_inside_a_container(system: Path) -> None:
+    # The path is the host's; only the container's own part is mounted, at the top.
+    write(system, "proc/self/cgroup", "9:name=systemd:/\n4:memory:/docker/1\n3:cpu,cpuacct:/d\n")
+    write(system, "cgroup/memory/memory.limit_in_bytes", f"{4 << 30}\n")
+    write(system, "cgroup/memory/memory.usage_in_bytes", f"{1 << 30}\n")
+    write(system, "cgroup/cpu/cpu.cfs_quota_us", "50000\n")
+    write(system, "cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    found = doctor_host.shared_memory()
+    assert (found["limit"], found["left"]) == (4 << 30, 3 << 30)
+    assert doctor_host.processors()["quota"] == 0.5
+
+
+def test_the_largest_number_there_is_is_no_limit(system: Path) -> None:
+    write(system, "proc/self/cgroup", "4:memory:/\n3:cpu:/\n")
+    write(system, "cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    write(system, "cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    write(system, "cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert doctor_host.shared_memory()["limit"] is None
+    assert doctor_host.processors()["quota"] is None
+
+
+def test_a_run_directory_of_somebody_else_is_shown(doctor: Doctor) -> None:
+    foreign = doctor.launches.temporary / f"collective-{os.geteuid()}"
+    foreign.mkdir()
+    foreign.chmod(0o777)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "collective", "doctor", "--json"],
+            cwd=doctor.launches.directory,
+            env=doctor.launches.environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    finally:
+        foreign.rmdir()
+    assert "mode 0777; it must be a directory of uid" in told(json.loads(done.stdout))

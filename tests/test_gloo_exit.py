@@ -1,0 +1,119 @@
+"""A program over gloo ends when it is over, whatever its process groups are still doing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
+
+ROOT = Path(__file__).resolve().parent.parent
+# Long enough for two imports of PyTorch on a busy machine; a hang is some minutes.
+ENDS_S = 45
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np
+import collective
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+comm = collective.init("gloo", rank=rank, size=2, store=directory, timeout=200.0)
+large = np.ones(16 << 20, np.float32)
+comm.barrier()
+"""
+
+ENDINGS = {
+    # What rank 0 does, what rank 1 does, and with which code rank 0 ends.
+    "a peer dies in a long call": (
+        """
+        while True:
+            comm.all_reduce(large, out=large, op="max")
+        """,
+        """
+        threading.Timer(0.5, os._exit, (3,)).start()
+        while True:
+            comm.all_reduce(large, out=large, op="max")
+        """,
+        1,
+    ),
+    "a peer dies in a long call of Gloo's": (
+        """
+        while True:
+            comm.all_reduce(large, out=large)
+        """,
+        """
+        threading.Timer(0.5, os._exit, (3,)).start()
+        while True:
+            comm.all_reduce(large, out=large)
+        """,
+        1,
+    ),
+    "a call that nobody waits for": (
+        "comm.all_reduce(large, async_op=True)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a message that never comes": (
+        "comm.recv(None, 1, async_op=True); time.sleep(0.2)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a message from anybody that never comes": (
+        "comm.recv(None, collective.ANY_SOURCE, async_op=True); time.sleep(0.2)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a deadline": (
+        """
+        try:
+            comm.all_reduce(large, timeout=0.3)
+        except collective.CollectiveTimeoutError:
+            sys.exit(5)
+        """,
+        "time.sleep(2)",
+        5,
+    ),
+    "an abort": (
+        """
+        try:
+            comm.recv(None, 1)
+        except collective.CommunicatorAbortedError:
+            sys.exit(6)
+        """,
+        "time.sleep(0.3); comm.abort('enough')",
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
+    *parts, code = ENDINGS[ending]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + textwrap.dedent(part), str(rank), str(tmp_path / "s")],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, part in enumerate(parts)
+    ]
+    end = time.monotonic() + ENDS_S
+    try:
+        told = [rank.communicate(timeout=max(0.1, end - time.monotonic()))[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == code, told[0]
+    if "dies" in ending:
+        assert "PeerLostError" in told[0]
+        assert "rank 1" in told[0]
+    for text in told:
+        assert "terminate called" not in text

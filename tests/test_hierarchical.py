@@ -1,0 +1,363 @@
+"""The ``hierarchical`` transport, on hosts that are pretended: see test_hosts.py for real ones."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
+
+from collective.backends.hierarchical import HierarchicalBackend, transport
+from collective.backends.hierarchical.places import Places
+from collective.backends.shm import ShmBackend
+from collective.communicator import Communicator
+from collective.errors import (
+    AllocationError,
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+    RendezvousError,
+    UnsupportedError,
+)
+from collective.testing import (
+    RankDiedError,
+    RankPool,
+    RanksFailedError,
+    faults,
+    parametrize_with_checks,
+    run_ranks,
+)
+from collective.world import World
+from tests.pretended import Interleaved, Lopsided, Pairs, Single
+
+Check = Callable[[], None]
+
+# What is promised, and what a busy machine may add to it.
+PROMISED_S, NOISE_S = 2.0, 3.0
+# What depends on who is where, and not on the kind of array.
+PART = (
+    "check_all_gather",
+    "check_all_reduce",
+    "check_all_reduce_in_place",
+    "check_all_reduce_large",
+    "check_all_to_all",
+    "check_barrier",
+    "check_broadcast",
+    "check_empty",
+    "check_gather",
+    "check_groups_side_by_side",
+    "check_killed_peer",
+    "check_mismatch",
+    "check_order_rank",
+    "check_reduce",
+    "check_reduce_large",
+    "check_reduce_scatter_counts",
+    "check_scan",
+    "check_scatter",
+    "check_sendrecv",
+    "check_split",
+    "check_tags",
+    "check_user_op_order",
+)
+
+
+@parametrize_with_checks(Pairs, sizes=(3, 4))
+def test_pairs(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(Interleaved, sizes=(4,), checks=PART)
+def test_interleaved(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(Lopsided, sizes=(4,), checks=PART)
+def test_lopsided(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(Single, sizes=(2,), checks=PART)
+def test_one_host(check: Check) -> None:
+    check()
+
+
+# -- who is where -----------------------------------------------------------------------
+
+
+def test_places_of_pairs() -> None:
+    places = Places(["a", "a", "b", "b"], 3)
+    assert places.members == [[0, 1], [2, 3]]
+    assert (places.host, places.place, places.local) == (1, 1, [2, 3])
+    assert (places.common, places.even, places.in_order, places.levels) == (2, True, True, True)
+    assert [places.place_of(rank) for rank in range(4)] == [None, None, 0, 1]
+    assert [places.host_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert places.at(1) == [1, 3]
+
+
+def test_places_out_of_order_and_uneven() -> None:
+    places = Places(["a", "b", "a", "a"], 2)
+    assert places.members == [[0, 2, 3], [1]]
+    assert (places.common, places.even, places.in_order, places.levels) == (1, False, False, True)
+    assert not Places(["a", "b", "c"], 0).levels
+
+
+def test_parts_are_the_same_on_all_hosts() -> None:
+    uneven = ["a", "a", "a", "b", "b"]
+    long = 1 << 20
+    assert Places(uneven, 0).parts(7, long) == [4, 3, 0]
+    assert Places(uneven, 3).parts(7, long) == [4, 3]
+    assert Places(uneven, 3).parts(7, 28, first=1) == [0, 7]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[RankPool]:
+    """Four ranks on two hosts; starting processes with PyTorch takes seconds."""
+    with RankPool(4, Pairs) as pool:
+        yield pool
+
+
+# -- groups ---------------------------------------------------------------------------------
+
+
+def _kinds(comm: Communicator) -> list[str | None]:
+    found: list[str | None] = []
+    for members in ([0, 1], [2, 3], [0, 2], [1, 2, 3], [3, 1, 0]):
+        if comm.rank not in members:
+            found.append(None)
+            continue
+        with comm.group(members) as group:
+            total = group.all_reduce(np.array([comm.rank]))
+            assert total.item() == sum(members)
+            found.append(group.backend)
+    return found
+
+
+def test_groups_take_the_nearest_transport(pairs: RankPool) -> None:
+    kinds = pairs.run(_kinds)
+    two, flat = "hierarchical-pairs", "gloo"
+    assert kinds == [
+        ["shm", None, flat, None, two],
+        ["shm", None, None, two, two],
+        [None, "shm", flat, two, None],
+        [None, "shm", None, two, two],
+    ]
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def _heard(call: Callable[[], Any]) -> tuple[CollectiveError, float]:
+    """Repeat ``call`` until it raises; return the error and how long that call took."""
+    while True:
+        since = time.monotonic()
+        try:
+            call()
+        except CollectiveError as error:
+            return error, time.monotonic() - since
+
+
+def _until_it_breaks(comm: Communicator, count: int) -> tuple[CollectiveError, float]:
+    x = np.ones(count, np.float32)
+    return _heard(lambda: comm.all_reduce(x, out=x, op="max"))
+
+
+@pytest.mark.parametrize("count", [3, 1 << 20])
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_rank_is_named_on_all_hosts(pairs: RankPool, victim: int, count: int) -> None:
+    plan = [faults.kill(victim, at_call=3)]
+    with pytest.raises(RanksFailedError) as failed:
+        pairs.run(_until_it_breaks, count, faults=plan)
+    assert set(failed.value.errors) == {victim}
+    assert isinstance(failed.value.errors[victim], RankDiedError)
+    for error, seconds in failed.value.results.values():
+        assert isinstance(error, PeerLostError), error
+        assert error.ranks == (victim,)
+        assert f"rank {victim} " in str(error)
+        assert seconds < PROMISED_S + NOISE_S
+
+
+def _late(comm: Communicator, late: int) -> CollectiveError:
+    comm.barrier()
+    if comm.rank == late:
+        time.sleep(2.5)
+    return _heard(lambda: comm.all_reduce(np.ones(3), timeout=1.0))[0]
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_late_rank_is_named_on_all_hosts(pairs: RankPool, late: int) -> None:
+    for rank, error in enumerate(pairs.run(_late, late)):
+        if rank == late:
+            assert isinstance(error, CommunicatorAbortedError), error
+        else:
+            assert isinstance(error, CollectiveTimeoutError), error
+            assert error.ranks == (late,), error
+
+
+def _closing(comm: Communicator, leaver: int) -> CollectiveError | None:
+    comm.barrier()
+    if comm.rank == leaver:
+        comm.close()
+        return None
+    return _heard(comm.barrier)[0]
+
+
+@pytest.mark.parametrize("leaver", range(4))
+def test_a_rank_that_left_is_named_on_all_hosts(pairs: RankPool, leaver: int) -> None:
+    for rank, error in enumerate(pairs.run(_closing, leaver)):
+        if rank != leaver:
+            assert isinstance(error, PeerLostError), error
+            assert error.ranks == (leaver,), error
+
+
+def _failing(comm: Communicator, victim: int) -> CollectiveError:
+    comm.barrier()
+    if comm.rank == victim:
+        raise ValueError("lost the keys")
+    return _heard(comm.barrier)[0]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_failed_rank_is_told_to_all_hosts(pairs: RankPool, victim: int) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pairs.run(_failing, victim)
+    for error in failed.value.results.values():
+        assert isinstance(error, PeerFailedError), error
+        assert error.rank == victim
+        assert "lost the keys" in str(error)
+
+
+def _receiving(comm: Communicator, source: int) -> CollectiveError | None:
+    comm.barrier()
+    if comm.rank == 1:
+        return _heard(lambda: comm.recv(None, source, timeout=0.5))[0]
+    time.sleep(1.5)
+    return _heard(comm.barrier)[0]
+
+
+@pytest.mark.parametrize("source", [0, 3])
+def test_a_message_that_does_not_come_names_its_sender(pairs: RankPool, source: int) -> None:
+    error = pairs.run(_receiving, source)[1]
+    assert isinstance(error, CollectiveTimeoutError), error
+    assert error.ranks == (source,)
+    assert "recv(tag=" in str(error)
+
+
+# -- disagreement ---------------------------------------------------------------------------
+
+
+def _differing(comm: Communicator, others: list[int]) -> tuple[CollectiveError, CollectiveError]:
+    comm.barrier()
+    if comm.rank in others:
+        first = _heard(comm.barrier)[0]
+    else:
+        first = _heard(lambda: comm.all_reduce(np.ones(5)))[0]
+    return first, _heard(comm.barrier)[0]
+
+
+@pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
+def test_different_calls_are_found_unasked(pairs: RankPool, others: list[int]) -> None:
+    # Inside a host at once, between hosts when the call has stalled for a second; too late
+    # in either case for what the other ranks have sent.
+    for error, later in pairs.run(_differing, others, call_timeout=20.0):
+        assert isinstance(error, MismatchError), error
+        lines = [line for line in str(error).splitlines() if line.startswith("  rank")]
+        told = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
+        assert set(told) == {"barrier", "all_reduce"}, error
+        ranks = re.findall(r"\d+", told["barrier"].partition(":")[0])
+        assert sorted(map(int, ranks)) == others, error
+        assert isinstance(later, CommunicatorAbortedError), later
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def _no_memory(comm: Communicator) -> tuple[str, float]:
+    inner: Any = comm._backend._inner  # type: ignore[attr-defined]
+    if comm.rank == 2:
+
+        def refuse(nbytes: int, timeout: float) -> None:
+            raise AllocationError("empty: out of memory, as planned")
+
+        inner._heap.empty = refuse
+    if comm.rank == 3:
+
+        def wait(nbytes: int, timeout: float) -> None:
+            raise AllocationError("empty: out of memory, says rank 2")
+
+        inner._heap.empty = wait
+    with pytest.raises(AllocationError) as refused:
+        comm.empty(1000)
+    return str(refused.value), comm.all_reduce(np.ones(1)).item()
+
+
+def test_no_memory_on_one_host_is_no_memory_on_all(pairs: RankPool) -> None:
+    told = pairs.run(_no_memory)
+    assert [total for _, total in told] == [4.0] * 4
+    assert all("rank 2's host" in text for text, _ in told[:2]), told
+
+
+def _symmetric(comm: Communicator) -> float:
+    x = comm.empty(300_000, "float32")
+    x[:] = comm.rank + 1
+    y = comm.empty(300_000, "float32")
+    for _ in range(3):
+        comm.all_reduce(x, out=y)
+        comm.all_reduce(y, out=y, op="max")
+    assert float(y.min()) == float(y.max())
+    return float(y[0])
+
+
+def test_memory_of_its_own(pairs: RankPool) -> None:
+    assert pairs.run(_symmetric) == [10.0] * 4
+
+
+# -- connecting -------------------------------------------------------------------------------
+
+
+class Broken(Pairs):
+    """On the second host shared memory cannot be had."""
+
+    name = "hierarchical-broken"
+
+    @classmethod
+    def host_of(cls, world: World) -> str:
+        if world.rank == 2:
+            transport.ShmBackend = NoShm  # type: ignore[misc]
+        return super().host_of(world)
+
+
+class NoShm(ShmBackend):
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NoShm:
+        raise BackendUnavailableError("shm: a shared segment cannot be made, as planned")
+
+
+def _nothing(comm: Communicator) -> None:
+    """Get no further than here."""
+
+
+def test_a_host_without_shared_memory_is_told_to_all() -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(4, _nothing, backend=Broken, timeout=15.0)
+    errors = failed.value.errors
+    assert isinstance(errors[2], BackendUnavailableError)
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], RendezvousError), errors[rank]
+        assert "rank 2" in str(errors[rank])
+        assert "as planned" in str(errors[rank])
+
+
+def test_only_a_watched_transport_can_be_between_the_hosts() -> None:
+    store: Any = None  # refused before anybody is met
+    world = World(0, 2, 0, 1, "here", "none", "job", store, {"across": "shm"})
+    with pytest.raises(UnsupportedError, match=r"hierarchical: 'shm' between the hosts.*'gloo'"):
+        HierarchicalBackend.connect(world, 1.0)

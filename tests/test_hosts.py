@@ -1,0 +1,294 @@
+"""Several hosts for real: network namespaces with an address, a name and a TMPDIR each."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
+
+from tests.hosts import ROOT, Hosts, Job, needs_hosts
+
+PROGRAM = [sys.executable, str(ROOT / "tests" / "on_hosts.py")]
+HELLO = str(ROOT / "examples" / "hello.py")
+# What is promised, and what a busy machine may add to it.
+PROMISED_S, NOISE_S = 2.0, 3.0
+# A host that is cut off says nothing: its silence is noticed after some seconds.
+SILENCE_S = 8.0
+
+Make = Callable[..., Hosts]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Return what makes hosts, which are gone after the test, with all that ran on them."""
+    needs_hosts()
+    made: list[Hosts] = []
+
+    def function(count: int, delay: float | None = None) -> Hosts:
+        hosts = Hosts(count, tmp_path, delay=delay).__enter__()
+        made.append(hosts)
+        return hosts
+
+    yield function
+    for hosts in made:
+        hosts.close()
+
+
+def _said(text: str) -> list[dict[str, Any]]:
+    """Return what the ranks said, by rank where they told it."""
+    lines = [line for line in text.splitlines() if line.startswith("SAID ")]
+    found: list[dict[str, Any]] = [ast.literal_eval(line[5:]) for line in lines]
+    return sorted(found, key=lambda told: told.get("rank", 0))
+
+
+def _assert_nothing_left(hosts: Hosts) -> None:
+    assert hosts.living() == []
+    assert hosts.run_directories() == []
+
+
+# -- the hosts themselves ---------------------------------------------------------------------
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout.decode()
+
+
+def test_hosts_have_names_and_addresses_of_their_own(make: Make) -> None:
+    hosts = make(3)
+    script = "hostname; cat /proc/net/fib_trie | grep -m1 -o '10[.]77[.]0[.][1-9]'; echo $TMPDIR"
+    for number, host in enumerate(hosts.hosts):
+        told = hosts.start([(number, ["sh", "-c", script], {})]).succeed(10.0).split()
+        assert told == [host.name, host.address, str(host.directory)]
+
+
+def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
+    needs_hosts()
+    with Hosts(2, tmp_path) as hosts:
+        job = hosts.start([(0, ["sleep", "1000"], {})])
+        name = hosts.hosts[0].namespace
+        assert name in _namespaces()
+    assert name not in _namespaces()
+    assert job.processes[0].poll() == -signal.SIGKILL
+
+
+def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
+    needs_hosts()
+    body = (
+        "import os, pathlib, tests.hosts as t\n"
+        f"hosts = t.Hosts(2, pathlib.Path({str(tmp_path)!r})).__enter__()\n"
+        "hosts.start([(0, ['sleep', '1000'], {})])\n"
+        "print(hosts.hosts[0].namespace, *hosts.living(), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, timeout=30)
+    name, *pids = done.stdout.decode().split()
+    assert name in _namespaces()
+    assert pids
+    (tmp_path / "again").mkdir()
+    with Hosts(2, tmp_path / "again"):
+        assert name not in _namespaces()
+        for pid in pids:
+            # Nobody may have collected it yet: that it does not run is what counts.
+            state = Path(f"/proc/{pid}/stat")
+            assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+# -- launched ---------------------------------------------------------------------------------
+
+
+def _hold_two_by_two(text: str) -> None:
+    told = _said(text)
+    assert [each["rank"] for each in told] == [0, 1, 2, 3], text
+    assert [each["host"] for each in told] == ["host0", "host0", "host1", "host1"]
+    assert {each["backend"] for each in told} == {"hierarchical"}
+    assert [each["local"] for each in told] == [(0, 2), (1, 2)] * 2
+    assert [each["here"] for each in told] == [(0, 2, "shm"), (1, 2, "shm")] * 2
+    assert [Path(each["place"]).name for each in told] == ["host0"] * 2 + ["host1"] * 2
+
+
+def test_two_hosts_by_hand(make: Make) -> None:
+    hosts = make(2)
+    _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [*PROGRAM, "who"]).succeed())
+    _assert_nothing_left(hosts)
+
+
+def test_two_hosts_by_torchrun(make: Make) -> None:
+    hosts = make(2)
+    _hold_two_by_two(hosts.torchrun(2, [*PROGRAM[1:], "who"]).succeed())
+    _assert_nothing_left(hosts)
+
+
+def _mpi(vendor: str) -> Path:
+    venv = ROOT / ".mpi" / vendor
+    if not (venv / "bin" / "mpiexec").exists():
+        pytest.skip(f"no {vendor} in {venv.relative_to(ROOT)}; make it with: make mpi")
+    return venv
+
+
+# Each asks for two ranks on each host, by the shell that is given.
+_OPTIONS: dict[str, Callable[[str], list[str]]] = {
+    "mpich": lambda shell: [
+        *("-launcher", "ssh", "-launcher-exec", shell, "-hosts", "host0:2,host1:2", "-n", "4"),
+    ],
+    "openmpi": lambda shell: [
+        *("--allow-run-as-root", "--mca", "plm_ssh_agent", shell, "-x", "PYTHONPATH"),
+        *("--host", "host0:2,host1:2", "-n", "4"),
+    ],
+}
+
+
+@pytest.mark.parametrize("vendor", _OPTIONS)
+def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
+    venv, hosts = _mpi(vendor), make(2)
+    options = _OPTIONS[vendor](str(hosts.remote_shell()))
+    _hold_two_by_two(hosts.mpiexec(venv, options, [*PROGRAM[1:], "who"]).succeed())
+    _assert_nothing_left(hosts)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich", "openmpi"])
+def test_one_script_under_every_launcher(make: Make, launcher: str) -> None:
+    venv = None if launcher == "torchrun" else _mpi(launcher)
+    hosts = make(2)
+    if venv is None:
+        text = hosts.torchrun(2, [HELLO]).succeed()
+    else:
+        options = _OPTIONS[launcher](str(hosts.remote_shell()))
+        text = hosts.mpiexec(venv, options, [HELLO]).succeed()
+    for rank in range(4):
+        assert f"rank {rank} of 4 on hierarchical: [{rank + 1}." in text, text
+    assert text.count("-> [10. 10. 10.]") == 4
+
+
+def test_three_hosts_in_any_order(make: Make) -> None:
+    hosts = make(3)
+    told = _said(hosts.by_hand([0, 1, 0, 2, 1, 0], [*PROGRAM, "who"]).succeed())
+    assert [each["host"] for each in told] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
+    assert {each["backend"] for each in told} == {"hierarchical"}
+    assert [each["here"][1] for each in told] == [3, 2, 3, 1, 2, 3]
+
+
+def test_four_hosts_with_a_rank_each(make: Make) -> None:
+    told = _said(make(4).by_hand([0, 1, 2, 3], [*PROGRAM, "who"]).succeed())
+    assert [each["host"] for each in told] == ["host0", "host1", "host2", "host3"]
+    assert {each["backend"] for each in told} <= {"gloo", "hierarchical"}
+
+
+@pytest.mark.parametrize("places", [[0, 1], [0, 0, 1, 1]])
+def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, places: list[int]) -> None:
+    hosts = make(2)
+    for told in _said(hosts.by_hand(places, [*PROGRAM, "listening"]).succeed()):
+        own = hosts.hosts[places[told["rank"]]].address
+        assert set(told["addresses"]) <= {own, "127.0.0.1"}, told
+
+
+# -- a network that is slow, or goes away -----------------------------------------------------
+
+
+def test_messages_that_take_their_time(make: Make) -> None:
+    delay = 0.02
+    hosts = make(2, delay=delay)
+    for told in _said(hosts.by_hand([0, 0, 1, 1], [*PROGRAM, "barriers"]).succeed()):
+        # Nobody leaves a barrier before a message of the other host has crossed.
+        assert told["seconds"] >= delay * 0.99
+        assert told["total"] == 6.0
+
+
+def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], None]) -> list[Any]:
+    """Start two ranks on each of two hosts, make trouble, and return what they said of it."""
+    command = [*PROGRAM, "until_it_breaks", str(count), str(timeout)]
+    job = hosts.by_hand([0, 0, 1, 1], command)
+    job.until("ready")
+    trouble(job)
+    job.wait()
+    return [told for told in _said(str(job)) if "kind" in told]
+
+
+@pytest.mark.parametrize("count", [10, 1 << 21])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: int) -> None:
+    hosts = make(2)
+    killed: list[float] = []
+
+    def kill(job: Job) -> None:
+        killed.append(time.monotonic())
+        job.processes[victim].kill()
+
+    told = _break(hosts, count, 60.0, kill)
+    assert [each["rank"] for each in told] == [rank for rank in range(4) if rank != victim]
+    for each in told:
+        assert each["kind"] == "PeerLostError", each
+        assert each["ranks"] == (victim,)
+        assert each["at"] - killed[0] < PROMISED_S + NOISE_S
+    _assert_nothing_left(hosts)
+
+
+def test_a_cut_link_ends_every_call(make: Make) -> None:
+    hosts = make(2)
+    timeout = 4.0
+    cut: list[float] = []
+
+    def pull(job: Job) -> None:
+        cut.append(time.monotonic())
+        hosts.cut(1)
+
+    told = _break(hosts, 1000, timeout, pull)
+    assert [each["rank"] for each in told] == [0, 1, 2, 3]
+    for each in told:
+        assert each["kind"] in ("PeerLostError", "CollectiveTimeoutError"), each
+        # On either side it is ranks of the other that do not answer.
+        beyond = "[23]" if each["rank"] < 2 else "[01]"
+        assert re.search(rf"\brank {beyond}\b(?! *\])", each["text"]), each
+        assert each["at"] - cut[0] < timeout + SILENCE_S
+    _assert_nothing_left(hosts)
+
+
+def test_a_link_that_is_cut_for_a_moment_is_forgiven(make: Make) -> None:
+    hosts = make(2)
+
+    def blink(job: Job) -> None:
+        hosts.cut(1)
+        time.sleep(0.5)
+        hosts.mend(1)
+        time.sleep(2.0)
+        assert all(process.poll() is None for process in job.processes), str(job)
+        os.kill(job.processes[3].pid, signal.SIGKILL)
+
+    told = _break(hosts, 1000, 60.0, blink)
+    assert {each["kind"] for each in told} == {"PeerLostError"}
+    assert {each["ranks"] for each in told} == {(3,)}
+
+
+# -- meeting ----------------------------------------------------------------------------------
+
+
+def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
+    hosts = make(2)
+    job = hosts.by_hand([1], [*PROGRAM, "meet", "3"], WORLD_SIZE="2", RANK="1",
+                        MASTER_ADDR="10.77.0.99", LOCAL_WORLD_SIZE="1")  # fmt: skip
+    (told,) = _said(job.succeed())
+    assert told["kind"] == "RendezvousError"
+    assert "10.77.0.99" in told["text"]
+    assert "MASTER_ADDR" in told["text"]
+    assert told["seconds"] < 3.0 + PROMISED_S + NOISE_S
+
+
+def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
+    hosts = make(2)
+    job = hosts.by_hand([0, 0, 1], [*PROGRAM, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    job.wait()
+    told = _said(str(job))
+    assert [each["kind"] for each in told] == ["RendezvousError"] * 3, str(job)
+    for each in told:
+        assert re.search(r"ranks? \[?3\b", each["text"]), each
+    _assert_nothing_left(hosts)

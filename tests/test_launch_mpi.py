@@ -1,0 +1,222 @@
+"""Ranks that are started through mpiexec: output, exit codes and endings as without it.
+
+These are about the launcher, so no MPI is needed: where there is no mpiexec, a program stands
+in for it that does to its processes what they all do, and what the roughest of them do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
+
+from collective import launch_mpi
+from collective.errors import BackendUnavailableError
+
+# Starts N processes, kills all of them at once as soon as one fails, and gives up if their
+# end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.
+STAND_IN = f"""#!{sys.executable} -IS
+import os, signal, subprocess, sys
+if sys.argv[1] == "--version":
+    sys.exit(print("a stand-in"))
+assert sys.argv[1] == "-n", sys.argv
+if "REFUSE" in os.environ:
+    sys.exit("there are not enough slots")
+mine, theirs = os.pipe()
+os.set_inheritable(theirs, True)
+children = []
+for rank in range(int(sys.argv[2])):
+    environment = dict(os.environ, PMI_RANK=str(rank), PMI_SIZE=sys.argv[2], PMI_FD=str(theirs))
+    stdin = None if rank == 0 else subprocess.DEVNULL
+    children.append(
+        subprocess.Popen(sys.argv[3:], env=environment, stdin=stdin, close_fds=False)
+    )
+os.close(theirs)
+code = 0
+for _ in children:
+    _, status = os.wait()
+    if status and not code:
+        code = os.waitstatus_to_exitcode(status)
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+os.read(mine, 1)
+sys.exit(code % 256)
+"""
+
+
+@pytest.fixture
+def start(launches: Launches, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    if not Path(sys.executable).with_name("mpiexec").exists() and not shutil.which("mpiexec"):
+        folder = launches.directory / "bin"
+        folder.mkdir()
+        (folder / "mpiexec").write_text(STAND_IN)
+        (folder / "mpiexec").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return lambda *arguments, **changes: launches.start(
+        *arguments[:-1], "--backend", "mpi", arguments[-1], **changes
+    )
+
+
+def test_ranks_and_their_output(launches: Launches, start) -> None:  # noqa: F811
+    script = launches.script(
+        """
+        print("rank", rank, "of", size, os.environ["COLLECTIVE_STORE"] != "", flush=True)
+        print("told by mpiexec:", os.environ.get("PMI_RANK", os.environ.get("PMIX_RANK")))
+        print("aside", rank, file=sys.stderr)
+        """
+    )
+    done = finish(start("-n", "3", script))
+    assert done.returncode == 0, done.stderr
+    expected = [f"[{r}] rank {r} of 3 True" for r in range(3)]
+    expected += [f"[{r}] told by mpiexec: {r}" for r in range(3)]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    command, *rest = done.stderr.splitlines()
+    assert command.startswith("collective run: ")
+    assert command.endswith(f" -n 3 {sys.executable} -u {script}")
+    assert sorted(rest) == [f"[{r}] aside {r}" for r in range(3)]
+    launches.assert_nothing_left()
+
+
+def test_one_rank(launches: Launches, start) -> None:  # noqa: F811
+    done = finish(start("-n", "1", launches.script("print('alone', rank, size)")))
+    assert (done.returncode, done.stdout) == (0, "[0] alone 0 1\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "rank 1 failed first (exit code 3); it wrote nothing"),
+        ("raise ValueError('of rank one')", 1, "ValueError: of rank one"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 failed first (killed by SIGKILL)"),
+    ],
+)
+def test_first_failure(launches: Launches, start, statement: str, code: int, said: str) -> None:  # noqa: F811
+    script = launches.script(
+        f"""
+        await_all()
+        if rank == 1:
+            {statement}
+        time.sleep(0.2)
+        print("noticed", flush=True)  # the others have a moment, whatever mpiexec does to them
+        time.sleep(600)
+        """
+    )
+    done = finish(start("-n", "3", script))
+    assert done.returncode == code, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] noticed", "[2] noticed"]
+    assert said in done.stderr
+    launches.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_reaches_the_ranks(launches: Launches, start, number: signal.Signals) -> None:  # noqa: F811
+    script = launches.script(
+        """
+        def note(number, _):
+            print("got", signal.Signals(number).name, flush=True)
+            sys.exit(1)
+        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGTERM, note)
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        await_all()
+        time.sleep(600)
+        """
+    )
+    running = start("-n", "2", script)
+    launches.until_arrived(2)
+    running.send_signal(number)
+    done = finish(running)
+    assert done.returncode == 128 + number, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] got {number.name}" for r in range(2)]
+    launches.assert_nothing_left()
+
+
+@pytest.mark.parametrize("who", ["launcher", "supervisor", "mpiexec", "its process"])
+def test_whoever_is_killed_takes_all_along(launches: Launches, start, who: str) -> None:  # noqa: F811
+    script = launches.script("await_all(); time.sleep(600)")
+    running = start("-n", "2", script)
+    launches.until_arrived(2)
+    rank = int((launches.directory / "arrived-0").read_text())
+    line = ancestry(rank, running.pid)  # the rank first, the launcher last
+    victims = {"its process": 1, "mpiexec": -3, "supervisor": -2, "launcher": -1}
+    os.kill(line[victims[who]], signal.SIGKILL)
+    assert finish(running).returncode != 0
+    launches.until(lambda: not launches.living())
+    # Nobody is left to remove the directory if both who could are gone.
+    assert who == "launcher" or launches.run_directories() == []
+
+
+def ancestry(pid: int, last: int) -> list[int]:
+    line = [pid]
+    while line[-1] != last:
+        assert line[-1] > 1
+        fields = Path(f"/proc/{line[-1]}/stat").read_text().rpartition(")")[2].split()
+        line.append(int(fields[1]))
+    return line
+
+
+def test_standard_input_goes_to_rank_0(launches: Launches, start) -> None:  # noqa: F811
+    script = launches.script("print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        [sys.executable, "-m", "collective", "run", "-n", "2", "--backend", "mpi", script],
+        cwd=launches.directory,
+        env=launches.environment(),
+        input="to rank 0",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.stderr.count("\n") == 1
+    assert sorted(done.stdout.splitlines()) == ["[0] 'to rank 0'", "[1] ''"], done.stderr
+
+
+def test_mpiexec_that_refuses_is_heard(launches: Launches, start) -> None:  # noqa: F811
+    if not (launches.directory / "bin").exists():
+        pytest.skip("there is an mpiexec, which does not refuse")
+    done = finish(start("-n", "2", launches.script("pass"), REFUSE="1"))
+    assert done.returncode == 1
+    assert "there are not enough slots" in done.stderr
+    assert "mpiexec ended before the ranks did (exit code 1)" in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_without_mpiexec_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'collective\[mpi\]'"):
+        launch_mpi.mpiexec(2)
+
+
+@pytest.mark.parametrize(
+    ("version", "root", "options"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2", True, []),
+        ("mpiexec (Open MPI) 5.0.11", False, ["--oversubscribe"]),
+        ("mpiexec (Open MPI) 5.0.11", True, ["--allow-run-as-root", "--oversubscribe"]),
+    ],
+)
+def test_mpiexec_beside_python_goes_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, root: bool, options: list[str]
+) -> None:
+    beside = tmp_path / "mpiexec"
+    beside.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    assert launch_mpi.mpiexec(3) == [str(beside), *options, "-n", "3"]
+
+
+def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mpiexec").write_bytes(b"\x7fELF, but no more than that")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(BackendUnavailableError, match=r"--version failed.*pip install"):
+        launch_mpi.mpiexec(2)

@@ -1,0 +1,500 @@
+"""What is the ``mpi`` transport's own: its dtypes, operators, tags, lengths, ways of carrying out."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.backend import ANY_SOURCE
+from collective.backends.mpi import MpiBackend, MpiStore, describe, world_of
+from collective.buffer import Buffer
+from collective.communicator import Communicator
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    BackendError,
+    CommunicatorAbortedError,
+    InvalidArgumentError,
+    PeerFailedError,
+    PeerLostError,
+    RendezvousError,
+)
+from collective.ops import premul_sum, user_op
+from collective.reduction import bfloat16_to_float32, float32_to_bfloat16
+from collective.testing import RankPool, RanksFailedError
+from tests.mpi_launches import VENDORS, launch_of, needs
+
+Array = np.ndarray[Any, Any]
+Run = Callable[..., list[Any]]
+_SIZE = 3
+
+
+@pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Run a function on three ranks of each vendor's MPI, which are kept."""
+    with RankPool(_SIZE, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
+        yield pool.run
+
+
+def _transport(comm: Communicator) -> MpiBackend:
+    backend = comm._backend
+    assert isinstance(backend, MpiBackend)
+    return backend
+
+
+def _buffer(array: Array) -> Buffer:
+    return Buffer(array, BY_NAME[array.dtype.name])
+
+
+# -- dtypes and operators ---------------------------------------------------------------------
+
+
+def _extremes(comm: Communicator) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        for count in (4, 50_000):
+            # NaN on one rank, each in turn, first and last.
+            x = np.full(count, comm.rank, dtype)
+            x[comm.rank] = np.nan
+            wanted = np.full(count, comm.size - 1, dtype)
+            wanted[: comm.size] = np.nan
+            np.testing.assert_array_equal(comm.all_reduce(x, op="max"), wanted)
+            wanted[comm.size :] = 0
+            np.testing.assert_array_equal(comm.all_reduce(x, op="min"), wanted)
+            reduced = comm.reduce(x, op="min", root=1)
+            if comm.rank == 1:
+                np.testing.assert_array_equal(reduced, wanted)
+            piece = comm.reduce_scatter(x, op="min")
+            part = np.array_split(wanted, comm.size)[comm.rank]
+            np.testing.assert_array_equal(piece, part)
+
+
+def test_nan_is_the_minimum_and_the_maximum(ranks: Run) -> None:
+    ranks(_extremes, shared=True)
+
+
+def _narrow_floats(comm: Communicator) -> None:
+    for count in (1, 7, 1000, 40_000, 300_001):
+        halves = (np.arange(count) % 64 + comm.rank).astype(np.float16) / 2
+        total = functools.reduce(
+            np.add, [(np.arange(count) % 64 + r).astype(np.float16) / 2 for r in range(comm.size)]
+        )
+        np.testing.assert_array_equal(comm.all_reduce(halves), total)
+        np.testing.assert_array_equal(comm.all_reduce(halves, async_op=True).wait(), total)
+        bits = Buffer(float32_to_bfloat16(halves.astype(np.float32)), BY_NAME["bfloat16"])
+        out = Buffer.empty(count, BY_NAME["bfloat16"])
+        plan = comm._plan(("all_reduce", bits.dtype, (count,), "sum", None), None)
+        _transport(comm).all_reduce(bits, out, plan.op, False, plan.call, 20.0)
+        np.testing.assert_array_equal(bfloat16_to_float32(out.array), total.astype(np.float32))
+
+
+def test_16_bit_floats_are_summed_as_floats(ranks: Run) -> None:
+    ranks(_narrow_floats, shared=True)
+
+
+def _floats_in_logic(comm: Communicator) -> list[list[float]]:
+    x = np.array([0.5, 0.0, np.nan, comm.rank])
+    return [comm.all_reduce(x, op=op).tolist() for op in ("land", "lor")]
+
+
+def test_logic_on_floats(ranks: Run) -> None:
+    assert ranks(_floats_in_logic, shared=True) == [[[1, 0, 1, 0], [1, 0, 1, 1]]] * _SIZE
+
+
+def _scales(comm: Communicator) -> None:
+    x = np.arange(10.0) + comm.rank
+    original = x.copy()
+    total = comm.size * np.arange(10.0) + sum(range(comm.size))
+    np.testing.assert_array_equal(comm.all_reduce(x, op=premul_sum(0.5)), total / 2)
+    reduced = comm.reduce(x, op="avg", root=2)
+    if comm.rank == 2:
+        np.testing.assert_array_equal(reduced, total / comm.size)
+    part = np.array_split(total, comm.size)[comm.rank]
+    np.testing.assert_array_equal(comm.reduce_scatter(x, op=premul_sum(2.0)), part * 2)
+    np.testing.assert_array_equal(x, original)
+
+
+def test_what_is_scaled_is_not_the_input(ranks: Run) -> None:
+    ranks(_scales, shared=True)
+
+
+def _rough_scan(comm: Communicator) -> None:
+    random = np.random.default_rng(7)
+    inputs = [(random.standard_normal(999) * 1e3**r).astype(np.float32) for r in range(comm.size)]
+    found = comm.scan(inputs[comm.rank])
+    wanted = functools.reduce(np.add, inputs[: comm.rank + 1])
+    assert found.tobytes() == wanted.tobytes()
+
+
+def test_a_scan_of_floats_folds_rank_after_rank(ranks: Run) -> None:
+    ranks(_rough_scan, shared=True)
+
+
+# -- functions of the user ------------------------------------------------------------------
+
+
+class _Trouble(Exception):
+    """What a user's operator raises."""
+
+
+def _raises(a: Array, b: Array) -> Array:
+    raise _Trouble("no such sum")
+
+
+def _user_trouble(comm: Communicator) -> str:
+    try:
+        comm.all_reduce(np.ones(4), op=user_op(_raises))
+    except _Trouble as error:
+        first = repr(error)
+    except PeerFailedError as error:
+        first = str(error)
+    else:
+        first = ""  # MPI did not call it here
+    while True:
+        try:
+            comm.barrier()
+        except CommunicatorAbortedError:
+            return first
+
+
+def test_an_operator_that_raises_ends_the_call_and_not_the_process(ranks: Run) -> None:
+    for said in (said for said in ranks(_user_trouble) if said):
+        assert "no such sum" in said
+
+
+def _wrong_length(a: Array, b: Array) -> Array:
+    return a[:1]
+
+
+def _user_shape(comm: Communicator) -> str:
+    try:
+        while True:
+            comm.reduce(np.ones(4), op=user_op(_wrong_length), root=0)
+    except (InvalidArgumentError, CommunicatorAbortedError) as error:
+        return str(error)
+
+
+def test_an_operator_of_the_wrong_shape_is_told_to_all(ranks: Run) -> None:
+    assert all("returned shape (1,)" in said for said in ranks(_user_shape))
+
+
+def _many_operators(comm: Communicator) -> None:
+    for turn in range(200):
+        op = user_op(lambda a, b, turn=turn: a + b + turn, commutative=True)  # type: ignore[misc]
+        found = comm.all_reduce(np.ones(3, np.int64), op=op)
+        assert found.tolist() == [comm.size + turn * (comm.size - 1)] * 3
+
+
+def test_any_number_of_operators(ranks: Run) -> None:
+    """MPI libraries and mpi4py stop at some dozens that exist at once."""
+    ranks(_many_operators, shared=True)
+
+
+def _in_threads(comm: Communicator) -> None:
+    """Fold with functions of ours in two threads, on two communicators, beside messages."""
+    other = comm.dup()
+    wrong: list[str] = []
+
+    def fold(each: Communicator) -> None:
+        for turn in range(150):
+            total = each.all_reduce(np.full(500, turn, np.float32), op="max")
+            if total[0] != turn:
+                wrong.append(f"{total[0]} in turn {turn}")
+
+    threads = [threading.Thread(target=fold, args=(each,)) for each in (comm, other)]
+    for thread in threads:
+        thread.start()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for turn in range(150):
+        found = other.sendrecv(np.full(20_000, turn), right, left, tag=2**31 - 1)
+        if found[0] != turn:
+            wrong.append(f"message {found[0]} in turn {turn}")
+    for thread in threads:
+        thread.join()
+    other.close()
+    assert not wrong, wrong
+
+
+def test_operators_of_ours_in_several_threads(ranks: Run) -> None:
+    ranks(_in_threads)
+
+
+# -- ways of carrying a call out ----------------------------------------------------------------
+
+
+def _mixed(comm: Communicator) -> None:
+    for turn in range(20):
+        x = np.full(100 + turn, comm.rank)
+        for op in ("sum", user_op(np.maximum, commutative=True)):
+            background = (comm.rank + turn) % 2 == 0
+            found = comm.all_reduce(x, op=op, async_op=background)
+            wanted = sum(range(comm.size)) if op == "sum" else comm.size - 1
+            assert (found.wait() if background else found).tolist() == [wanted] * x.size
+        work = comm.broadcast(x, root=1, async_op=True) if comm.rank == 1 else None
+        got = work.wait() if work else comm.broadcast(x, root=1)
+        assert got.tolist() == [1] * x.size
+
+
+def test_ranks_in_the_background_meet_others_in_the_foreground(ranks: Run) -> None:
+    ranks(_mixed, shared=True)
+
+
+class _NoPersistence:
+    """A communicator of an MPI without persistent collectives (before MPI 4)."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "Allreduce_init":
+            raise NotImplementedError
+        return getattr(self._comm, name)
+
+
+def _without_persistence(comm: Communicator) -> None:
+    from collective.backends.mpi.arrival import Arrival
+
+    transport = _transport(comm)
+    proxy = _NoPersistence(transport._comm)
+
+    class Old(Arrival):
+        def __init__(self) -> None:
+            super().__init__(transport._mpi, proxy, transport.channel)
+
+    transport._arrival = Old()
+    transport._arrive = transport._arrival.come
+    for turn in range(10):
+        assert comm.all_reduce(np.array([turn])).tolist() == [comm.size * turn]
+    comm.barrier()
+    assert comm.all_gather(np.ones(comm.rank)).size == sum(range(comm.size))
+
+
+def test_an_mpi_without_persistent_collectives(ranks: Run) -> None:
+    ranks(_without_persistence)
+
+
+def _short_counts(comm: Communicator) -> None:
+    """Everything, where MPI takes no more than some elements in a call."""
+    from collective.backends.mpi import messages
+
+    transport = _transport(comm)
+    transport._most, most = 10, messages.MOST_BYTES
+    messages.MOST_BYTES = 1000
+    try:
+        for count in (11, 500):
+            inputs = [np.arange(count) * (r + 1) for r in range(comm.size)]
+            mine, total = inputs[comm.rank], sum(inputs)
+            joined = np.concatenate(inputs)
+            same = np.testing.assert_array_equal
+            same(comm.all_reduce(mine), total)
+            same(comm.scan(mine), sum(inputs[: comm.rank + 1]))
+            same(comm.broadcast(mine, root=1), inputs[1])
+            same(comm.all_gather(mine), joined)
+            same(comm.reduce_scatter(mine), np.array_split(total, comm.size)[comm.rank])
+            parts = [np.array_split(x, comm.size)[comm.rank] for x in inputs]
+            same(comm.all_to_all(mine), np.concatenate(parts))
+            same(comm.scatter(mine if comm.rank == 0 else None), parts[0])
+            for root, found in ((0, comm.reduce(mine)), (2, comm.gather(mine, root=2))):
+                if comm.rank == root:
+                    same(found, joined if root else total)
+            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            same(comm.sendrecv(mine, right, left), inputs[left])
+        # Only one rank has more than the limit: all have to do as it does.
+        table = [12, 0, 0] if comm.rank == 0 else [1, 1, 1]
+        assert comm.all_to_all(np.ones(sum(table)), counts=table).size == (14, 2, 2)[comm.rank]
+        if comm.rank:
+            comm.send(np.full(500, comm.rank), 0, tag=9)
+        else:
+            got = {int(comm.recv(None, ANY_SOURCE, tag=9).mean()) for _ in range(comm.size - 1)}
+            assert got == set(range(1, comm.size))
+    finally:
+        messages.MOST_BYTES = most
+
+
+def test_more_elements_than_one_call_takes(ranks: Run) -> None:
+    ranks(_short_counts)
+
+
+_HUGE = 2**31 + 11
+
+
+def _huge(comm: Communicator) -> list[int]:
+    x = np.zeros(_HUGE, np.uint8)
+    if comm.rank == 0:
+        x[[0, 2**31 - 1, 2**31, -1]] = 1, 2, 3, 4
+    comm.broadcast(x, root=0, out=x, timeout=90.0)
+    return [int(value) for value in x[[0, 1, 2**31 - 1, 2**31, -1]]]
+
+
+def _available() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found = dict(line.split(":") for line in file)
+    return int(found["MemAvailable"].split()[0]) << 10
+
+
+@pytest.mark.skipif(_available() < 8 << 30, reason="needs 8 GiB of free memory")
+@pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
+def test_more_than_2_to_the_31_elements(vendor: str) -> None:
+    with RankPool(2, "mpi", timeout=100.0, mpiexec=launch_of(vendor)) as pool:
+        assert pool.run(_huge) == [[1, 0, 2, 3, 4]] * 2
+
+
+# -- messages ---------------------------------------------------------------------------------
+
+_TAGS = [0, 2**31 - 1, 2**40, -7, -(2**63), 2**63 - 1, 2**28, 5]
+
+
+def _tags(comm: Communicator) -> None:
+    transport = _transport(comm)
+    for count in (3, 30_000):
+        if comm.rank == 0:
+            for dst in (1, 2):
+                sends = []
+                for tag in _TAGS:
+                    x = _buffer(np.full(count, tag % 1000))
+                    sends.append(threading.Thread(target=transport.send, args=(x, dst, tag, 20.0)))
+                    sends[-1].start()
+                for thread in sends:
+                    thread.join()
+        else:
+            for turn, tag in enumerate(reversed(_TAGS)):
+                out = _buffer(np.zeros(count, np.int64))
+                src = 0 if turn % 2 else ANY_SOURCE
+                assert transport.recv(out, src, tag, 20.0) == 0
+                assert out.array.tolist() == [tag % 1000] * count
+    assert not transport._messages._announced
+
+
+def test_tags_of_64_bits(ranks: Run) -> None:
+    ranks(_tags)
+
+
+def _one_of_two_left(comm: Communicator) -> Any:
+    if comm.rank == 1:
+        comm.close()
+        return None
+    if comm.rank == 2:
+        time.sleep(1.2)  # longer than it takes to miss a rank that has left
+        comm.send(np.array([2]), 0)
+        return None
+    first = int(comm.recv(None, ANY_SOURCE)[0])
+    try:
+        comm.recv(None, 1)
+    except PeerLostError as error:
+        return first, error.ranks
+    return first
+
+
+def test_any_source_waits_for_those_who_are_there(ranks: Run) -> None:
+    assert ranks(_one_of_two_left)[0] == (2, (1,))
+
+
+def _truncated(comm: Communicator) -> Any:
+    transport = _transport(comm)
+    if comm.rank == 0:
+        transport.send(_buffer(np.zeros(8)), 1, 3, 20.0)
+        return None
+    if comm.rank == 1:
+        try:
+            transport.recv(_buffer(np.zeros(4)), 0, 3, 20.0)
+        except BackendError as error:
+            return error.backend, error.code, str(error), type(error.__cause__).__name__
+    return None
+
+
+def test_an_error_of_mpi_keeps_its_class_and_text(ranks: Run) -> None:
+    backend, code, text, cause = ranks(_truncated)[1]
+    assert (backend, cause) == ("mpi", "Exception")
+    assert code > 0
+    assert "recv: MPI_ERR_TRUNCATE: " in text
+    assert "[rank 1]" in text
+
+
+# -- the library, the store, the world ------------------------------------------------------------
+
+
+def _library(comm: Communicator) -> Any:
+    found = describe()
+    return found.vendor, found.thread_level, os.path.exists(found.path), found.cuda_aware
+
+
+def test_what_the_library_says_of_itself(ranks: Run) -> None:
+    for vendor, level, exists, aware in ranks(_library, shared=True):
+        assert vendor in ("MPICH", "Open MPI")
+        assert (level, exists) == ("multiple", True)
+        assert isinstance(aware, bool)
+
+
+def _store(comm: Communicator) -> None:
+    store = MpiStore(_transport(comm)._comm, 10.0)
+    last = comm.rank == comm.size - 1
+    if last:
+        store.set("a", b"one\0two")  # nobody looks for it, and it returns
+    comm.barrier()
+    deadline = time.monotonic() + 10.0
+    assert store.get("a", deadline) == b"one\0two"
+    assert store.try_get("b") is None
+    comm.barrier()
+    if last:
+        store.set("a", b"")
+        store.delete("a")
+        store.set("c", b"3")
+    assert store.get("c", deadline) == b"3"
+    assert store.try_get("a") is None
+    with pytest.raises(RendezvousError, match="nobody published 'd'"):
+        store.get("d", time.monotonic() + 0.05)
+    comm.barrier()
+    store.close()
+
+
+def test_a_store_over_mpi(ranks: Run) -> None:
+    ranks(_store, shared=True)
+
+
+def _late_store(comm: Communicator) -> str:
+    if comm.rank == 0:
+        return ""
+    try:
+        MpiStore(_transport(comm)._comm, 0.3)
+    except RendezvousError as error:
+        return str(error)
+    raise AssertionError("a store without rank 0")
+
+
+def test_a_store_for_which_not_all_come(ranks: Run) -> None:
+    assert "not all of the 3 ranks" in ranks(_late_store)[1]
+
+
+def _half(comm: Communicator) -> None:
+    program = _transport(comm)._comm.Split(comm.rank == 0, -comm.rank)
+    before = program.Get_size(), program.Get_errhandler()
+    world = world_of(program, timeout=10.0)
+    half = MpiBackend.connect(world, 10.0)
+    assert (world.rank, world.size) == (half.rank, half.size) == (program.rank, program.size)
+    assert (world.local_rank, world.local_size) == (world.rank, world.size)
+    jobs = program.allgather(world.job)
+    assert len(set(jobs)) == 1
+    assert jobs[0] not in comm.all_gather_object(world.job)[:1] or comm.rank == 0
+    assert (program.Get_size(), program.Get_errhandler()) == before
+    half.close()
+    program.Free()
+
+
+def test_the_world_of_a_communicator_of_the_program(ranks: Run) -> None:
+    ranks(_half)
+
+
+def test_ranks_that_failed_are_told_apart(ranks: Run) -> None:
+    with pytest.raises(RanksFailedError, match="divided"):
+        ranks(_divide)
+
+
+def _divide(comm: Communicator) -> None:
+    if comm.rank == 1:
+        raise ZeroDivisionError("divided")
+    comm.barrier()

@@ -1,0 +1,128 @@
+"""The interfaces of this host, and the address that others reach it at."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, needs_hosts
+
+from collective import network
+from collective.errors import ConfigError, RendezvousError
+from collective.network import Interface, address_of, address_toward, interfaces, own_address
+
+ETH = Interface("eth0", ("10.1.0.4", "fd00::4", "fe80::4"), up=True, loopback=False)
+LO = Interface("lo", ("127.0.0.1", "::1"), up=True, loopback=True)
+
+
+@pytest.fixture
+def these(monkeypatch: pytest.MonkeyPatch):
+    """Give this host other interfaces, and a name and routes that lead nowhere."""
+
+    def give(*found: Interface) -> None:
+        monkeypatch.setattr(network, "interfaces", lambda: list(found))
+        monkeypatch.setattr(network, "_of_own_name", list)
+        monkeypatch.setattr(network, "_of_default_route", list)
+
+    return give
+
+
+def test_loopback_is_there_and_known_for_what_it_is() -> None:
+    (found,) = [each for each in interfaces() if "127.0.0.1" in each.addresses]
+    assert found.loopback
+    assert found.up
+    assert {each.name for each in interfaces()} >= {name for _, name in socket.if_nameindex()}
+
+
+def test_interfaces_are_what_the_system_lists() -> None:
+    try:
+        listed = subprocess.run(["ip", "-j", "address"], capture_output=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("no ip(8) here that writes JSON")
+    # One may come or go between the two looks, in tests that make interfaces.
+    for entry in json.loads(listed.stdout):
+        if entry["link_type"] == "ether" and not entry["ifname"].startswith(("eth", "en")):
+            continue
+        (found,) = [each for each in interfaces() if each.name == entry["ifname"]]
+        assert set(found.addresses) == {info["local"] for info in entry["addr_info"]}
+        assert found.up == ("UP" in entry["flags"])
+        assert found.loopback == ("LOOPBACK" in entry["flags"])
+
+
+def test_address_of_an_interface() -> None:
+    (loopback,) = [each.name for each in interfaces() if "127.0.0.1" in each.addresses]
+    assert address_of(loopback) == "127.0.0.1"
+
+
+def test_ipv4_goes_before_ipv6_and_link_local_ones_do_not_count(these) -> None:
+    these(LO, ETH, Interface("ib0", ("fd00::5", "fe80::5"), up=True, loopback=False))
+    assert address_of("eth0") == "10.1.0.4"
+    assert address_of("ib0") == "fd00::5"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("eth7", "no interface of that name"),
+        ("eth1", "it is down"),
+        ("eth2", "no address"),
+        ("eth3", "no address"),
+    ],
+)
+def test_interface_that_does_not_serve_is_refused_with_those_there_are(these, name, fault) -> None:
+    these(
+        ETH,
+        Interface("eth1", ("10.1.0.5",), up=False, loopback=False),
+        Interface("eth2", (), up=True, loopback=False),
+        Interface("eth3", ("fe80::6",), up=True, loopback=False),
+    )
+    with pytest.raises(ConfigError, match=fault) as caught:
+        address_of(name)
+    assert "eth0 (10.1.0.4, fd00::4, fe80::4), eth1 (10.1.0.5, down)" in str(caught.value)
+    assert "COLLECTIVE_INTERFACE" in str(caught.value)
+
+
+def test_address_toward_this_host() -> None:
+    assert address_toward("127.0.0.1", 80) == "127.0.0.1"
+    assert address_toward("localhost", 80) in ("127.0.0.1", "::1")
+
+
+def test_address_toward_a_name_that_does_not_exist() -> None:
+    with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*does not resolve"):
+        address_toward("no-such-host.invalid", 80)
+
+
+def test_own_address_is_one_of_this_hosts_own() -> None:
+    assert own_address() in {address for each in interfaces() for address in each.addresses}
+
+
+def test_own_address_prefers_the_name_then_the_route_then_any(these, monkeypatch) -> None:
+    ib = Interface("ib0", ("10.2.0.4",), up=True, loopback=False)
+    ppp = Interface("ppp0", ("10.3.0.4",), up=True, loopback=False)
+    these(LO, ETH, ib, ppp)
+    assert own_address() == "10.1.0.4"
+    monkeypatch.setattr(network, "_of_default_route", lambda: ["10.2.0.4"])
+    assert own_address() == "10.2.0.4"
+    # Debian's name for this host, one that somebody else has now, and the right one.
+    monkeypatch.setattr(network, "_of_own_name", lambda: ["127.0.1.1", "10.9.9.9", "10.3.0.4"])
+    assert own_address() == "10.3.0.4"
+
+
+def test_host_with_nothing_but_loopback(these) -> None:
+    these(LO, Interface("eth0", ("10.1.0.4",), up=False, loopback=False))
+    assert own_address() == "127.0.0.1"
+
+
+def test_hosts_find_their_own_address_and_the_way_to_each_other(tmp_path: Path) -> None:
+    needs_hosts()
+    with Hosts(2, tmp_path) as hosts:
+        program = (
+            "from collective.network import *; "
+            "print(own_address(), address_of('eth0'), address_toward('host0', 1))"
+        )
+        job = hosts.start([(1, [sys.executable, "-c", program], {})])
+        assert job.succeed().split() == [hosts.hosts[1].address] * 3
