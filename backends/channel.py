@@ -109,7 +109,8 @@ class Channel:
         error = self.failure.error(str(where), self.rank)
         if self.failure.kind == "mismatch" and self._told:
             # The mismatch was one call's; this is another, on what it left behind.
-            return CommunicatorAbortedError(f"{where}: broken by an earlier mismatch: {error}")
+            text = f"{where}: broken by an earlier mismatch: {self.failure.text}"
+            return CommunicatorAbortedError(f"{text} [rank {self.rank}]")
         self._told = True
         return error
 

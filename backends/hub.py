@@ -57,10 +57,12 @@ class Hub:
     Attributes:
         place: what :func:`backends.link.connect` takes to reach it.
         key: what a rank has to know.
+        refusal: why the roll call has failed, None as long as it has not.
     """
 
     def __init__(self, size: int, address: str | None, timeout: float) -> None:
         self.key = secrets.token_hex(16)
+        self.refusal: str | None = None
         self._size = size
         self._ends = time.monotonic() + timeout
         self._links: dict[int, Link] = {}
@@ -181,6 +183,7 @@ class Hub:
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, for everybody who came."""
+        self.refusal = why
         for link in (*self._links.values(), *(s for s in self._strangers if s.trusted)):
             with contextlib.suppress(OSError):
                 link.send({"refused": why})

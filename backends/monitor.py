@@ -85,6 +85,8 @@ class Monitor:
             world.store.set(_KEY, told)
             try:
                 link, hosts = _join(world, hub.place, hub.key, deadline)
+            except (EOFError, OSError) as error:  # it was over before this rank came
+                raise _refused(world, hub.refusal or repr(error)) from error
             finally:
                 world.store.delete(_KEY)
         else:
@@ -187,12 +189,16 @@ def _join(world: World, place: str, key: str, deadline: float) -> tuple[Link, li
         link.trusted = True
         answer = link.expect(deadline - time.monotonic() + _ANSWER_S)
         if "refused" in answer:
-            raise RendezvousError(f"rendezvous: {answer['refused']} [rank {world.rank}].")
+            raise _refused(world, answer["refused"])
         hosts: list[str] = answer["hosts"]
     except BaseException:
         link.close()
         raise
     return link, hosts
+
+
+def _refused(world: World, why: str) -> RendezvousError:
+    return RendezvousError(f"rendezvous: {why} [rank {world.rank}].")
 
 
 def _watch(reference: weakref.ref[Monitor], link: Link) -> None:

@@ -182,9 +182,11 @@ class Broadcasting(PieceCalls):
             head.words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, ndim
             head.words[4 : 4 + ndim] = call.shape
             head.put(buffer.array)
-        about = self._plans.get(("head", root))
+        key = ("head", root, call)
+        about = self._plans.get(key)
         if about is None:
-            about = self._remember(("head", root), Call("broadcast", root=root))
+            known = Call("broadcast", root=root) if call is None else call
+            about = self._remember(key, known.comparing(root=root))
         self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
         if call is not None and head.words[0] != call.digest:
             theirs = Call("broadcast", *_described(head), root=root)

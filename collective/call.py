@@ -68,6 +68,15 @@ class Call:
         ) >> 1  # fmt: skip
         return other
 
+    def comparing(self, **options: Any) -> Call:
+        """Return the same call with a digest that depends on its name and ``options`` only.
+
+        For a message that all ranks have to be in, whatever else they know of the call.
+        """
+        other = Call(self.operation, self.dtype, self.shape, **self.options)
+        other.digest = Call(self.operation, **options).digest
+        return other
+
     def __str__(self) -> str:
         return describe(self._fields())
 

@@ -179,7 +179,7 @@ class _MpiSupervisor(Supervisor):
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._own, 65536)
             if not data:
-                with contextlib.suppress(KeyError):  # it has ended before
+                if self._own in self._selector.get_map():
                     self._selector.unregister(self._own)
             elif not self._failed and not self._signalled:
                 self._error.fresh_line()
@@ -187,6 +187,8 @@ class _MpiSupervisor(Supervisor):
 
     def _learn(self, rank: _Remote) -> None:
         """Read how a rank has ended."""
+        if rank.end not in self._selector.get_map():
+            return  # all of that has been read
         try:
             data = os.read(rank.end, 64)
         except BlockingIOError:
@@ -228,9 +230,7 @@ class _MpiSupervisor(Supervisor):
             return
         process.returncode = code
         for remote in self._remotes:
-            with contextlib.suppress(KeyError):  # the end of that pipe has been read
-                self._selector.get_key(remote.end)
-                self._learn(remote)
+            self._learn(remote)
         running = [rank for rank in self._remotes if rank.runs]
         for rank in self._ranks:
             if rank.runs:

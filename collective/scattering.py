@@ -130,7 +130,7 @@ class Scattering(PieceCalls):
         if self.rank == root:
             head.words[0] = text.size
             head.put(text)
-        about = Call("scatter", root=root)
+        about = call.comparing(root=root)
         self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
         told = head.inline(int(head.words[0]))
         if told is None:

@@ -236,7 +236,7 @@ class Hosts:
     def environment(self, host: Host, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a process on ``host``."""
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(host.directory), "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **variables}
+        return {**os.environ, **own, **variables}
 
     def by_hand(self, places: Sequence[int], command: Sequence[str], **variables: str) -> Job:
         """Start a rank on each of ``places`` with the variables that torchrun would set."""

@@ -130,6 +130,18 @@ def test_two_processes_of_one_rank_are_told(tmp_path):
         assert "two processes say that they are rank 1" in str(error)
 
 
+def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
+    """Its hub is there before it is, and others may have ended the roll call by then."""
+
+    def late(place, timeout):
+        raise ConnectionRefusedError("nobody listens any more")
+
+    monkeypatch.setattr("collective.backends.monitor.connect", late)
+    error, *_ = start([0], 2, tmp_path, timeout=0.2)
+    assert isinstance(error, RendezvousError)
+    assert os.listdir(tmp_path) == []
+
+
 def listening():
     """Return the addresses, as /proc has them, on which this process listens."""
     mine = set()

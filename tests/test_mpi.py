@@ -284,9 +284,9 @@ def _short_counts(comm: Communicator) -> None:
 
     transport = _transport(comm)
     transport._most, most = 10, messages.MOST_BYTES
-    messages.MOST_BYTES = 1000
+    messages.MOST_BYTES = 100_001
     try:
-        for count in (11, 500):
+        for count in (11, 60_000):
             inputs = [np.arange(count) * (r + 1) for r in range(comm.size)]
             mine, total = inputs[comm.rank], sum(inputs)
             joined = np.concatenate(inputs)
@@ -308,7 +308,7 @@ def _short_counts(comm: Communicator) -> None:
         table = [12, 0, 0] if comm.rank == 0 else [1, 1, 1]
         assert comm.all_to_all(np.ones(sum(table)), counts=table).size == (14, 2, 2)[comm.rank]
         if comm.rank:
-            comm.send(np.full(500, comm.rank), 0, tag=9)
+            comm.send(np.full(30_000, comm.rank), 0, tag=9)
         else:
             got = {int(comm.recv(None, ANY_SOURCE, tag=9).mean()) for _ in range(comm.size - 1)}
             assert got == set(range(1, comm.size))

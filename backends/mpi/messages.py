@@ -16,7 +16,7 @@ from .library import leave_unfinished
 from .polling import finish, settle, spin
 
 if TYPE_CHECKING:
-    from collective.backends.monitor import Channel
+    from collective.backends.channel import Channel
     from collective.buffer import Buffer
 
 __all__ = ["MOST_BYTES", "Messages"]
@@ -53,7 +53,8 @@ class Messages:
         self._module = module
         self._comm = comm
         self._channel = channel
-        self._most_tag = int(comm.Get_attr(module.TAG_UB))
+        # An attribute of this communicator alone (MPI 4.1, section 9.1.2).
+        self._most_tag = int(module.COMM_WORLD.Get_attr(module.TAG_UB))
         # Half for users, half for announced messages.
         self._most_user = self._most_tag // 2
         self._lock = threading.Lock()

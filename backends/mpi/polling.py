@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .library import leave_unfinished, waiting
 
 if TYPE_CHECKING:
-    from collective.backends.monitor import Wait
+    from collective.backends.channel import Wait
 
 __all__ = ["POLLS", "finish", "settle", "spin"]
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from collective.backend import Failure
-from collective.backends.monitor import Channel, Monitor, Monitored
+from collective.backends.channel import Channel, Monitored
+from collective.backends.monitor import Monitor
 from collective.buffer import Buffer
 from collective.call import in_thread
 from collective.capabilities import Capabilities

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from collective.backend import Failure
 
 if TYPE_CHECKING:
-    from collective.backends.monitor import Channel
+    from collective.backends.channel import Channel
 
 __all__ = ["Blocking", "watch"]
 

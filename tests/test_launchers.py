@@ -1,0 +1,156 @@
+"""One script, unchanged, under every launcher and over every transport of processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from mpi_launches import VENDORS, launch_of, needs
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = str(ROOT / "examples" / "hello.py")
+DEADLINE_S = 90.0
+SIZE = 2
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a launcher of the tests themselves has said."""
+    for name in list(os.environ):
+        if re.match(r"COLLECTIVE_|SLURM_|OMPI_|PMI|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_", name):
+            monkeypatch.delenv(name)
+
+
+def run(command: Sequence[str], backend: str, **variables: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment(backend), **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def environment(backend: str) -> dict[str, str]:
+    chosen = {"COLLECTIVE_BACKEND": backend} if backend != "auto" else {}
+    # Threads of their own would only fight for the cores of the tests.
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **chosen}
+
+
+def check(printed: str, backend: str, size: int = SIZE) -> None:
+    total = float(sum(range(1, size + 1)))
+    for rank in range(size):
+        line = rf"rank {rank} of {size} on {backend}: .*-> \[{total:g}\. {total:g}\. {total:g}\.\]"
+        assert re.search(line, printed), printed
+
+
+def needs_package_of(backend: str) -> None:
+    if backend == "gloo":
+        pytest.importorskip("torch")
+
+
+BACKENDS = pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("gloo", "gloo")])
+
+
+@pytest.mark.parametrize(("backend", "name"), [("auto", "threads"), ("gloo", "gloo")])
+def test_python(backend: str, name: str) -> None:
+    needs_package_of(backend)
+    check(run([sys.executable, SCRIPT], backend), name, 1)
+
+
+@BACKENDS
+def test_collective_run(backend: str, name: str) -> None:
+    needs_package_of(backend)
+    command = [sys.executable, "-m", "collective", "run", "-n", str(SIZE), SCRIPT]
+    check(run(command, backend), name)
+
+
+@BACKENDS
+def test_torchrun(backend: str, name: str) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}", SCRIPT]
+    check(run(command, backend), name)
+
+
+def slurm(rank: int) -> Mapping[str, str]:
+    """What srun tells a task of a step on one host."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),  # no other run of these tests at the same time
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": str(SIZE),
+        "SLURM_STEP_NUM_TASKS": str(SIZE),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(SIZE),
+        "SLURM_STEP_NODELIST": socket.gethostname(),
+    }
+
+
+@BACKENDS
+def test_slurm(backend: str, name: str) -> None:
+    needs_package_of(backend)
+    printed: list[str] = []
+    ranks = [
+        threading.Thread(
+            target=lambda rank=rank: printed.append(
+                run([sys.executable, SCRIPT], backend, **slurm(rank))
+            )
+        )
+        for rank in range(SIZE)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(printed) == SIZE  # or else a thread has raised, which fails the test too
+    check("".join(printed), name)
+
+
+@pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("mpi", "mpi")])
+@pytest.mark.parametrize("vendor", [pytest.param(each, marks=needs(each)) for each in VENDORS])
+def test_mpiexec(vendor: str, backend: str, name: str) -> None:
+    launch = launch_of(vendor)
+    command = [*launch.command, "-n", str(SIZE), launch.python, SCRIPT]
+    check(run(command, backend), name)
+
+
+@pytest.mark.parametrize("vendor", [pytest.param(each, marks=needs(each)) for each in VENDORS])
+def test_collective_run_calls_mpiexec_for_mpi(vendor: str) -> None:
+    launch = launch_of(vendor)
+    command = [launch.python, "-m", "collective", "run", "-n", str(SIZE), "--backend", "mpi"]
+    printed = run([*command, SCRIPT], "auto")
+    check(printed, "mpi")
+    assert re.search(r"^collective run: .*mpiexec .*-n 2 .*hello\.py$", printed, re.MULTILINE)
+
+
+@needs("mpich")
+def test_backend_mpi_without_mpiexec_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    """By hand, or under a launcher that knows nothing of MPI."""
+    hand = {"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": str(tmp_path / "s")}
+    done = subprocess.run(
+        [launch_of("mpich").python, SCRIPT],
+        env={**environment("mpi"), **hand, "COLLECTIVE_START_TIMEOUT": "5"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "mpiexec -n 2" in done.stderr
