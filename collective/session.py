@@ -16,6 +16,7 @@ from collective.communicator import Communicator, connect
 from collective.config import KEYS, Config, Setting, load
 from collective.config import settings as collect
 from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError
+from collective.recorder import dump_on_signal
 from collective.world import World, adopt, build
 
 __all__ = ["current", "init", "leave_thread", "set_current", "settings", "thread_world"]
@@ -94,6 +95,7 @@ def init(
     )
     set_current(made)
     _open.add(made)
+    dump_on_signal(settled.dump_signal)
     if as_thread:
         _of_thread.opened.append(made)
     return made

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from collective.testing import Mpiexec
 
-__all__ = ["DEADLINE_S", "ROOT", "VENDORS", "launch_of", "mpirun", "needs"]
+__all__ = ["DEADLINE_S", "ROOT", "VENDORS", "launch_of", "mpirun", "needs", "run_alone"]
 
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("mpich", "openmpi")
@@ -55,6 +55,22 @@ def mpirun(
     options = [each for each in options if each not in ("--with-ft", "ulfm")]
     options = [each for each in options if each != "-disable-auto-cleanup"]
     command = [program, *options, *arguments, "-n", str(size), python or launch.python, "-c", script]
+    done = _run(command, environment)
+    if check:
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
+    return done
+
+
+def run_alone(python: str, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` in a process that no launcher started."""
+    done = _run([python, "-c", script], environment)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
+    return done
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -70,7 +86,4 @@ def mpirun(
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=DEADLINE_S)
         pytest.fail(f"{' '.join(command[:-1])}: not over after {DEADLINE_S:g} s\n{output}")
-    done = subprocess.CompletedProcess(command, process.returncode, output)
-    if check:
-        assert done.returncode == 0, f"exit code {done.returncode}\n{output}"
-    return done
+    return subprocess.CompletedProcess(command, process.returncode, output)

@@ -27,7 +27,7 @@ from collective.errors import (
 )
 from collective.ops import premul_sum, user_op
 from collective.reduction import bfloat16_to_float32, float32_to_bfloat16
-from collective.testing import RankPool, RanksFailedError
+from collective.testing import RankPool
 from tests.mpi_launches import VENDORS, launch_of, needs
 
 Array = np.ndarray[Any, Any]
@@ -456,20 +456,6 @@ def test_a_store_over_mpi(ranks: Run) -> None:
     ranks(_store, shared=True)
 
 
-def _late_store(comm: Communicator) -> str:
-    if comm.rank == 0:
-        return ""
-    try:
-        MpiStore(_transport(comm)._comm, 0.3)
-    except RendezvousError as error:
-        return str(error)
-    raise AssertionError("a store without rank 0")
-
-
-def test_a_store_for_which_not_all_come(ranks: Run) -> None:
-    assert "not all of the 3 ranks" in ranks(_late_store)[1]
-
-
 def _half(comm: Communicator) -> None:
     program = _transport(comm)._comm.Split(comm.rank == 0, -comm.rank)
     before = program.Get_size(), program.Get_errhandler()
@@ -477,9 +463,8 @@ def _half(comm: Communicator) -> None:
     half = MpiBackend.connect(world, 10.0)
     assert (world.rank, world.size) == (half.rank, half.size) == (program.rank, program.size)
     assert (world.local_rank, world.local_size) == (world.rank, world.size)
-    jobs = program.allgather(world.job)
-    assert len(set(jobs)) == 1
-    assert jobs[0] not in comm.all_gather_object(world.job)[:1] or comm.rank == 0
+    assert set(program.allgather(world.job)) == {world.job}
+    assert len(set(comm.all_gather_object(world.job))) == 2
     assert (program.Get_size(), program.Get_errhandler()) == before
     half.close()
     program.Free()
@@ -487,14 +472,3 @@ def _half(comm: Communicator) -> None:
 
 def test_the_world_of_a_communicator_of_the_program(ranks: Run) -> None:
     ranks(_half)
-
-
-def test_ranks_that_failed_are_told_apart(ranks: Run) -> None:
-    with pytest.raises(RanksFailedError, match="divided"):
-        ranks(_divide)
-
-
-def _divide(comm: Communicator) -> None:
-    if comm.rank == 1:
-        raise ZeroDivisionError("divided")
-    comm.barrier()

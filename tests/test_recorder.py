@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import collective
 from collective.call import Call
 from collective.recorder import Recorder, flight_recorder
 from collective.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_it_keeps_the_last_calls_with_their_places():
@@ -102,12 +105,12 @@ with collective.init() as comm:
 
 @pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1"])
 def test_a_signal_dumps_it(tmp_path, name):
-    environ = {**os.environ, "COLLECTIVE_DUMP_SIGNAL": name}
+    environ = {**os.environ, "COLLECTIVE_DUMP_SIGNAL": name, "PYTHONPATH": str(ROOT)}
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environ, cwd=os.getcwd(),
+        env=environ,
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.Signals[name])

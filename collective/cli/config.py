@@ -37,7 +37,7 @@ def execute(options: argparse.Namespace) -> int:
         return 0
     rows = [("key", "value", "origin")]
     rows += [
-        (key, "-" if value is None else str(value), origin)
+        (key, "-" if value in (None, "") else str(value), origin)
         for key, (value, origin) in found.items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]

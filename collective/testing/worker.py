@@ -16,7 +16,7 @@ from collective.launchers import detect
 from collective.testing.failed import Outcome, RemoteError
 from collective.testing.seat import Job, Seat, backend_class
 
-__all__ = ["GO", "LOADED", "PIPES", "STACKS", "main", "serve"]
+__all__ = ["GO", "LOADED", "PIPES", "STACKS", "leave_process_group", "main", "serve"]
 
 #: What the pool asks over the second pipe: where are your threads?
 STACKS = b"stacks"
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str]) -> None:
     if launched is None:
         raise SystemExit("collective.testing.worker: to be started by mpiexec, of a pool of ranks")
     if launched.launcher in ("mpich", "intelmpi"):
-        _leave_process_group()
+        leave_process_group()
     jobs, control = (_call_back(arguments[0], launched.rank, which) for which in PIPES)
     serve(launched.rank, jobs, control, foreign=True)
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
     """Go on in a child that ``mpiexec`` does not know of.
 
     MPICH's sends signals to the process groups of the others when a rank dies, SIGKILL among

@@ -1,0 +1,324 @@
+"""What becomes of a process when MPI, a peer or a launch fails, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collective.backends.mpi import MpiBackend
+from collective.backends.mpi import library as mpi_library
+from collective.errors import BackendUnavailableError
+from collective.testing.seat import Opening
+from tests.mpi_launches import VENDORS, launch_of, mpirun, needs, run_alone
+
+by_vendor = pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
+# What is promised, and what a busy machine may add to it.
+_PROMISED_S, _NOISE_S = 2.0, 4.0
+
+
+def _script(text: str) -> str:
+    return "import collective, numpy as np, os, signal, sys, time\n" + textwrap.dedent(text)
+
+
+# -- ends in good order ----------------------------------------------------------------------
+
+
+@by_vendor
+@pytest.mark.parametrize("how", ["with", "close", "neither"])
+def test_a_program_ends(vendor: str, how: str) -> None:
+    script = _script(f"""
+        comm = collective.init("mpi")
+        if {how!r} == "with":
+            with comm:
+                total = comm.all_reduce(np.array([comm.rank]))
+        else:
+            total = comm.all_reduce(np.array([comm.rank]))
+        if {how!r} == "close":
+            comm.close()
+        print("total", total[0])
+    """)
+    done = mpirun(vendor, 3, script)
+    assert done.stdout.count("total 3") == 3
+    assert "collective" not in done.stdout
+
+
+@by_vendor
+def test_a_program_ends_with_calls_in_the_background(vendor: str) -> None:
+    script = _script("""
+        comm = collective.init("mpi")
+        if comm.rank == 0:
+            work = comm.recv(None, 1, async_op=True)
+        comm.barrier()
+        print("over")
+    """)
+    assert mpirun(vendor, 2, script).stdout.count("over") == 2
+
+
+@by_vendor
+def test_mpi_of_the_program_stays_its_own(vendor: str) -> None:
+    script = _script("""
+        from mpi4py import MPI
+        half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
+        MPI.COMM_WORLD.Set_name("mine")
+        before = half.Get_errhandler()
+        request = half.Irecv(np.zeros(1), tag=MPI.ANY_TAG)
+        with collective.init(comm=half) as comm:
+            assert comm.backend == "mpi"
+            assert (comm.rank, comm.size) == (half.rank, half.size) == (half.rank, 2)
+            assert comm.all_reduce(np.ones(1)) == 2
+            comm.sendrecv(np.ones(2), 1 - comm.rank, 1 - comm.rank)
+        assert not request.Test()  # no message of ours meets one of the program's
+        half.Send(np.ones(1), 1 - half.rank)
+        request.Wait()
+        assert half.Get_errhandler() == before
+        assert MPI.COMM_WORLD.Get_name() == "mine"
+        assert not MPI.Is_finalized()
+        half.Free()
+        MPI.Finalize()
+        print("fine")
+    """)
+    assert mpirun(vendor, 4, script).stdout.count("fine") == 4
+
+
+@by_vendor
+def test_a_world_of_one_needs_no_mpiexec(vendor: str) -> None:
+    script = _script("""
+        with collective.init("mpi") as comm:
+            assert comm.size == 1
+            assert comm.all_reduce(np.arange(3.0), op="avg").tolist() == [0, 1, 2]
+            assert comm.all_reduce(np.array([2, 0]), op="land").tolist() == [1, 0]
+            assert comm.sendrecv(np.ones(2), 0, 0).tolist() == [1, 1]
+        print("fine")
+    """)
+    assert run_alone(launch_of(vendor).python, script).stdout == "fine\n"
+
+
+# -- ends in bad order ------------------------------------------------------------------------
+
+
+@by_vendor
+def test_a_program_that_raises_ends_all(vendor: str) -> None:
+    script = _script("""
+        comm = collective.init("mpi")
+        if comm.rank == 1:
+            raise ZeroDivisionError("by nobody")
+        comm.barrier()
+    """)
+    done = mpirun(vendor, 2, script, check=False)
+    assert done.returncode != 0
+    assert "by nobody" in done.stdout
+
+
+_DIES_INSIDE = """
+    from collective.testing import worker
+    {prelude}
+    comm = collective.init("mpi", timeout={timeout})
+    def function(a, b):
+        if comm.rank == 0:
+            {act}
+        return a + b
+    comm.barrier()
+    op = collective.user_op(function, commutative=True)
+    try:
+        while True:
+            comm.all_reduce(np.ones(1000), op=op)
+    except collective.CollectiveError as error:
+        print("heard", type(error).__name__, error, flush=True)
+        os._exit(0)
+"""
+
+
+def _timed(vendor: str, script: str, *arguments: str, **environment: str) -> tuple[str, float]:
+    since = time.monotonic()
+    done = mpirun(vendor, 2, script, arguments=arguments, check=False, **environment)
+    return done.stdout, time.monotonic() - since
+
+
+@needs("mpich")
+def test_a_peer_that_dies_inside_an_operation_ends_the_process() -> None:
+    # Out of the process group, as in the pools of ranks: mpiexec would end the job at once.
+    act = "os.kill(os.getpid(), signal.SIGKILL)"
+    prelude = "worker.leave_process_group()"
+    script = _script(_DIES_INSIDE.format(prelude=prelude, timeout=60.0, act=act))
+    told, seconds = _timed("mpich", script, "-disable-auto-cleanup")
+    assert "collective: PeerLostError: all_reduce(float64[1000], op=user_op(function))" in told
+    assert "rank 0" in told
+    assert "nobody can call it back: the process ends here, with exit code 1" in told
+    assert "heard" not in told
+    assert seconds < _PROMISED_S + _NOISE_S + 10.0  # starting included
+
+
+@needs("openmpi")
+def test_open_mpi_with_ulfm_returns_an_error_instead() -> None:
+    act = "os.kill(os.getpid(), signal.SIGKILL)"
+    script = _script(_DIES_INSIDE.format(prelude="", timeout=60.0, act=act))
+    told, _ = _timed("openmpi", script, "--with-ft", "ulfm")
+    assert re.search(r"heard PeerLostError all_reduce\(.*rank 0", told)
+
+
+@by_vendor
+def test_a_deadline_that_passes_inside_an_operation_ends_the_process(vendor: str) -> None:
+    script = _script(_DIES_INSIDE.format(prelude="", timeout=1.0, act="time.sleep(100)"))
+    told, seconds = _timed(vendor, script)
+    assert "collective: CollectiveTimeoutError: all_reduce(float64[1000]" in told
+    assert seconds < 30.0
+
+
+@by_vendor
+def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> None:
+    if vendor == "openmpi":
+        prelude, arguments = "", ("--with-ft", "ulfm")
+    else:
+        prelude, arguments = "worker.leave_process_group()", ("-disable-auto-cleanup",)
+    script = _script(f"""
+        from collective.testing import worker
+        {prelude}
+        from mpi4py import MPI
+        comm = collective.init("mpi", comm=MPI.COMM_WORLD)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.barrier()
+        except collective.PeerLostError:
+            print("heard", flush=True)
+    """)
+    told, _ = _timed(vendor, script, *arguments)
+    assert "heard" in told
+    assert "the job is aborted instead" in told
+
+
+@by_vendor
+def test_a_rank_that_does_not_come_to_the_store(vendor: str) -> None:
+    script = _script("""
+        from mpi4py import MPI
+        from collective.backends.mpi import world_of
+        if MPI.COMM_WORLD.rank == 0:
+            time.sleep(3)
+        else:
+            try:
+                world_of(MPI.COMM_WORLD, timeout=0.5)
+            except collective.RendezvousError as error:
+                print(error, flush=True)
+        os._exit(0)
+    """)
+    told, _ = _timed(vendor, script)
+    assert "after 0.5 s not all of the 2 ranks of the MPI communicator" in told
+
+
+@by_vendor
+def test_a_process_that_never_calls_init(vendor: str) -> None:
+    script = _script("""
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+            time.sleep(8)
+            os._exit(0)
+        collective.init("mpi", start_timeout=1.5)
+        print("came through")
+    """)
+    told, _ = _timed(vendor, script)
+    assert "RendezvousError" in told
+    assert "came through" not in told
+
+
+# -- libraries that are not as they should be ---------------------------------------------------
+
+
+def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    world = Opening("mpi", 1, "none", str(tmp_path / "meet"), 5.0).world(0)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'collective\[mpi\]'"):
+        MpiBackend.connect(world, 5.0)
+
+
+def _error_of(vendor: str, script: str, **environment: str) -> str:
+    """Return the error of a world of one in a vendor's environment."""
+    text = _script("""
+        try:
+            collective.init("mpi")
+        except collective.CollectiveError as error:
+            print(type(error).__name__, error)
+    """)
+    return run_alone(launch_of(vendor).python, script + text, **environment).stdout
+
+
+@by_vendor
+def test_a_library_that_is_not_there(vendor: str) -> None:
+    told = _error_of(vendor, "", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert told.startswith("BackendUnavailableError mpi: mpi4py cannot load an MPI library")
+    assert "/nowhere/libmpi.so" in told
+    assert "pip install mpich" in told
+
+
+@by_vendor
+def test_a_library_that_is_broken(vendor: str, tmp_path: Path) -> None:
+    broken = tmp_path / "libmpi.so"
+    broken.write_bytes(b"\x7fELF and then nothing")
+    told = _error_of(vendor, "", MPI4PY_LIBMPI=str(broken))
+    assert told.startswith("BackendUnavailableError mpi: mpi4py cannot load an MPI library")
+    assert str(broken) in told
+
+
+@by_vendor
+def test_two_libraries_in_one_environment(vendor: str, tmp_path: Path) -> None:
+    for name in ("mpich", "openmpi"):
+        made = tmp_path / f"{name}-9.9.dist-info"
+        made.mkdir()
+        (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    told = _error_of(vendor, f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n")
+    assert told.startswith("BackendUnavailableError mpi: this environment has several MPI")
+    assert "mpich 9.9 and openmpi 9.9" in told
+    assert "MPI4PY_LIBMPI" in told
+
+
+_LEVEL = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"
+
+
+@by_vendor
+def test_a_thread_level_that_is_too_low(vendor: str) -> None:
+    told = _error_of(vendor, _LEVEL)
+    assert told.startswith("BackendUnavailableError mpi: MPI's thread level is 'funneled'")
+    assert "MPI.Init_thread(MPI.THREAD_MULTIPLE)" in told
+
+
+@by_vendor
+def test_an_mpi_that_was_finalised(vendor: str) -> None:
+    told = _error_of(vendor, "from mpi4py import MPI\nMPI.Finalize()\n")
+    assert told.startswith("BackendUnavailableError mpi: MPI has been finalised")
+
+
+@needs(*VENDORS)
+@pytest.mark.parametrize(("launcher", "library"), [VENDORS, VENDORS[::-1]])
+def test_the_mpiexec_of_another_library(launcher: str, library: str) -> None:
+    script = _script("""
+        try:
+            collective.init("mpi")
+        except collective.BackendUnavailableError as error:
+            print(error, flush=True)
+        os._exit(0)
+    """)
+    python = launch_of(library).python
+    told = mpirun(launcher, 2, script, python=python, check=False).stdout
+    name = {"mpich": "MPICH", "openmpi": "Open MPI"}[library]
+    assert "but MPI says rank 0 of 1" in told
+    assert f"not started by the mpiexec of its MPI library, {name}" in told
+    assert str(Path(python).parent / "mpiexec") in told
+
+
+def test_the_wheels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"mpich": "4.3.0", "impi-rt": "2021.16"}
+
+    def version(name: str) -> Any:
+        if name not in versions:
+            raise mpi_library.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(mpi_library.metadata, "version", version)
+    assert mpi_library.wheels() == ["mpich 4.3.0", "impi-rt 2021.16"]
