@@ -1,7 +1,7 @@
 # Everything is built into .venv on first use; later calls find it there.
 #
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory
-#   make test     run the tests
+#   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make check    formatter, linter, types and tests
 #   make bench    compare with three MPI libraries and Gloo (installs them into .bench)
 #   make clean    remove all that was built
@@ -30,7 +30,7 @@ QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
 demo: .venv/.demo
 	$(BIN)/collective run -n 4 --backend shm examples/mnist_sgd.py
 
-test: .venv/.dev
+test: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
 
 # The tests last: the quick checks fail first, and the output ends with the tests' count.
@@ -67,11 +67,21 @@ bench: .venv/.bench
 	@$(PIP) --editable '.[dev]' $(QUIETLY)
 	@touch $@
 
+# An environment holds one MPI library: the tests run over two. What else they need comes
+# from .venv.
+.mpi/%/.done: pyproject.toml | .venv/.dev
+	@echo "Installing mpi4py and $* into .mpi/$*"
+	@$(BIN)/python -m venv .mpi/$*
+	@.mpi/$*/bin/python -m pip install --quiet --disable-pip-version-check 'mpi4py>=4' $* $(QUIETLY)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$packages" > "$$(.mpi/$*/bin/python -c "$$packages")/venv.pth"
+	@touch $@
+
 .venv/.bench: .venv/.demo
 	@echo "Installing collective[bench]"
 	@$(PIP) --editable '.[bench]' $(QUIETLY)
 	@touch $@
 
 clean:
-	rm -rf .venv .bench build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .bench .mpi build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

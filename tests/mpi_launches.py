@@ -54,7 +54,16 @@ def mpirun(
     # As a user starts it: a rank that dies ends the job.
     options = [each for each in options if each not in ("--with-ft", "ulfm")]
     options = [each for each in options if each != "-disable-auto-cleanup"]
-    command = [program, *options, *arguments, "-n", str(size), python or launch.python, "-c", script]
+    command = [
+        program,
+        *options,
+        *arguments,
+        "-n",
+        str(size),
+        python or launch.python,
+        "-c",
+        script,
+    ]
     done = _run(command, environment)
     if check:
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"

@@ -14,6 +14,8 @@ class Pretended(HierarchicalBackend):
     """Takes the ranks' hosts from a list, again and again."""
 
     hosts: ClassVar[str]
+    # So that the suite's longer arrays are cut, and the shorter are not.
+    shared_bytes = 64 << 10
 
     @classmethod
     def host_of(cls, world: World) -> str:

@@ -112,10 +112,9 @@ def test_places_out_of_order_and_uneven() -> None:
 
 def test_parts_are_the_same_on_all_hosts() -> None:
     uneven = ["a", "a", "a", "b", "b"]
-    long = 1 << 20
-    assert Places(uneven, 0).parts(7, long) == [4, 3, 0]
-    assert Places(uneven, 3).parts(7, long) == [4, 3]
-    assert Places(uneven, 3).parts(7, 28, first=1) == [0, 7]
+    assert Places(uneven, 0).parts(7, None) == [4, 3, 0]
+    assert Places(uneven, 3).parts(7, None) == [4, 3]
+    assert Places(uneven, 3).parts(7, 1) == [0, 7]
 
 
 @pytest.fixture(scope="module")

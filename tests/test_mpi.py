@@ -1,4 +1,4 @@
-"""What is the ``mpi`` transport's own: its dtypes, operators, tags, lengths, ways of carrying out."""
+"""What is the ``mpi`` transport's own: dtypes, operators, tags, lengths, two ways for each call."""
 
 from __future__ import annotations
 
@@ -222,6 +222,32 @@ def _in_threads(comm: Communicator) -> None:
 
 def test_operators_of_ours_in_several_threads(ranks: Run) -> None:
     ranks(_in_threads)
+
+
+def _groups_beside(comm: Communicator) -> None:
+    """Make communicators in a thread while MPI calls a function of ours in another."""
+    other = comm.dup()
+    done = threading.Event()
+
+    def make() -> None:
+        for _ in range(40):
+            group = other.dup()
+            assert group.all_reduce(np.ones(2), op="max").tolist() == [1, 1]
+            group.close()
+        done.set()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    over = False
+    while not over:
+        x = np.full(2000, float(done.is_set()))
+        over = bool(comm.all_reduce(x, op="min")[0])
+    thread.join()
+    other.close()
+
+
+def test_communicators_are_made_while_operators_of_ours_run(ranks: Run) -> None:
+    ranks(_groups_beside)
 
 
 # -- ways of carrying a call out ----------------------------------------------------------------

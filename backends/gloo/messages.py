@@ -228,19 +228,24 @@ class Messenger(Monitored):
             return blocked.error
         return self.channel.explain(blocked.where, error, blocked.awaited)
 
-    def _run(self, start: Callable[..., Any], *args: Any, timeout: float) -> None:
-        """Run a collective of Gloo's, which is waited for in slices.
+    def _meet(self, timeout: float) -> float:
+        """Make sure that all ranks are in one call; return what is left of ``timeout``.
 
-        Gloo numbers its collectives, whatever they are: so each rank first hears from the
-        one before it that it is in the same call. Where two are not, both wait here.
+        Gloo numbers its collectives, whatever they are, so each rank first hears from the one
+        before it. Where two are not in the same call both wait here: around the circle
+        nobody gets further who would have to do with the other.
         """
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         end = time.monotonic() + timeout
-        token = Buffer.empty(1, _UINT8)
-        self._exchange(timeout, [(token, before)], [(Buffer.empty(1, _UINT8), after)])
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        coming, going = Buffer.empty(1, _UINT8), Buffer.empty(1, _UINT8)
+        self._exchange(timeout, [(coming, before)], [(going, after)])
+        return max(0.0, end - time.monotonic())
+
+    def _run(self, start: Callable[..., Any], *args: Any, timeout: float) -> None:
+        """Run a collective of Gloo's, which is waited for in slices."""
         try:
             self._work = start(*args)
-            self._complete(self._work, max(0.0, end - time.monotonic()))
+            self._complete(self._work, timeout)
         except RuntimeError as error:
             raise self.channel.explain(self._running, error) from error
         self._work = None

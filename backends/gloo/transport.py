@@ -45,7 +45,7 @@ _FEW, _LONG_BYTES = 8, 1 << 20
 # All-reduces that are kept prepared, up to this length and so many of them.
 _SMALL_BYTES, _SMALL_KEPT = 4 << 10, 256
 # All ranks' inputs together, where every rank collects them to fold them, and where a root does.
-_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 1 << 20, 16 << 20
+_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 1 << 20, 64 << 20
 # From here on Gloo's broadcast is the faster one.
 _BROADCAST_BYTES = 256 << 10
 
@@ -109,6 +109,7 @@ class GlooBackend(Messenger):
                         ),
                     )
             self.channel.on_failure.append(_cutter(self))
+            self.channel.check(where, ())  # or it broke before
             # When it is over everybody has read what is then removed.
             barrier.barrier(self, max(0.0, end - time.monotonic()))
         except BaseException:
@@ -144,8 +145,8 @@ class GlooBackend(Messenger):
         if self.size <= 2 or buffer.nbytes < _BROADCAST_BYTES:
             super().broadcast(buffer, root, call, timeout)
         else:
-            options = _options("Broadcast", timeout, rootRank=root)
-            self._run(self._groups[0].broadcast, [as_bytes(buffer)], options, timeout=timeout)
+            options, left = _options("Broadcast", timeout, rootRank=root), self._meet(timeout)
+            self._run(self._groups[0].broadcast, [as_bytes(buffer)], options, timeout=left)
 
     def reduce(
         self,
@@ -224,6 +225,7 @@ class GlooBackend(Messenger):
         timeout: float,
     ) -> None:
         """Let Gloo fold, in ``dst``, and scale before or after where ``op`` asks for it."""
+        left = self._meet(timeout)
         pre = reduction.pre(op, src.dtype, self.size)
         post = reduction.post(op, src.dtype, self.size)
         with np.errstate(all="ignore"):
@@ -231,7 +233,7 @@ class GlooBackend(Messenger):
                 pre(src.array, dst.array)
             else:
                 pieces.copy(src, dst)
-            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, timeout=timeout)
+            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, timeout=left)
             if post is not None:
                 post(dst.array, dst.array)
 

@@ -3,10 +3,9 @@
 What a host's ranks have in common is combined inside the host first, so that it crosses
 the network once and not once a rank. Every host has its ranks at *places* 0, 1, …; the
 ranks at one place of all hosts are connected among themselves. A short message is left to
-those at place 0, one leader a host, which saves starts; a long one is cut into parts, one a
-place, which keeps all of them busy: with two ranks on each of two hosts and two cores, 64
-MiB took 74 ms so, and 111 ms through the leaders (flat Gloo: 117). The scheme is that of
-Träff & Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane Communication" (2020).
+those at one place, a leader on each host, which saves starts; a long one is cut into parts,
+one a place, which keeps all of them busy. The scheme is that of Träff & Hunold, "Decomposing
+MPI Collectives for Exploiting Multi-lane Communication" (2020).
 
 Results that must be folded strictly in rank order, and what has no second level, go to the
 transport between all ranks.
@@ -17,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -45,7 +44,13 @@ class TwoLevel(Backend):
         _across: connects the ranks at this place of all hosts, numbered by host; None if
             there is one host only, or not every host has this place.
         _places: who is where.
+        shared_bytes: from here on a message is cut into parts, one a place.
     """
+
+    # Measured with two ranks on each of two hosts, all on two cores, in ms, through leaders
+    # and in parts: 4.2 and 5.3 at 1 MiB, 6.8 and 9.1 at 2, 18.3 and 18.7 at 4, 43 and 38 at 16,
+    # 112 and 99 at 64 (flat Gloo: 11, 14, 20, 58 and 151).
+    shared_bytes: ClassVar[int] = 4 << 20
 
     _outer: Backend
     _inner: Backend
@@ -89,7 +94,7 @@ class TwoLevel(Backend):
         if not places.levels:
             return self._outer.broadcast(buffer, root, call, timeout)
         host, place = places.host_of(root), self._root_place(root)
-        parts = places.parts(buffer.count, buffer.nbytes, place)
+        parts = self._parts(buffer, place)
         whole, mine = plain(buffer), part(buffer, parts, places.place)
         with self._steps(call, timeout) as steps:
             if places.host == host:
@@ -107,7 +112,7 @@ class TwoLevel(Backend):
         if not self._regroups(op, ordered):
             return self._outer.all_reduce(src, dst, op, ordered, call, timeout)
         fold = Fold(op, src.dtype, self.size)
-        parts = self._places.parts(src.count, src.nbytes)
+        parts = self._parts(src, 0)
         whole, mine = plain(dst), part(dst, parts, self._places.place)
         source = whole if src is dst else plain(src)
         with self._steps(call, timeout) as steps:
@@ -139,7 +144,7 @@ class TwoLevel(Backend):
         places = self._places
         fold = Fold(op, src.dtype, self.size)
         host, place = places.host_of(root), self._root_place(root)
-        parts = places.parts(src.count, src.nbytes, place)
+        parts = self._parts(src, place)
         if dst is not None:
             mine = part(dst, parts, places.place)
         else:
@@ -355,6 +360,11 @@ class TwoLevel(Backend):
         end(work)
         put(dst, recv_counts, others, away)
         return None
+
+    def _parts(self, buffer: Buffer, place: int) -> list[int]:
+        """Return how ``buffer`` is cut: all for ``place`` as long as it is short."""
+        short = buffer.nbytes < self.shared_bytes
+        return self._places.parts(buffer.count, place if short else None)
 
     def _root_place(self, root: int) -> int:
         """Return the place of ``root``, if every host has that, else 0."""

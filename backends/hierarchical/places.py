@@ -12,9 +12,6 @@ from collective.buffer import Buffer
 
 __all__ = ["Places", "part", "plain", "put", "room", "take"]
 
-#: From here on a message is cut into parts, one a place.
-SHARED_BYTES = 512 << 10
-
 
 class Places:
     """Which rank is where.
@@ -63,15 +60,18 @@ class Places:
         """Return the ranks at ``place``, one a host."""
         return [members[place] for members in self.members]
 
-    def parts(self, count: int, nbytes: int, first: int = 0) -> list[int]:
+    def parts(self, count: int, alone: int | None) -> list[int]:
         """Return how many of ``count`` elements belong to each place of this host.
 
         The same on all hosts, up to places that not all of them have, which get nothing.
-        ``first`` gets all of a short message.
+
+        Args:
+            count: how many there are.
+            alone: the place that gets all of them; None shares them out.
         """
         found = [0] * len(self.local)
-        if nbytes < SHARED_BYTES:
-            found[first] = count
+        if alone is not None:
+            found[alone] = count
         else:
             found[: self.common] = pieces.even(count, self.common)
         return found

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from collective.dtypes import DType
     from collective.ops import ReduceOp
 
-__all__ = ["Fold", "Slot", "slot"]
+__all__ = ["Fold", "Slot", "being_made", "making", "prepare", "slot"]
 
 Array = np.ndarray[Any, Any]
 
-# Reductions with a function of ours that can run at once, a thread each. All datatypes are
-# made beforehand: MPICH and Intel MPI hold a lock while they call the function, which waits
-# for Python's own lock; a thread that held that one and made a datatype would wait for the
-# first (tried: it deadlocks).
+# MPICH and Intel MPI hold a lock of theirs while they call a function of ours, which waits for
+# Python's lock. mpi4py lets go of that one in everything that communicates, but not where it
+# makes datatypes, groups, error handlers: a thread that does that meanwhile waits for MPI's
+# lock, and for ever (tried). So all datatypes are made beforehand, and communicators while no
+# such reduction runs: see making().
+
+# Reductions with a function of ours that can run at once, a thread each.
 _SLOTS = 16
 _SIZES = (1, 2, 4, 8, 16)
 
@@ -38,6 +41,10 @@ _lock = threading.Lock()
 _slots: list[Slot] = []
 _by_handle: dict[int, Slot] = {}
 _operators: list[Any] = []
+_running = 0
+#: How many threads make communicators; meanwhile no reduction may begin that MPI folds with
+#: a function of ours.
+being_made = 0
 
 
 class Slot:
@@ -97,21 +104,48 @@ def slot(fold: Fold, turn: Callable[[], None]) -> Iterator[Slot]:
     Raises:
         BaseException: at the end, what the function raised.
     """
-    while True:
-        try:
-            mine = _slots.pop()
-            break
-        except IndexError:
-            turn()
+    global _running
+    while (mine := _take()) is None:
+        turn()
     mine.fold, mine.storage = fold.function, fold.storage
     try:
         yield mine
         error = mine.error
     finally:
         mine.fold = mine.error = None
-        _slots.append(mine)
+        with _lock:
+            _slots.append(mine)
+            _running -= 1
     if error is not None:
         raise error
+
+
+def _take() -> Slot | None:
+    global _running
+    with _lock:
+        if not _slots:
+            return None
+        _running += 1
+        return _slots.pop()
+
+
+@contextlib.contextmanager
+def making(turn: Callable[[], None]) -> Iterator[None]:
+    """Make a communicator while no reduction runs that calls a function of ours.
+
+    Those that run end soon, since all ranks have come to them; ``turn()`` is called while
+    they do. Those that come later see :data:`being_made`.
+    """
+    global being_made
+    with _lock:
+        being_made += 1
+    try:
+        while _running:
+            turn()
+        yield
+    finally:
+        with _lock:
+            being_made -= 1
 
 
 class Fold:

@@ -67,7 +67,8 @@ class Library:
         standard: of MPI, such as ``"4.1"``.
         path: of the shared library; empty if it cannot be found out.
         thread_level: ``"multiple"``, …; empty as long as MPI has not been initialised.
-        cuda_aware: whether it says that it takes pointers to CUDA memory.
+        cuda_aware: whether it says that it takes pointers to CUDA memory; None as long as
+            MPI has not been initialised, when some libraries end a process that asks.
     """
 
     vendor: str
@@ -75,7 +76,7 @@ class Library:
     standard: str
     path: str
     thread_level: str
-    cuda_aware: bool
+    cuda_aware: bool | None
 
 
 def load() -> Any:
@@ -159,10 +160,11 @@ def start(timeout: float) -> Any:
             )
         ours = not module.Is_initialized()
         if ours:
+            _refuse_the_other_mpiexec(module)
             patience = threading.Timer(timeout, _nobody_comes, (timeout,))
             patience.daemon = True
             patience.start()
-            module.Init_thread(module.THREAD_MULTIPLE)
+            _initialize(module)
             patience.cancel()
             for comm in (module.COMM_WORLD, module.COMM_SELF):
                 comm.Set_errhandler(module.ERRORS_RETURN)
@@ -178,6 +180,43 @@ def start(timeout: float) -> Any:
             _started = True
             atexit.register(_finalize if ours else _abandon)
     return module
+
+
+def _refuse_the_other_mpiexec(module: Any) -> None:
+    """Refuse what would end the process: MPICH and Intel MPI under Open MPI's mpiexec."""
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if size != "1" and module.get_vendor()[0] != "Open MPI":
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+        raise BackendUnavailableError(
+            other_mpiexec(int(rank), int(size), "openmpi", "cannot start")
+        )
+
+
+def other_mpiexec(rank: int, size: int, launcher: str, but: str) -> str:
+    """Return the text about a library that was started by another one's ``mpiexec``."""
+    found = describe()
+    return (
+        f"mpi: rank {rank} of {size} (launcher {launcher!r}), but MPI {but}: this process was not "
+        f"started by the mpiexec of its MPI library, {found.vendor} {found.version} "
+        f"({found.path}). Start it with {mpiexec()} -n {size}"
+    )
+
+
+def _initialize(module: Any) -> None:
+    """Call MPI_Init_thread, without Python's lock if it can be done.
+
+    mpi4py holds the lock meanwhile, so that no other thread could tell why nothing goes on.
+    """
+    path = library_path()
+    if not path:
+        module.Init_thread(module.THREAD_MULTIPLE)
+        return
+    provided = ctypes.c_int()
+    code = ctypes.CDLL(path).MPI_Init_thread(
+        None, None, module.THREAD_MULTIPLE, ctypes.byref(provided)
+    )
+    if code != module.SUCCESS:
+        raise module.Exception(code)
 
 
 def _nobody_comes(timeout: float) -> None:
@@ -281,7 +320,7 @@ def describe() -> Library:
         standard=".".join(map(str, module.Get_version())),
         path=path,
         thread_level=_LEVELS[module.Query_thread()] if running else "",
-        cuda_aware=_cuda_aware(path),
+        cuda_aware=_cuda_aware(path) if running else None,
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,11 +25,11 @@ from collective.errors import (
     RendezvousError,
 )
 
-from . import library
+from . import folds, library
 from .arrival import BLOCKING, BY_MESSAGES, POLLED, Arrival
 from .datatypes import type_of
 from .errors import explained
-from .folds import Fold, prepare, slot
+from .folds import Fold, making, prepare, slot
 from .messages import Messages
 from .polling import settle
 from .watchdog import Blocking, watch
@@ -59,7 +57,7 @@ MOST = 2**31 - 1
 # an operator that is not its own; the algorithms fold a part a rank. Measured on 2 ranks, ms for
 # 16 MiB of float16: MPICH 34, Intel MPI 33, Open MPI 19, by parts 18. They meet near 64 KiB.
 _SLOW_FOLD_BYTES = 64 << 10
-_SLOT_PAUSE_S = 0.5e-3
+_PAUSE_S = 0.5e-3
 _ENDS = "mpi ends"
 _now = time.monotonic
 
@@ -158,9 +156,10 @@ class MpiBackend(Monitored):
         monitor = Monitor.start(world, timeout)
         channel = monitor.channel
         try:
-            comm, request = given.Idup()
-            settle([request], lambda: channel.wait("connect", max(0.0, end - _now())))
-            return cls(module, comm, channel)
+            with making(lambda: _pause(channel, "connect", end)):
+                comm, request = given.Idup()
+                settle([request], lambda: channel.wait("connect", _left(end)))
+                return cls(module, comm, channel)
         except BaseException:
             channel.close()
             raise
@@ -180,19 +179,21 @@ class MpiBackend(Monitored):
         end = _now() + timeout
         channel = self.channel.group(ranks)
         self._meet(ranks, channel.name, timeout)
-        mine = self._comm.Get_group()
-        members = mine.Incl(list(ranks))
         # Groups that are made at once by threads of their own must not take each other's part.
         tag = int(hashlib.blake2b(channel.name.encode(), digest_size=4).hexdigest(), 16) % 30_000
-        self._blocking.end = end
-        self._blocking.running = f"group({list(ranks)})"
-        try:
-            comm = self._comm.Create_group(members, tag)
-        finally:
-            self._blocking.running = None
-            members.Free()
-            mine.Free()
-        return type(self)(self._mpi, comm, channel)
+        what = f"group({list(ranks)})"
+        with making(lambda: _pause(channel, what, end)):
+            mine = self._comm.Get_group()
+            members = mine.Incl(list(ranks))
+            self._blocking.end = end
+            self._blocking.running = what
+            try:
+                comm = self._comm.Create_group(members, tag)
+            finally:
+                self._blocking.running = None
+                members.Free()
+                mine.Free()
+            return type(self)(self._mpi, comm, channel)
 
     def _meet(self, ranks: Sequence[int], name: str, timeout: float) -> None:
         """Return when all members have come, and mean the same group."""
@@ -231,7 +232,7 @@ class MpiBackend(Monitored):
 
     def _come(self, call: Call, timeout: float, large: bool = False) -> int:
         """Wait for all ranks; return how they carry the call out, the same on all of them."""
-        how = BLOCKING if in_thread.site is None else POLLED
+        how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
         return self._arrive(call, timeout, BY_MESSAGES if large else how)
 
     def _move(self, how: int, call: Call, end: float, name: str, *arguments: Any) -> None:
@@ -245,7 +246,7 @@ class MpiBackend(Monitored):
                 self._blocking.running = None
         else:
             request = getattr(self._comm, f"I{name.lower()}")(*arguments)
-            settle([request], lambda: self.channel.wait(call, max(0.0, end - _now())))
+            settle([request], lambda: self.channel.wait(call, _left(end)))
 
     def _plan(self, call: Call, op: ReduceOp, src: Buffer, ordered: bool) -> _Plan:
         plan = self._plans.get(call)
@@ -281,12 +282,8 @@ class MpiBackend(Monitored):
             self._move(how, call, end, name, *specify(fold.type))
             return
 
-        def turn() -> None:
-            self.channel.wait(call, max(0.0, end - _now())).check()
-            time.sleep(_SLOT_PAUSE_S)
-
         try:
-            with slot(fold, turn) as mine:
+            with slot(fold, lambda: _pause(self.channel, call, end)) as mine:
                 self._move(how, call, end, name, *specify(mine.types[fold.storage.itemsize]))
         except CollectiveError:
             # Of the function. The other ranks may not have come across it.
@@ -301,7 +298,8 @@ class MpiBackend(Monitored):
         end = _now() + timeout
         try:
             # _reduction() and _move() once more, not called: here microseconds count.
-            how = self._arrive(call, timeout, BLOCKING if in_thread.site is None else POLLED)
+            alone = in_thread.site is None and not folds.being_made
+            how = self._arrive(call, timeout, BLOCKING if alone else POLLED)
             plan = self._plans.get(call)
             if plan is None or plan.of != (op, src.count, src.dtype, ordered):
                 plan = self._plan(call, op, src, ordered)
@@ -539,6 +537,12 @@ def _spec(array: Array, kind: Any) -> tuple[Array, int, Any]:
     return array, array.size, kind
 
 
+def _pause(channel: Channel, where: object, end: float) -> None:
+    """Wait a moment for a thread of this process; raise if there is a reason to."""
+    channel.wait(where, _left(end), ()).check()
+    time.sleep(_PAUSE_S)
+
+
 def _left(end: float) -> float:
     return max(0.0, end - _now())
 
@@ -554,13 +558,9 @@ def _compare(module: Any, world: World, comm: Any) -> None:
     if (rank, size) == (world.rank, world.size):
         return
     if size == 1 and world.comm is None:
-        found = library.describe()
-        given = os.environ.get("MPI4PY_LIBMPI") or found.path
+        but = "says rank 0 of 1"
         raise BackendUnavailableError(
-            f"mpi: rank {world.rank} of {world.size} (launcher {world.launcher!r}), but MPI says "
-            f"rank 0 of 1: this process was not started by the mpiexec of its MPI library, "
-            f"{found.vendor} {found.version} ({given}). Start it as {library.mpiexec()} -n "
-            f"{world.size} {sys.executable} …"
+            library.other_mpiexec(world.rank, world.size, world.launcher, but)
         )
     raise RendezvousError(
         f"mpi: rank {world.rank} of {world.size} ({world.launcher!r} or the settings say so), but "

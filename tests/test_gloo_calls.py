@@ -1,0 +1,254 @@
+"""What goes over the gloo transport, and what it says when ranks disagree or do not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from gloo_ranks import Run, gloo  # noqa: F401
+
+from collective.backend import COLLECTIVE_TAG
+from collective.buffer import Buffer
+from collective.dtypes import BY_NAME
+from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, MismatchError
+from collective.ops import premul_sum
+from collective.testing.samples import expected, plain, values
+
+pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
+
+from collective.backends.gloo.tensors import native
+
+# -- groups, threads, tags ------------------------------------------------------------------
+
+
+def groups_of_groups(comm: Any) -> list[float]:
+    half = comm.split(comm.rank % 2, key=-comm.rank)
+    pair = half.group([1, 0])
+    again = half.group([1, 0])
+    x = np.array([float(comm.rank)])
+    return [float(c.all_reduce(x)[0]) for c in (comm, half, pair, again, comm)] + [pair.rank]
+
+
+def test_groups_of_groups(gloo: Run) -> None:  # noqa: F811
+    assert gloo(4, groups_of_groups) == [
+        [6.0, 2.0, 2.0, 2.0, 6.0, 0],
+        [6.0, 4.0, 4.0, 4.0, 6.0, 0],
+        [6.0, 2.0, 2.0, 2.0, 6.0, 1],
+        [6.0, 4.0, 4.0, 4.0, 6.0, 1],
+    ]
+
+
+def messages_beside_collectives(comm: Any) -> int:
+    other, wrong = 1 - comm.rank, []
+
+    def talk(tag: int) -> None:
+        for turn in range(20):
+            x = np.full(1000 * (turn % 5) + 1, 100.0 * tag + turn)
+            sent = comm.send(x, other, tag=tag, async_op=True)
+            if not (comm.recv(None, other, tag=tag) == x).all():
+                wrong.append((tag, turn))
+            sent.wait()
+
+    talkers = [threading.Thread(target=talk, args=(tag,)) for tag in (1, 2)]
+    for thread in talkers:
+        thread.start()
+    for turn in range(20):
+        work = comm.all_reduce(np.full(50_000, turn), async_op=True)
+        if not (work.wait() == 2 * turn).all():
+            wrong.append(("all_reduce", turn))
+    for thread in talkers:
+        thread.join(30)
+    return len(wrong) + sum(thread.is_alive() for thread in talkers)
+
+
+def test_threads_exchange_messages_while_collectives_run(gloo: Run) -> None:  # noqa: F811
+    assert gloo(2, messages_beside_collectives) == [0, 0]
+
+
+TAGS = (0, 5, 2**31 - 1, 2**31 - 2, 2**31, -2, 2**62 + 1, -(2**63), COLLECTIVE_TAG)
+
+
+def all_tags(comm: Any) -> list[int]:
+    backend, found = comm._backend, []
+    numbers = [Buffer(np.array([n]), BY_NAME["int64"]) for n in range(len(TAGS))]
+    if comm.rank == 0:
+        threads = [
+            threading.Thread(target=backend.send, args=(number, 1, tag, 20.0))
+            for number, tag in zip(numbers, TAGS, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return []
+    for tag in reversed(TAGS):
+        room = Buffer.empty(1, BY_NAME["int64"])
+        assert backend.recv(room, 0, tag, 20.0) == 0
+        found.append(int(room.array[0]))
+    return found
+
+
+def test_messages_of_any_tag_do_not_meet(gloo: Run) -> None:  # noqa: F811
+    assert gloo(2, all_tags)[1] == list(reversed(range(len(TAGS))))
+
+
+def read_only(comm: Any) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = np.frombuffer(np.full(400_000, comm.rank + 1.0).tobytes())
+        assert not x.flags.writeable
+        other = 1 - comm.rank
+        got = comm.sendrecv(x, other, other)
+        total = comm.all_reduce(x)
+        both = comm.all_gather(x[:3])
+    assert (got == other + 1.0).all()
+    assert (total == 3.0).all()
+    assert both.tolist() == [1.0] * 3 + [2.0] * 3
+    return "ok"
+
+
+def test_read_only_arrays_are_sent_without_a_warning(gloo: Run) -> None:  # noqa: F811
+    assert gloo(2, read_only) == ["ok", "ok"]
+
+
+# -- Gloo's own folds -----------------------------------------------------------------------
+
+FOLDS = [
+    (op, dtype)
+    for dtype in ("int8", "int32", "int64", "uint8", "uint32", "uint64", "float16", "bfloat16",
+                  "float32", "float64", "complex64", "complex128")
+    for op in ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
+    if native(op, BY_NAME[dtype]) is not None
+]  # fmt: skip
+
+
+def folds(comm: Any) -> list[str]:
+    """Fold 3 MB of each, which goes to Gloo, and compare with NumPy."""
+    wrong = []
+    for op, dtype in FOLDS:
+        count = 3_000_000 // BY_NAME[dtype].itemsize + 1
+        short = [values(dtype, 1000, rank, 1, op) for rank in range(comm.size)]
+        inputs = [np.resize(x, count) if isinstance(x, np.ndarray) else x.repeat(count // 1000)
+                  for x in short]  # fmt: skip
+        wanted = np.resize(expected(op, short), len(inputs[0]))
+        mine = inputs[comm.rank]
+        kept = plain(mine).copy()
+        for root in (None, comm.size - 1):
+            if root is None:
+                found = comm.all_reduce(mine, op=op)
+            else:
+                found = comm.reduce(mine, root=root, op=op)
+            if found is not None:
+                got = plain(found)
+                tolerance = (0.02, 0.05) if op == "avg" else (0.0, 0.0)
+                close = np.allclose(got, wanted.astype(got.dtype), *tolerance)
+                if not close:
+                    wrong.append(f"{op} of {dtype}, root {root}")
+        if not np.array_equal(plain(mine), kept):
+            wrong.append(f"the input of {op} of {dtype}")
+    return wrong
+
+
+def test_gloos_folds_are_ours(gloo: Run) -> None:  # noqa: F811
+    assert len(FOLDS) > 40
+    assert gloo(3, folds, timeout=100.0) == [[], [], []]
+
+
+def wrapping(comm: Any) -> list[bool]:
+    count = 1 << 19
+    top = np.full(count, 2**32 - 1, np.uint32)
+    scaled = comm.all_reduce(np.ones(count, np.float32), op=premul_sum(comm.rank + 1.0))
+    nan = np.ones(count, np.float32)
+    nan[comm.rank :: 1000] = np.nan
+    low = comm.all_reduce(nan, op="min")
+    lost = [np.isnan(low[rank::1000]).all() for rank in range(comm.size)]
+    whole = bool((comm.all_reduce(top) == np.uint32(2**32 - comm.size)).all())
+    return [whole, bool((scaled == sum(range(1, comm.size + 1))).all()), *map(bool, lost)]
+
+
+def test_large_folds_wrap_scale_and_keep_nan(gloo: Run) -> None:  # noqa: F811
+    for rank in gloo(3, wrapping):
+        assert rank == [True] * 5
+
+
+def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
+    for op, dtype in (("max", "float32"), ("min", "bfloat16"), ("max", "uint32"),
+                      ("prod", "complex64"), ("sum", "int16"), ("land", "int32"),
+                      ("user", "float32")):  # fmt: skip
+        assert native(op, BY_NAME[dtype]) is None, (op, dtype)
+
+
+# -- ranks that disagree, or do not come ------------------------------------------------------
+
+
+def disagree(comm: Any, mine: tuple[str, int, dict[str, Any]]) -> tuple[str, float]:
+    name, count, options = mine[comm.rank]  # type: ignore[misc]
+    x = np.full(count, comm.rank + 1.0)
+    kept = x.copy()
+    began = time.monotonic()
+    try:
+        getattr(comm, name)(x, **options)
+    except MismatchError as error:
+        assert np.array_equal(x, kept)
+        return str(error), time.monotonic() - began
+    return "nothing was noticed", time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("all_reduce", 6, {}), ("all_reduce", 7, {})],
+        [("all_reduce", 1 << 20, {}), ("all_reduce", (1 << 20) + 1, {})],
+        [("all_reduce", 1 << 20, {"op": "sum"}), ("all_reduce", 1 << 20, {"op": "prod"})],
+        [("reduce", 9, {"root": 0}), ("reduce", 9, {"root": 1})],
+        [("all_reduce", 9, {}), ("scan", 9, {})],
+    ],
+    ids=["short", "long", "op", "root", "operation"],
+)
+def test_different_calls_are_noticed_within_seconds(gloo: Run, calls: Any) -> None:  # noqa: F811
+    """Gloo itself would end the process, or hand out wrong numbers."""
+    for text, seconds in gloo(2, disagree, calls):
+        assert "different calls" in text
+        assert "test_gloo_calls.py" in text
+        assert seconds < 10
+
+
+def late(comm: Any) -> tuple[str, tuple[int, ...]]:
+    comm.all_reduce(np.ones(2))
+    if comm.rank == 2:
+        time.sleep(1.0)
+    try:
+        comm.all_reduce(np.ones(3), timeout=0.3)
+    except (CollectiveTimeoutError, CommunicatorAbortedError) as error:
+        return str(error), getattr(error, "ranks", ())
+    return "it went on", ()
+
+
+def test_a_deadline_names_the_absent_rank_and_what_it_did_last(gloo: Run) -> None:  # noqa: F811
+    told = gloo(3, late)
+    for text, ranks in told[:2]:
+        assert ranks == (2,)
+        assert "rank 2 last did its call 1, all_reduce(float64[2]" in text
+    assert "waited 0.3 s for rank 2" in told[2][0]
+
+
+def any_source_aborted(comm: Any) -> tuple[str, float]:
+    if comm.rank == 0:
+        began = time.monotonic()
+        try:
+            comm.recv(None, -1)
+        except CommunicatorAbortedError as error:
+            return str(error), time.monotonic() - began
+    time.sleep(0.3)
+    comm.abort("out of patience")
+    return "out of patience", 0.0
+
+
+def test_a_receive_from_anybody_ends_with_the_communicator(gloo: Run) -> None:  # noqa: F811
+    for text, seconds in gloo(2, any_source_aborted):
+        assert "out of patience" in text
+        assert seconds < 3
