@@ -246,18 +246,16 @@ class Channel:
         late = self._late_ranks if answered else {}
         absent = list(awaited or ())
         if awaited is None:
-            absent = [
-                rank
-                for rank, said in sorted(late.items())
-                if said is None or said["started"] < mine
-            ]
-        text = f"waited {seconds:g} s for " + (
-            f"rank {', '.join(map(str, absent))}: " + _told(absent, late)
-            if absent
-            else "the transport: every rank is in this call, which has not ended"
-            if answered
-            else "peers, and rank 0's monitor does not answer"
-        )
+            behind = (r for r, said in late.items() if said is None or said["started"] < mine)
+            absent = sorted(behind)
+        if absent:
+            what = f"rank {', '.join(map(str, absent))}: {_told(absent, late)}"
+        elif answered:
+            what = "the transport: every rank is in this call, which has not ended"
+        else:
+            what = "peers, and the monitor of the world's rank 0 does not answer"
+            absent = [self.members.index(0)] if 0 in self.members else []
+        text = f"waited {seconds:g} s for {what}"
         self.abort(Failure("timeout", self.rank, text, tuple(absent)))
         raise CollectiveTimeoutError(f"{where}: {text} [rank {self.rank}]", tuple(absent))
 

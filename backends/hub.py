@@ -284,7 +284,7 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
         if sequence < unfinished or len(calls) < 2:
             continue
         groups: dict[str, list[int]] = {}
-        for rank, (_, _, header) in told.items():
+        for rank, (_, _, header) in sorted(told.items(), key=lambda item: members.index(item[0])):
             site = f" at {header['site']}" if header["site"] else ""
             groups.setdefault(describe(header) + site, []).append(members.index(rank))
         lines = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -63,7 +64,7 @@ class Monitor:
         self._lost: set[int] = set()
         self._lock = threading.RLock()
         # A communicator that is dropped without being closed looks to its peers like a death.
-        weakref.finalize(self, link.close).atexit = False
+        weakref.finalize(self, _close_unless_forked, link, os.getpid()).atexit = False
         self.channel = Channel(self, WORLD, tuple(range(world.size)))
         threading.Thread(
             target=_watch, args=(weakref.ref(self), link), name="collective-monitor", daemon=True
@@ -195,6 +196,12 @@ def _join(world: World, place: str, key: str, deadline: float) -> tuple[Link, li
         link.close()
         raise
     return link, hosts
+
+
+def _close_unless_forked(link: Link, owner: int) -> None:
+    # A forked child has the same connection: ending it would end the parent's.
+    if os.getpid() == owner:
+        link.close()
 
 
 def _refused(world: World, why: str) -> RendezvousError:

@@ -381,6 +381,21 @@ def test_a_dropped_monitor_is_a_lost_rank(tmp_path):
     first.channel.close()
 
 
+def test_a_forked_child_leaves_the_connection_alone(tmp_path):
+    first, second = start(range(2), 2, tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        del first, second
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    first.channel.abort(Failure("aborted", 0, "still heard"))
+    until(lambda: second.channel.failure)
+    assert second.channel.failure.text == "still heard"
+    for monitor in (first, second):
+        monitor.channel.close()
+
+
 def test_no_thread_stays(tmp_path):
     before = set(threading.enumerate())
     for monitor in start(range(3), 3, tmp_path):

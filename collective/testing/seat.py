@@ -17,6 +17,9 @@ from collective.world import World
 
 __all__ = ["Job", "Opening", "Seat", "backend_class"]
 
+# A check of deadlines wants short ones, and ranks that meet on a busy machine need long ones.
+_START_S = 20.0
+
 
 def backend_class(backend: str | type[Backend]) -> type[Backend]:
     """Return the transport that ``backend`` names, or is."""
@@ -61,7 +64,8 @@ class Opening:
     def connect(self, rank: int) -> Communicator:
         """Connect ``rank`` and return its communicator."""
         world = self.world(rank)
-        backend: Backend = backend_class(self.backend).connect(world, self.timeout)
+        start = max(self.timeout, _START_S)
+        backend: Backend = backend_class(self.backend).connect(world, start)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)
         return Communicator(
