@@ -1,9 +1,10 @@
 # Everything is built into .venv on first use; later calls find it there.
 #
-#   make demo     train LeNet on MNIST digits on 4 ranks over shared memory
+#   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
+#                 transport: make demo BACKEND=gloo (mpi, threads)
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make check    formatter, linter, types and tests
-#   make bench    compare with three MPI libraries and Gloo (installs them into .bench)
+#   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make clean    remove all that was built
 
 SHELL := bash
@@ -19,6 +20,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 # Asked for by itself, as other versions bring gigabytes for GPUs that nothing here uses.
 TORCH ?= torch==2.13.0
 
+# What carries the data in the demo.
+BACKEND ?= shm
+
 BIN := .venv/bin
 # pip notes at length which of the configured places it did not look in.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -27,8 +31,9 @@ QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
 .PHONY: demo test check format lint types bench clean
 .DEFAULT_GOAL := demo
 
-demo: .venv/.demo
-	$(BIN)/collective run -n 4 --backend shm examples/mnist_sgd.py
+demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
+	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
+	--backend $(BACKEND) examples/mnist_sgd.py
 
 test: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
@@ -45,9 +50,11 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy --strict -p collective
 
-bench: .venv/.bench
-	$(BIN)/python benchmarks/peers.py setup
+bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python benchmarks/targets.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/recorder.py
+	$(BIN)/python benchmarks/hosts.py
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
@@ -67,14 +74,15 @@ bench: .venv/.bench
 	@$(PIP) --editable '.[dev]' $(QUIETLY)
 	@touch $@
 
-# An environment holds one MPI library: the tests run over two. What else they need comes
-# from .venv.
+# An environment holds one MPI library: the tests run over two, the benchmarks over three.
+# What else they need comes from .venv.
 .mpi/%/.done: pyproject.toml | .venv/.dev
 	@echo "Installing mpi4py and $* into .mpi/$*"
 	@$(BIN)/python -m venv .mpi/$*
 	@.mpi/$*/bin/python -m pip install --quiet --disable-pip-version-check 'mpi4py>=4' $* $(QUIETLY)
-	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$packages" > "$$(.mpi/$*/bin/python -c "$$packages")/venv.pth"
+	@.mpi/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .mpi/$*/.site
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % \
+	sysconfig.get_path("purelib"))' > "$$(cat .mpi/$*/.site)/venv.pth"
 	@touch $@
 
 .venv/.bench: .venv/.demo
@@ -83,5 +91,5 @@ bench: .venv/.bench
 	@touch $@
 
 clean:
-	rm -rf .venv .bench .mpi build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 One environment holds one MPI cleanly, so each has its own::
 
-    python benchmarks/peers.py setup          # into .bench, by pip; some minutes
+    python benchmarks/peers.py setup          # into .mpi, by pip; some minutes
     python benchmarks/peers.py                # which of them are there
 
 Environments made by hand (``pip install mpi4py numpy mpich``) are taken from another
@@ -29,13 +29,13 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the environments are."""
-    default = os.environ.get("BENCH_PEERS", str(_ROOT / ".bench"))
+    default = os.environ.get("BENCH_PEERS", str(_ROOT / ".mpi"))
     parser.add_argument(
         "--dir",
         type=Path,
         default=Path(default),
         metavar="DIR",
-        help="directory of the peers' environments (default: BENCH_PEERS or .bench)",
+        help="directory of the peers' environments (default: BENCH_PEERS or .mpi)",
     )
     parser.add_argument(
         "--venv",

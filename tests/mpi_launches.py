@@ -80,6 +80,7 @@ def run_alone(python: str, script: str, **environment: str) -> subprocess.Comple
 def _run(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
+    before = _segments()
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -95,4 +96,19 @@ def _run(
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=DEADLINE_S)
         pytest.fail(f"{' '.join(command[:-1])}: not over after {DEADLINE_S:g} s\n{output}")
+    finally:
+        for segment in _segments() - before:
+            segment.unlink(missing_ok=True)
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _segments() -> set[Path]:
+    """Return the shared memory of MPI that nobody uses: jobs that fail leave theirs behind."""
+    found = {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")}
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        try:
+            used = maps.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        found = {segment for segment in found if str(segment) not in used}
+    return found

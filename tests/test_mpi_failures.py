@@ -57,6 +57,24 @@ def test_a_program_ends(vendor: str, how: str) -> None:
 
 
 @by_vendor
+@pytest.mark.parametrize("whose", ["ours", "the program's"])
+def test_a_program_ends_that_drops_its_communicators(vendor: str, whose: str) -> None:
+    script = _script(f"""
+        if {whose!r} != "ours":
+            from mpi4py import MPI
+        from collective.backends.mpi import MpiBackend, world_of
+        from collective.communicator import connect
+        for turn in range(3):
+            comm = connect(world_of(None), MpiBackend, timeout=20.0)
+            assert comm.all_reduce(np.ones(1)) == 3
+            time.sleep(0.05 * comm.rank)
+        say("fine")
+    """)
+    done = mpirun(vendor, 3, script)
+    assert done.stdout == 3 * "fine\n"
+
+
+@by_vendor
 def test_a_program_ends_with_calls_in_the_background(vendor: str) -> None:
     script = _script("""
         comm = collective.init("mpi")

@@ -275,30 +275,37 @@ def _finalize() -> None:
     Operations that never ended do no harm (tried with the three implementations). A program
     that failed ends without, since its peers may not come either: mpiexec ends the job.
     """
-    module = sys.modules["mpi4py.MPI"]
-    failed = isinstance(getattr(sys, "last_value", None), BaseException)
-    if failed or module.Is_finalized():
-        return
-    for user in list(_users):
-        user.close()
-    _ending.set()
-    deadline = time.monotonic() + _END_S
-    while not idle() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    if idle() and not _lost.is_set():
-        module.Finalize()
+    if _say_goodbye():
+        _ending.set()
+        deadline = time.monotonic() + _END_S
+        while not idle() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if idle() and not _lost.is_set():
+            sys.modules["mpi4py.MPI"].Finalize()
 
 
 def _abandon() -> None:
     """Prevent that the program's own MPI_Finalize waits for ever for a process that is gone."""
-    module = sys.modules["mpi4py.MPI"]
-    if _lost.is_set() and not module.Is_finalized():
+    if _say_goodbye() and _lost.is_set():
         sys.stderr.write(
             "collective: a process of this job is gone, and MPI_Finalize would wait for it; the "
             "job is aborted instead.\n"
         )
         sys.stderr.flush()
-        module.COMM_WORLD.Abort(1)
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
+
+
+def _say_goodbye() -> bool:
+    """Close what is open; return whether MPI may be ended: not yet, and the program ends well.
+
+    If it ends by an exception that is what the peers are to hear of, later.
+    """
+    failed = isinstance(getattr(sys, "last_value", None), BaseException)
+    if failed or sys.modules["mpi4py.MPI"].Is_finalized():
+        return False
+    for user in list(_users):
+        user.close()
+    return True
 
 
 def describe() -> Library:

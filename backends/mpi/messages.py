@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,15 +32,25 @@ MOST_BYTES = 2**31 - 1
 _ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
 # A message that is longer is not received before it is known to be there.
 _LONG_BYTES = 64 << 10
+_GRACE_S = 0.5
 
 
 class _AnyOf(tuple[int, ...]):
-    """Awaited ranks of which one is enough: none is missed before all of them have left."""
+    """Awaited ranks of which one is enough: none is missed before all of them have left.
+
+    Attributes:
+        left: the ranks that have.
+        since: when all of them had; the last may have sent what is awaited before it went.
+    """
 
     left: set[int]
+    since: float = math.inf
 
     def __contains__(self, rank: object) -> bool:
-        return self.left.issuperset(self) and super().__contains__(rank)
+        if not self.left.issuperset(self):
+            return False
+        self.since = min(self.since, time.monotonic())
+        return time.monotonic() - self.since > _GRACE_S and super().__contains__(rank)
 
 
 class Messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,9 @@ from typing import IO
 import collective
 from collective.errors import BackendUnavailableError
 from collective.testing import worker
+from collective.testing.failed import Outcome
 from collective.testing.process_ranks import Member, ProcessRanks
+from collective.testing.seat import Job
 
 __all__ = ["Mpiexec", "MpiexecRanks"]
 
@@ -79,7 +82,16 @@ class _Called(Member):
 
     def __init__(self, jobs: Connection, control: Connection, pid: int) -> None:
         super().__init__(jobs, control)
+        self._pid = pid
         self._process = os.pidfd_open(pid)
+
+    def segments(self) -> set[str]:
+        """Return the files of shared memory that the process has mapped."""
+        try:
+            maps = Path(f"/proc/{self._pid}/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return set()
+        return set(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
     def kill(self) -> None:
         if self._process >= 0:
@@ -97,6 +109,17 @@ class MpiexecRanks(ProcessRanks):
         super().__init__(size)
         self._launch = launch
         self._mpiexec: subprocess.Popen[bytes] | None = None
+        self._segments: set[str] = set()
+
+    def run(self, job: Job, timeout: float) -> dict[int, Outcome]:
+        """Run ``job`` as :meth:`ProcessRanks.run` does."""
+        try:
+            return super().run(job, timeout)
+        finally:
+            # MPI removes its shared memory at its end, which some ranks may not come to.
+            for member in self._members.values():
+                assert isinstance(member, _Called)
+                self._segments |= member.segments()
 
     def _fill(self) -> None:
         if len(self._members) == self.size:
@@ -182,3 +205,7 @@ class MpiexecRanks(ProcessRanks):
                 except subprocess.TimeoutExpired:
                     mpiexec.kill()
                     mpiexec.wait()
+        for segment in self._segments:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(segment)
+        self._segments.clear()
