@@ -3,8 +3,7 @@
 Engines like MPI and Gloo cannot tell a rank that died from one that is late, a rank that
 left from one that failed, or who called something else. Beside the engine every rank keeps a
 link to a hub in rank 0's process (:mod:`collective.backends.hub`): a thread that sleeps until
-something goes wrong. A :class:`Channel` is one communicator's view of it, a :class:`Wait` one
-waiting call's.
+something goes wrong. One communicator's view of it is :mod:`collective.backends.channel`.
 
 When a call has waited for a second, the ranks' flight recorders are compared: ranks that made
 different calls get ``MismatchError``, and a deadline that passes can say who did not come and
@@ -22,11 +21,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from collective.errors import (
-    RendezvousError,
-)
+from collective.errors import RendezvousError
 
-from .channel import WORLD, Channel, Monitored, Wait
+from .channel import WORLD, Channel
 from .hub import Hub
 from .link import Link, Message, connect, proof
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
     from collective.world import World
 
-__all__ = ["Channel", "Monitor", "Monitored", "Wait"]
+__all__ = ["Monitor"]
 
 # Where rank 0 tells the others how to reach the hub.
 _KEY = "monitor"

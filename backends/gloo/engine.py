@@ -17,7 +17,7 @@ import torch.distributed
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
-    from collective.backends.monitor import Wait
+    from collective.backends.channel import Wait
     from collective.store import Store
     from collective.world import World
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from collective.algorithms import sendrecv
 from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
-from collective.backends.monitor import Channel, Monitored
+from collective.backends.channel import Channel, Monitored
 from collective.buffer import Buffer
 from collective.dtypes import BY_NAME
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from collective import reduction
 from collective.algorithms import barrier, pieces
-from collective.backends.monitor import Channel, Monitor
+from collective.backends.channel import Channel
+from collective.backends.monitor import Monitor
 from collective.buffer import Buffer
 from collective.capabilities import Capabilities
 from collective.errors import CollectiveError, RendezvousError

@@ -13,7 +13,7 @@ from collective.backend import Failure
 from collective.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from collective.backends.monitor import Channel, Wait
+    from collective.backends.channel import Channel, Wait
 
 __all__ = ["Blocked", "Elsewhere", "watched"]
 

@@ -24,7 +24,7 @@ import numpy as np
 from collective import registry
 from collective.algorithms import pieces
 from collective.backend import Backend, Failure
-from collective.backends.monitor import Monitored
+from collective.backends.channel import Monitored
 from collective.backends.shm import ShmBackend
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
