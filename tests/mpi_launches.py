@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ __all__ = ["DEADLINE_S", "ROOT", "VENDORS", "launch_of", "mpirun", "needs", "run
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("mpich", "openmpi")
 DEADLINE_S = 60.0
+_LEAVE_S = 3.0
 
 
 def launch_of(vendor: str) -> Mpiexec:
@@ -97,18 +99,33 @@ def _run(
         output, _ = process.communicate(timeout=DEADLINE_S)
         pytest.fail(f"{' '.join(command[:-1])}: not over after {DEADLINE_S:g} s\n{output}")
     finally:
-        for segment in _segments() - before:
-            segment.unlink(missing_ok=True)
+        _sweep(before)
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
 def _segments() -> set[Path]:
-    """Return the shared memory of MPI that nobody uses: jobs that fail leave theirs behind."""
-    found = {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")}
-    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+    """Return the shared memory of MPI libraries."""
+    return {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")}
+
+
+def _sweep(before: set[Path]) -> None:
+    """Remove what a job that failed has left behind, when its last process has ended."""
+    deadline = time.monotonic() + _LEAVE_S
+    while new := _segments() - before:
+        for segment in new - _used(new):
+            segment.unlink(missing_ok=True)
+        if time.monotonic() > deadline:
+            return  # another job's
+        time.sleep(0.05)
+
+
+def _used(segments: set[Path]) -> set[Path]:
+    """Return those of ``segments`` that a process has mapped."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            used = maps.read_text(encoding="utf-8", errors="replace")
+            text = maps.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        found = {segment for segment in found if str(segment) not in used}
-    return found
+        used |= {segment for segment in segments if str(segment) in text}
+    return used
