@@ -80,12 +80,19 @@ class Recorder:
         self._ended = [0.0] * _CAPACITY
         _all.add(self)
 
-    def begin(self, call: Call, compares: bool = False) -> None:
-        """Record that a call begins."""
+    def begin(self, call: Call, compares: bool = False, depth: int = 3) -> None:
+        """Record that a call begins.
+
+        Args:
+            call: what this rank asks for.
+            compares: whether the calls are only compared yet.
+            depth: where the program's frame may be at the nearest: a communicator's method
+                calls another that calls this.
+        """
         self.started = number = self.started + 1
         site = in_thread.site
         if site is None:
-            frame = sys._getframe(1)
+            frame = sys._getframe(depth)
             code = frame.f_code
             while _INSIDE.get(code.co_filename, True):
                 if code.co_filename not in _INSIDE:

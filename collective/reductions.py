@@ -74,9 +74,29 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
+        now = timeout is None and not async_op and self._lane.idle
+        if type(x) is type(out) is np.ndarray and x.base is None and out.base is None:
+            # In memory of their own they are one array or do not overlap: there is nothing to
+            # allocate, to compare or to keep.
+            plan = self._plans.get((x.dtype, x.shape, op, order))
+            flags = x.flags
+            if now and plan is not None and flags.carray and flags.owndata:
+                src = dst = Buffer(x if x.ndim == 1 else x.reshape(-1), plan.call.dtype)
+                if out is not x:
+                    dst = Buffer(out if out.ndim == 1 else out.reshape(-1), plan.call.dtype)
+                flags = out.flags
+                if out is x or (
+                    out.shape == x.shape and out.dtype == x.dtype and flags.carray and flags.owndata
+                ):
+                    call = plan.call
+                    self._collective(
+                        self._backend.all_reduce, call, src, dst, plan.op, plan.ordered, call,
+                        self.timeout,
+                    )  # fmt: skip
+                    return out
         again = ("all_reduce", id(x), id(out), op, order)
-        kept = None if async_op or timeout is not None else self._kept(again, x, out)
-        if kept is not None and self._lane.idle:
+        kept = self._kept(again, x, out) if now else None
+        if kept is not None:
             self._collective(self._backend.all_reduce, *kept, self.timeout)
             return out
         if type(x) is not np.ndarray and tree.is_tree(x):
@@ -91,15 +111,8 @@ class Reductions(Calls):
         key = ("all_reduce", dtype, shape, op, order)
         plan = self._plans.get(key) or self._plan(key, None)
         seconds = self.timeout if timeout is None else self._seconds(timeout)
-        own = type(x) is np.ndarray and array.base is None and x.flags.carray
-        if out is x and own and not async_op and self._lane.idle:
-            # In place in memory of its own: nothing to allocate, to compare or to keep.
-            src = Buffer(array.ravel(), dtype)
-            self._collective(
-                self._backend.all_reduce, plan.call, src, src, plan.op, plan.ordered, plan.call,
-                seconds,
-            )  # fmt: skip
-            return out
+        if array is x:
+            self._remember((x.dtype, shape, op, order), plan)
         output = Output("all_reduce", out, adapter, shape, dtype)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)

@@ -266,16 +266,16 @@ def test_a_rank_that_dies_is_named(tmp_path, victim):
 
 
 def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
-    monitors[2].channel.recorder.begin(Call("barrier"))
+    monitors[2].channel.recorder.begin(Call("barrier"), depth=1)
     monitors[2].channel.recorder.end()
     monitors[2].channel.close()
     until(lambda: 2 in monitors[0].channel.left)
     # Its part of the call that runs here is done.
-    monitors[0].channel.recorder.begin(Call("barrier"))
+    monitors[0].channel.recorder.begin(Call("barrier"), depth=1)
     time.sleep(0.6)
     monitors[0].channel.check("barrier")
     monitors[0].channel.recorder.end()
-    monitors[0].channel.recorder.begin(Call("barrier"))
+    monitors[0].channel.recorder.begin(Call("barrier"), depth=1)
     error, _ = wait_for_error(monitors[0].channel)
     assert isinstance(error, PeerLostError)
     assert error.ranks == (2,)
