@@ -79,12 +79,12 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
-        again = ("broadcast", id(x), id(out), root)
+        again = "broadcast", root
         plain = timeout is None and not async_op and out is x
         kept = self._kept(again, x, out) if plain else None
         if kept is not None and self._lane.idle:
-            buffer, root, call = kept
-            self._broadcast_known(buffer, root, call, self.timeout)
+            root, call = kept[2]
+            self._broadcast_known(kept[0], root, call, self.timeout)
             return out
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
@@ -112,7 +112,7 @@ class Broadcasting(PieceCalls):
             assert output is not None
             buffer = Buffer(output.flat, dtype)
         if plain:
-            self._keep(again, x, out, buffer, buffer, buffer, root, call)
+            self._keep(again, x, out, buffer, buffer, root, call)
 
         def run() -> Any:
             self._broadcast_known(buffer, root, call, seconds)

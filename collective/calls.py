@@ -94,7 +94,11 @@ class _Kept(NamedTuple):
     out: Callable[[], Any]
     out_dtype: np.dtype[Any]
     out_shape: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    prepared: Prepared
+
+
+#: Input, output and what else the transport's method takes, up to the timeout.
+Prepared = tuple[Buffer, Buffer, tuple[Any, ...]]
 
 
 class Calls:
@@ -119,6 +123,7 @@ class Calls:
         self._heads = self._agree_sizes and not self._agree_first
         self._plans: dict[Any, Any] = {}
         self._repeated: dict[Any, _Kept] = {}
+        self._owned: dict[Any, tuple[DType, tuple[Any, ...]]] = {}
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
@@ -238,26 +243,56 @@ class Calls:
         return plan
 
     # -- repeated calls -------------------------------------------------------------------
-    # A training step makes the same calls on the same buffers again and again. Where both
-    # arrays are contiguous views (of symmetric memory, say), what a call was prepared with
-    # is kept for as long as they live: such a view can be neither moved nor resized. An
-    # array that owns its memory could, and a buffer over it would keep it alive.
+    # A training step makes the same calls again and again, and what is found out about one
+    # holds for the next. Where both arrays are contiguous views (of symmetric memory, say), the
+    # buffers are kept too, for as long as the arrays live: such a view can be neither moved nor
+    # resized. An array that owns its memory could, and a buffer over it would keep it alive.
 
-    def _kept(self, key: Any, x: Any, out: Any) -> tuple[Any, ...] | None:
-        """Return what was kept for this call, if the arrays are still the same."""
-        kept = self._repeated.get(key)
-        if kept is None or out is None or kept.x() is not x or kept.out() is not out:
+    def _kept(self, key: Any, x: Any, out: Any) -> Prepared | None:
+        """Return what was kept for this call, if the arrays are such.
+
+        Args:
+            key: the call without its arrays.
+        """
+        if type(x) is not np.ndarray or type(out) is not np.ndarray:
+            return None
+        if x.base is None and out.base is None:
+            return self._alike(key, x, out)
+        kept = self._repeated.get((key, id(x), id(out)))
+        if kept is None or kept.x() is not x or kept.out() is not out:
             return None
         if x.dtype is not kept.x_dtype or x.shape != kept.x_shape or not out.flags.writeable:
             return None
         if out is not x and (out.dtype is not kept.out_dtype or out.shape != kept.out_shape):
             return None
-        return kept.arguments
+        return kept.prepared
+
+    def _alike(self, key: Any, x: Array, out: Array) -> Prepared | None:
+        """Return what was kept for a call on other arrays that own their memory, like these."""
+        found = self._owned.get(_likeness(key, x, out))
+        if found is None or not _is_own(x):
+            return None
+        dtype, rest = found
+        src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
+        if out is x:
+            return src, src, rest
+        if not _is_own(out):
+            return None
+        # Each in memory of its own, they do not overlap.
+        return src, Buffer(out if out.ndim == 1 else out.reshape(-1), dtype), rest
 
     def _keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, *rest: Any) -> None:
-        """Keep ``rest`` for the next such call, if both arrays are views; see above."""
+        """Keep ``rest`` for the next such call, if both arrays are as :meth:`_kept` wants."""
+        if type(x) is not np.ndarray or type(out) is not np.ndarray:
+            return
+        if x.base is None and out.base is None:
+            if _is_own(x) and _is_own(out) and _is_all_of(src, x) and _is_all_of(dst, out):
+                if len(self._owned) >= _REMEMBERED:
+                    self._owned.clear()
+                self._owned[_likeness(key, x, out)] = src.dtype, rest
+            return
         for array, buffer in ((x, src), (out, dst)):
-            if type(array) is not np.ndarray or not array.flags.carray:
+            if not array.flags.carray:
                 return
             base = buffer.array.base
             if base is None or base is x or base is out or base is not array.base:
@@ -265,13 +300,14 @@ class Calls:
         if len(self._repeated) >= _REMEMBERED:
             self._repeated.clear()
         src.memo, dst.memo = {}, {}
+        name = key, id(x), id(out)
 
         def forget(_: object) -> None:
-            self._repeated.pop(key, None)
+            self._repeated.pop(name, None)
 
-        self._repeated[key] = _Kept(
+        self._repeated[name] = _Kept(
             weakref.ref(x, forget), x.dtype, x.shape,
-            weakref.ref(out, forget), out.dtype, out.shape, rest,
+            weakref.ref(out, forget), out.dtype, out.shape, (src, dst, rest),
         )  # fmt: skip
 
     # -- arrays ---------------------------------------------------------------------------
@@ -291,6 +327,24 @@ class Calls:
             elif np.may_share_memory(flat, output.flat):
                 flat = flat.copy()
         return Buffer(flat, dtype)
+
+
+def _is_own(array: Array) -> bool:
+    flags = array.flags
+    return bool(flags.carray and flags.owndata)
+
+
+def _likeness(key: Any, x: Array, out: Array) -> tuple[Any, ...]:
+    """Return what two calls have in common if one can stand for the other."""
+    if out is x:
+        return key, x.dtype, x.shape
+    return key, x.dtype, x.shape, out.dtype, out.shape
+
+
+def _is_all_of(buffer: Buffer, array: Array) -> bool:
+    """Whether a buffer is what :meth:`Calls._alike` would make of the array."""
+    mine = buffer.array is array or buffer.array.base is array
+    return mine and buffer.count == array.size and buffer.dtype.storage is array.dtype
 
 
 def _with_site(run: Callable[[], T]) -> Callable[[], T]:

@@ -58,7 +58,7 @@ class Exchanging(PieceCalls):
             MPI_Alltoallv, ncclAlltoAll.
         """
         what, method = "all_to_all", self._backend.all_to_all
-        again = (what, id(x), id(out))
+        again = what
         plain = timeout is None and axis == 0 and counts is None and not async_op
         plain = plain and not self._agree_sizes and out is not None
         done, differ = self._again(method, again, x, out) if plain else (False, None)

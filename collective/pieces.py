@@ -80,7 +80,7 @@ class PieceCalls(Calls):
             dst = Buffer(target, dtype)
         source = Buffer(src, dtype)
         if again is not None and dst is not None and fits is None:
-            self._keep(*again, out, source, dst, source, dst, *rest[:-1])
+            self._keep(*again, out, source, dst, *rest[:-1])
         self._recorded(method, source, dst, *rest)
         if fits is not None:
             raise fits
@@ -99,8 +99,9 @@ class PieceCalls(Calls):
         kept = self._kept(key, x, out)
         if kept is None or not self._lane.idle:
             return False, None
+        src, dst, rest = kept
         try:
-            self._recorded(method, *kept, self.timeout)
+            self._recorded(method, src, dst, *rest, self.timeout)
         except Disagreement as difference:
             return False, difference.headers
         return True, None

@@ -74,31 +74,13 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        now = timeout is None and not async_op and self._lane.idle
-        if type(x) is type(out) is np.ndarray and x.base is None and out.base is None:
-            # In memory of their own they are one array or do not overlap: there is nothing to
-            # allocate, to compare or to keep.
-            plan = self._plans.get((x.dtype, x.shape, op, order))
-            flags = x.flags
-            if now and plan is not None and flags.carray and flags.owndata:
-                src = dst = Buffer(x if x.ndim == 1 else x.reshape(-1), plan.call.dtype)
-                if out is not x:
-                    dst = Buffer(out if out.ndim == 1 else out.reshape(-1), plan.call.dtype)
-                flags = out.flags
-                if out is x or (
-                    out.shape == x.shape and out.dtype == x.dtype and flags.carray and flags.owndata
-                ):
-                    call = plan.call
-                    self._collective(
-                        self._backend.all_reduce, call, src, dst, plan.op, plan.ordered, call,
-                        self.timeout,
-                    )  # fmt: skip
-                    return out
-        again = ("all_reduce", id(x), id(out), op, order)
-        kept = self._kept(again, x, out) if now else None
-        if kept is not None:
-            self._collective(self._backend.all_reduce, *kept, self.timeout)
-            return out
+        again = "all_reduce", op, order
+        if timeout is None and not async_op and self._lane.idle:
+            kept = self._kept(again, x, out)
+            if kept is not None:
+                src, dst, rest = kept
+                self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
+                return out
         if type(x) is not np.ndarray and tree.is_tree(x):
             return self._go(
                 "all_reduce",
@@ -111,13 +93,11 @@ class Reductions(Calls):
         key = ("all_reduce", dtype, shape, op, order)
         plan = self._plans.get(key) or self._plan(key, None)
         seconds = self.timeout if timeout is None else self._seconds(timeout)
-        if array is x:
-            self._remember((x.dtype, shape, op, order), plan)
         output = Output("all_reduce", out, adapter, shape, dtype)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
         ends = (plan.op, plan.ordered, plan.call)
-        self._keep(again, x, out, src, dst, plan.call, src, dst, *ends)
+        self._keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
             self._collective(self._backend.all_reduce, plan.call, src, dst, *ends, seconds)
@@ -265,11 +245,14 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
-        again = ("reduce_scatter", id(x), id(out), op, order)
+        again = "reduce_scatter", op, order
         plain = timeout is None and axis == 0 and counts is None and not async_op
         kept = self._kept(again, x, out) if plain else None
         if kept is not None and self._lane.idle:
-            self._collective(self._backend.reduce_scatter, *kept, self.timeout)
+            source, target, rest = kept
+            self._collective(
+                self._backend.reduce_scatter, rest[-1], source, target, *rest, self.timeout
+            )
             return out
         if type(x) is not np.ndarray and tree.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
@@ -287,7 +270,7 @@ class Reductions(Calls):
         dst = Buffer(piece, dtype)
         ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
         if plain:
-            self._keep(again, x, out, src, dst, plan.call, src, dst, *ends)
+            self._keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
             self._collective(self._backend.reduce_scatter, plan.call, src, dst, *ends, seconds)
