@@ -269,15 +269,18 @@ class Calls:
 
     def _alike(self, key: Any, x: Array, out: Array) -> Prepared | None:
         """Return what was kept for a call on other arrays that own their memory, like these."""
-        found = self._owned.get(_likeness(key, x, out))
-        if found is None or not _is_own(x):
+        if out is x:
+            found = self._owned.get((key, x.dtype, x.shape))
+            if found is None or not x.flags.carray:
+                return None
+            dtype, rest = found
+            src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
+            return src, src, rest
+        found = self._owned.get((key, x.dtype, x.shape, out.dtype, out.shape))
+        if found is None or not (_is_own(x) and _is_own(out)):
             return None
         dtype, rest = found
         src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
-        if out is x:
-            return src, src, rest
-        if not _is_own(out):
-            return None
         # Each in memory of its own, they do not overlap.
         return src, Buffer(out if out.ndim == 1 else out.reshape(-1), dtype), rest
 
@@ -289,7 +292,10 @@ class Calls:
             if _is_own(x) and _is_own(out) and _is_all_of(src, x) and _is_all_of(dst, out):
                 if len(self._owned) >= _REMEMBERED:
                     self._owned.clear()
-                self._owned[_likeness(key, x, out)] = src.dtype, rest
+                likeness: tuple[Any, ...] = (key, x.dtype, x.shape)
+                if out is not x:
+                    likeness += (out.dtype, out.shape)
+                self._owned[likeness] = src.dtype, rest
             return
         for array, buffer in ((x, src), (out, dst)):
             if not array.flags.carray:
@@ -332,13 +338,6 @@ class Calls:
 def _is_own(array: Array) -> bool:
     flags = array.flags
     return bool(flags.carray and flags.owndata)
-
-
-def _likeness(key: Any, x: Array, out: Array) -> tuple[Any, ...]:
-    """Return what two calls have in common if one can stand for the other."""
-    if out is x:
-        return key, x.dtype, x.shape
-    return key, x.dtype, x.shape, out.dtype, out.shape
 
 
 def _is_all_of(buffer: Buffer, array: Array) -> bool:
