@@ -287,6 +287,9 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
         for rank, (_, _, header) in sorted(told.items(), key=lambda item: members.index(item[0])):
             site = f" at {header['site']}" if header["site"] else ""
             groups.setdefault(describe(header) + site, []).append(members.index(rank))
+        absent = [place for place, rank in enumerate(members) if rank not in told]
+        if absent:
+            groups["has not come so far"] = absent
         lines = [
             f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
             for text, ranks in groups.items()

@@ -417,6 +417,8 @@ def test_what_counts_as_a_disagreement():
     assert "rank 1: barrier()" in disagreement([0, 1], {0: report(a), 1: report(b)})
     # Ranks are told as the communicator numbers them.
     assert "rank 0: barrier()" in disagreement([5, 3], {3: report(a), 5: report(b)})
+    third = disagreement([0, 1, 2], {0: report(a), 1: report(b), 2: report()})
+    assert "rank 2: has not come so far" in third
     # A rank that has not come that far, or does not answer, does not disagree.
     assert disagreement([0, 1], {0: report(a), 1: report()}) is None
     assert disagreement([0, 1], {0: report(a)}) is None
