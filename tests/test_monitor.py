@@ -296,7 +296,7 @@ def test_rank_0_may_leave_first(monitors):
 def record(monitor, *operations):
     for operation in operations:
         monitor.channel.recorder.end()
-        monitor.channel.recorder.begin(Call(operation, named("float32"), (4,)))
+        monitor.channel.recorder.begin(Call(operation, named("float32"), (4,)), depth=1)
 
 
 def test_different_calls_are_found_when_one_stalls(monitors):
