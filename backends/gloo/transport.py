@@ -46,7 +46,7 @@ _FEW, _LONG_BYTES = 8, 1 << 20
 # All-reduces that are kept prepared, up to this length and so many of them.
 _SMALL_BYTES, _SMALL_KEPT = 4 << 10, 256
 # All ranks' inputs together, where every rank collects them to fold them, and where a root does.
-_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 1 << 20, 64 << 20
+_COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
 # From here on Gloo's broadcast is the faster one.
 _BROADCAST_BYTES = 256 << 10
 

@@ -63,6 +63,10 @@ _OF_LEVELS = (
     BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
 )  # fmt: skip
 
+# How long waits inside a host keep polling. Measured at 1 MiB, two hosts of two ranks, on two
+# cores: 2.9 to 3.1 ms a call with the 2 ms of shm, 1.9 to 2.7 with this.
+_INNER_YIELDS_S = 0.2e-3
+
 
 class HierarchicalBackend(TwoLevel, Monitored):
     """Ranks on several hosts with several on some; see the module's docstring.
@@ -73,9 +77,10 @@ class HierarchicalBackend(TwoLevel, Monitored):
 
     name = "hierarchical"
     capabilities = Capabilities(across_hosts=True, symmetric_memory=True, detects_lost_peers=True)
+    _inner: ShmBackend
 
     def __init__(
-        self, outer: Monitored, inner: Backend, across: Backend | None, places: Places
+        self, outer: Monitored, inner: ShmBackend, across: Backend | None, places: Places
     ) -> None:
         self.rank = outer.rank
         self.size = outer.size
@@ -84,6 +89,8 @@ class HierarchicalBackend(TwoLevel, Monitored):
         self.channel = outer.channel
         self._outer = outer
         self._inner = inner
+        # When it waits, its peers are mostly busy with the network.
+        inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._places = places
         self.channel.on_failure.append(_breaker(self))
@@ -142,7 +149,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         return " ".join(found)
 
     @classmethod
-    def _assemble(cls, outer: Monitored, inner: Backend, places: Places, end: float) -> Self:
+    def _assemble(cls, outer: Monitored, inner: ShmBackend, places: Places, end: float) -> Self:
         """Connect the ranks at each place, and return the whole once it stands everywhere."""
         across: Backend | None = None
         self: Self | None = None

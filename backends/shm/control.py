@@ -101,6 +101,7 @@ class Control:
         step: how many steps this rank has made; equal on ranks between operations.
         words: the segment as 64-bit words.
         polls: how often a wait looks before it yields the processor.
+        yield_s: seconds that a wait then yields it, before it sleeps.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
@@ -116,6 +117,7 @@ class Control:
         self._told: dict[Call, int] = {}
         self._told_count = 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.yield_s = _YIELD_S
         self.polls = _POLLS if size <= (cores or 1) else _POLLS_CROWDED
 
     # -- life ---------------------------------------------------------------------------
@@ -287,7 +289,7 @@ class Control:
             os.sched_yield()  # lets go of the interpreter lock too
             if ready():
                 return
-            if time.monotonic() - start > _YIELD_S:
+            if time.monotonic() - start > self.yield_s:
                 break
         check_at = start
         while not ready():

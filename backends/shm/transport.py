@@ -166,6 +166,14 @@ class ShmBackend(OneSided):
                     self._rings[src, dst] = Ring(control, src, dst, self._fetch_place)
         return self
 
+    def sleep_after(self, seconds: float) -> None:
+        """Let waits sleep when they have lasted for ``seconds``.
+
+        Earlier than by default where peers will be busy elsewhere, with a network, say: a core
+        that is only yielded is still taken from them, a few microseconds at a time.
+        """
+        self._control.yield_s = seconds
+
     def _probe_single_copy(self, timeout: float) -> bool:
         """Find out, alike on all ranks, whether peers' memory can be read."""
         if self.size == 1:
