@@ -176,14 +176,13 @@ class Channel:
     def _say(self, message: Message) -> None:
         self._monitor._say({**message, "channel": self.name, "members": list(self.members)})
 
-    def _break(self, failure: Failure) -> bool:
+    def _break(self, failure: Failure) -> None:
         with self._monitor._lock:
             if self.failure is not None:
-                return False
+                return
             self.failure = failure
         for function in list(self.on_failure):
             function()
-        return True
 
     # -- what the monitor hears -----------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from collective.call import describe
+from collective.call import differing
 from collective.errors import RendezvousError
 
 from .link import Link, Message, listen, proof
@@ -283,21 +283,12 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
         calls = {(compares, 0 if compares else digest) for digest, compares, _ in told.values()}
         if sequence < unfinished or len(calls) < 2:
             continue
-        groups: dict[str, list[int]] = {}
-        for rank, (_, _, header) in sorted(told.items(), key=lambda item: members.index(item[0])):
-            site = f" at {header['site']}" if header["site"] else ""
-            groups.setdefault(describe(header) + site, []).append(members.index(rank))
+        placed = {place: told[rank][2] for place, rank in enumerate(members) if rank in told}
         absent = [place for place, rank in enumerate(members) if rank not in told]
-        if absent:
-            groups["has not come so far"] = absent
-        lines = [
-            f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in groups.items()
-        ]
         return (
-            f"the ranks made different calls (their call {sequence}):\n" + "\n".join(lines) +
+            f"the ranks made different calls (their call {sequence}):\n{differing(placed, absent)}"
             "\nEvery rank must make the same collective calls in the same order. It was noticed "
             "when a call stalled, too late to go on; COLLECTIVE_CHECK=always compares each call "
             "before it is sent"
-        )  # fmt: skip
+        )
     return None

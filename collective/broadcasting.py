@@ -182,11 +182,7 @@ class Broadcasting(PieceCalls):
             head.words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, ndim
             head.words[4 : 4 + ndim] = call.shape
             head.put(buffer.array)
-        key = ("head", root, call)
-        about = self._plans.get(key)
-        if about is None:
-            known = Call("broadcast", root=root) if call is None else call
-            about = self._remember(key, known.comparing(root=root))
+        about = self._about(call, "broadcast", root)
         self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
         if call is not None and head.words[0] != call.digest:
             theirs = Call("broadcast", *_described(head), root=root)

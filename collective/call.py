@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collective.dtypes import DType
 
-__all__ = ["Call", "Disagreement", "call_site", "describe", "in_thread"]
+__all__ = ["Call", "Disagreement", "call_site", "describe", "differing", "in_thread"]
 
 
 class Call:
@@ -120,6 +120,25 @@ def describe(header: dict[str, Any]) -> str:
         parts.append(f"{header['dtype']}[{shape}]")
     parts.extend(f"{key}={value}" for key, value in header["options"].items())
     return f"{header['operation']}({', '.join(parts)})"
+
+
+def differing(told: Mapping[int, dict[str, Any]], absent: Sequence[int] = ()) -> str:
+    """Return who called what, and where: a line for all ranks that did the same.
+
+    Args:
+        told: rank -> header.
+        absent: ranks that have not come to it.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, header in told.items():
+        site = f" at {header['site']}" if header["site"] else ""
+        groups.setdefault(describe(header) + site, []).append(rank)
+    if absent:
+        groups["has not come so far"] = list(absent)
+    return "\n".join(
+        f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in groups.items()
+    )
 
 
 class _InThread(threading.local):

@@ -13,7 +13,7 @@ from collective import call as call_module
 from collective.arrays import Adapter, adapter_like, adapter_of
 from collective.backend import Backend, Failure
 from collective.buffer import Buffer
-from collective.call import Call, Disagreement, describe
+from collective.call import Call, Disagreement, differing
 from collective.dtypes import DType
 from collective.errors import (
     CollectiveError,
@@ -197,6 +197,15 @@ class Calls:
             return difference.headers
         return None
 
+    def _about(self, call: Call | None, what: str, root: int | None) -> Call:
+        """Return the call of a head: like ``call``, and the same on ranks that know less of it."""
+        key = "about", what, call, root
+        about: Call | None = self._plans.get(key)
+        if about is None:
+            known = Call(what, root=root) if call is None else call
+            about = self._remember(key, known.comparing(root=root))
+        return about
+
     # -- errors ---------------------------------------------------------------------------
 
     @property
@@ -204,18 +213,10 @@ class Calls:
         return f"[rank {self.rank} of {self.size}]"
 
     def _mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
-        told: dict[str, list[int]] = {}
-        for rank, header in enumerate(headers):
-            site = f" at {header['site']}" if header["site"] else ""
-            told.setdefault(describe(header) + site, []).append(rank)
-        lines = [
-            f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in told.items()
-        ]
         name = headers[self.rank]["operation"]
         raise MismatchError(
             f"{name}: the ranks made different calls {self._who}:\n"
-            + "\n".join(lines)
+            + differing(dict(enumerate(headers)))
             + "\nEvery rank must make the same collective calls in the same order."
         ) from None
 

@@ -58,10 +58,9 @@ class Exchanging(PieceCalls):
             MPI_Alltoallv, ncclAlltoAll.
         """
         what, method = "all_to_all", self._backend.all_to_all
-        again = what
         plain = timeout is None and axis == 0 and counts is None and not async_op
         plain = plain and not self._agree_sizes and out is not None
-        done, differ = self._again(method, again, x, out) if plain else (False, None)
+        done, differ = self._again(method, what, x, out) if plain else (False, None)
         if done:
             return out
         seconds = self._seconds(timeout)
@@ -111,7 +110,7 @@ class Exchanging(PieceCalls):
                 elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
                 return self._move_one(
                     what, method, leaves[0], sum(receives[0]), None, True, out,
-                    (*elements, agreed, seconds), (again, x) if plain and agreed is call else None,
+                    (*elements, agreed, seconds), (what, x) if plain and agreed is call else None,
                 )  # fmt: skip
             to, coming = (
                 [

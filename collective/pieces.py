@@ -124,7 +124,7 @@ class PieceCalls(Calls):
         head.words[0] = call.digest
         head.put(payload)
         every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
-        about = call.comparing(root=call.options.get("root"))
+        about = self._about(call, call.operation, call.options.get("root"))
         lengths = [HEAD_BYTES] * self.size
         self._recorded(self._backend.all_gather, head.buffer, every, lengths, about, seconds)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
