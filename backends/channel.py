@@ -88,12 +88,15 @@ class Channel:
 
     # -- what a call asks -----------------------------------------------------------------
 
-    def check(self, where: object, awaited: Sequence[int] | None = None) -> None:
+    def check(
+        self, where: object, awaited: Sequence[int] | None = None, any_of: bool = False
+    ) -> None:
         """Raise if the communicator is broken, or if an awaited rank has left for good.
 
         Args:
             where: the operation, for the error.
             awaited: ranks; None for all others.
+            any_of: one of ``awaited`` is enough: none is missed before all have left.
 
         Raises:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
@@ -102,7 +105,7 @@ class Channel:
         if self.failure is not None:
             raise self._error(where)
         if self._left_at:
-            self._check_left(where, awaited)
+            self._check_left(where, awaited, any_of)
 
     def _error(self, where: object) -> Exception:
         assert self.failure is not None
@@ -114,7 +117,7 @@ class Channel:
         self._told = True
         return error
 
-    def _check_left(self, where: object, awaited: Sequence[int] | None) -> None:
+    def _check_left(self, where: object, awaited: Sequence[int] | None, any_of: bool) -> None:
         now = time.monotonic()
         collective = awaited is None
         running = self.recorder.started if self.recorder is not None else 0
@@ -125,26 +128,38 @@ class Channel:
             if collective and finished >= running > 0:
                 continue  # it has done its part of the running call
             gone.append(rank)
+        if any_of and awaited is not None and len(gone) < len(awaited):
+            return
         if gone:
             text = "; ".join(f"rank {rank} has closed its communicator" for rank in gone)
             raise PeerLostError(f"{where}: {text} [rank {self.rank}]", tuple(gone))
 
-    def wait(self, where: object, timeout: float, awaited: Sequence[int] | None = None) -> Wait:
-        """Return what one waiting call needs; see :class:`Wait`."""
-        return Wait(self, where, timeout, awaited)
+    def wait(
+        self,
+        where: object,
+        timeout: float,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
+    ) -> Wait:
+        """Return what one waiting call needs; see :class:`Wait` and :meth:`check`."""
+        return Wait(self, where, timeout, awaited, any_of)
 
     def explain(
-        self, where: object, error: BaseException, awaited: Sequence[int] | None = None
+        self,
+        where: object,
+        error: BaseException,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
     ) -> Exception:
         """Return the error to raise for ``error`` of the engine, and break the communicator.
 
         The engine notices the end of a connection before the monitor knows why. ``awaited``
-        is as in :meth:`check`.
+        and ``any_of`` are as in :meth:`check`.
         """
         end = time.monotonic() + _EXPLAIN_S
         while time.monotonic() < end:
             try:
-                self.check(where, awaited)
+                self.check(where, awaited, any_of)
             except Exception as known:
                 return known
             time.sleep(0.005)
@@ -267,13 +282,19 @@ class Wait:
     :meth:`Channel.check` raises, and ``CollectiveTimeoutError`` when the deadline passes.
     """
 
-    __slots__ = ("_awaited", "_channel", "_compare_at", "_end", "_pause", "_turns", "_where",
-                 "timeout")  # fmt: skip
+    __slots__ = ("_any_of", "_awaited", "_channel", "_compare_at", "_end", "_pause", "_turns",
+                 "_where", "timeout")  # fmt: skip
 
     def __init__(
-        self, channel: Channel, where: object, timeout: float, awaited: Sequence[int] | None
+        self,
+        channel: Channel,
+        where: object,
+        timeout: float,
+        awaited: Sequence[int] | None,
+        any_of: bool,
     ) -> None:
         self.timeout = timeout
+        self._any_of = any_of
         self._channel = channel
         self._where = where
         self._awaited = awaited
@@ -302,7 +323,7 @@ class Wait:
     def check(self) -> None:
         """Raise if there is a reason to; have the recorders compared once a second."""
         channel = self._channel
-        channel.check(self._where, self._awaited)
+        channel.check(self._where, self._awaited, self._any_of)
         now = time.monotonic()
         if now >= self._end:
             channel._late(self._where, self.timeout, self._awaited)

@@ -75,9 +75,9 @@ def until(condition, seconds=10.0):
         time.sleep(0.002)
 
 
-def wait_for_error(channel, timeout=FAR, awaited=None):
+def wait_for_error(channel, timeout=FAR, awaited=None, any_of=False):
     """Wait as a call does until there is an error; return it and how long it took."""
-    waiting = channel.wait("all_reduce", timeout, awaited)
+    waiting = channel.wait("all_reduce", timeout, awaited, any_of)
     since = time.monotonic()
     while True:
         try:
@@ -283,6 +283,20 @@ def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
     monitors[0].channel.check("recv", [1])
     with pytest.raises(PeerLostError):
         monitors[0].channel.check("recv", [2])
+
+
+def test_of_several_of_whom_one_is_enough_none_is_missed_before_all_have_left(monitors):
+    first = monitors[0].channel
+    monitors[2].channel.close()
+    until(lambda: 2 in first.left)
+    time.sleep(0.6)
+    first.check("recv", [1, 2], any_of=True)
+    with pytest.raises(PeerLostError):
+        first.check("recv", [1, 2])
+    monitors[1].channel.close()
+    error, _ = wait_for_error(first, awaited=[1, 2], any_of=True)
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (1, 2)
 
 
 def test_rank_0_may_leave_first(monitors):

@@ -164,18 +164,14 @@ class Messenger(Monitored):
             sources.append(int(work._source_rank()))
 
         others = [rank for rank in range(self.size) if rank != self.rank]
-        end = time.monotonic() + timeout
-        wait = self.channel.wait(where, timeout, others)
+        wait = self.channel.wait(where, timeout, others, any_of=True)
         self.channel.check(where, ())
         elsewhere = Elsewhere(receive)
         while not elsewhere.over.acquire(timeout=wait.slice()):
-            # Any of them will do: it is in vain when all have left.
-            if time.monotonic() >= end or self.channel.left.issuperset(others):
-                wait.check()
-            else:
-                self.channel.check(where, ())
+            wait.check()
         if elsewhere.error is not None:
-            raise self.channel.explain(where, elsewhere.error, others) from elsewhere.error
+            native = elsewhere.error
+            raise self.channel.explain(where, native, others, any_of=True) from native
         return sources[0]
 
     def _route(self, tag: int) -> tuple[Any, int]:

@@ -48,6 +48,7 @@ _ending = threading.Event()
 _lost = threading.Event()
 # How long threads in the background may take to notice that MPI ends.
 _END_S = 0.5
+_SETTLE_S = 0.05
 
 
 class User(Protocol):
@@ -278,6 +279,8 @@ def _finalize() -> None:
     if _say_goodbye():
         _ending.set()
         deadline = time.monotonic() + _END_S
+        # A thread that has just begun a call says only within microseconds that it polls.
+        time.sleep(_SETTLE_S)
         while not idle() and time.monotonic() < deadline:
             time.sleep(0.001)
         if idle() and not _lost.is_set():

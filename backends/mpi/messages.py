@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +16,7 @@ from .library import leave_unfinished
 from .polling import finish, settle, spin
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
+    from collective.backends.channel import Channel, Wait
     from collective.buffer import Buffer
 
 __all__ = ["MOST_BYTES", "Messages"]
@@ -32,25 +30,6 @@ MOST_BYTES = 2**31 - 1
 _ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
 # A message that is longer is not received before it is known to be there.
 _LONG_BYTES = 64 << 10
-_GRACE_S = 0.5
-
-
-class _AnyOf(tuple[int, ...]):
-    """Awaited ranks of which one is enough: none is missed before all of them have left.
-
-    Attributes:
-        left: the ranks that have.
-        since: when all of them had; the last may have sent what is awaited before it went.
-    """
-
-    left: set[int]
-    since: float = math.inf
-
-    def __contains__(self, rank: object) -> bool:
-        if not self.left.issuperset(self):
-            return False
-        self.since = min(self.since, time.monotonic())
-        return time.monotonic() - self.since > _GRACE_S and super().__contains__(rank)
 
 
 class Messages:
@@ -193,22 +172,23 @@ class Messages:
             return result is not None
 
         if not spin(test):
-            wait = self._channel.wait(f"{what}(tag={tag})", timeout, awaited)
-            finish(test, wait, moving=False)
+            finish(test, self._wait(what, tag, timeout, awaited), moving=False)
         return found[0]
 
     def _settle(
         self, requests: list[Any], what: str, tag: int, timeout: float, awaited: Sequence[int],
         moving: bool = True,
     ) -> None:  # fmt: skip
-        settle(requests, lambda: self._channel.wait(f"{what}(tag={tag})", timeout, awaited), moving)
+        settle(requests, lambda: self._wait(what, tag, timeout, awaited), moving)
+
+    def _wait(self, what: str, tag: int, timeout: float, awaited: Sequence[int]) -> Wait:
+        # Where several are awaited, the first to send will do.
+        return self._channel.wait(f"{what}(tag={tag})", timeout, awaited, any_of=True)
 
     def _awaited(self, src: int) -> Sequence[int]:
         if src != ANY_SOURCE:
             return (src,)
-        others = _AnyOf(rank for rank in range(self._channel.size) if rank != self._channel.rank)
-        others.left = self._channel.left
-        return others
+        return [rank for rank in range(self._channel.size) if rank != self._channel.rank]
 
     def _refuse_broken(self, what: str, tag: int) -> None:
         if self._channel.failure is not None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from collective.call import in_thread
+
 from .library import leave_unfinished, waiting
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def finish(test: Callable[[], bool], wait: Wait, moving: bool = True) -> None:
     """
     turns = 0
     with waiting() as pause_for_good:
+        pause_for_good()
         while not test():
             pause_for_good()
             turns += 1
@@ -43,8 +46,11 @@ def finish(test: Callable[[], bool], wait: Wait, moving: bool = True) -> None:
 
 
 def spin(test: Callable[[], bool]) -> bool:
-    """Poll for some microseconds; return whether ``test()`` came true."""
-    return any(test() for _ in POLLS)
+    """Poll for some microseconds; return whether ``test()`` came true.
+
+    Not in the background: MPI may be finalised before a thread there has said that it polls.
+    """
+    return in_thread.site is None and any(test() for _ in POLLS)
 
 
 def settle(requests: list[Any], make_wait: Callable[[], Wait], moving: bool = True) -> None:
@@ -55,7 +61,7 @@ def settle(requests: list[Any], make_wait: Callable[[], Wait], moving: bool = Tr
     """
     try:
         for request in requests:
-            if not request.Test() and not spin(request.Test):
+            if not spin(request.Test):
                 finish(request.Test, make_wait(), moving)
     except BaseException:
         for request in requests:
