@@ -50,6 +50,9 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Forget ``key``. An absent key is no error."""
 
+    def check(self) -> None:
+        """Raise if it is known that the ranks will not meet; asked while they are awaited."""
+
 
 class FileStore(Store):
     """A directory of the user's own (mode 0700), one file a key.

@@ -328,7 +328,7 @@ def test_memory_of_its_own(pairs: RankPool) -> None:
 
 
 class Broken(Pairs):
-    """On the second host shared memory cannot be had."""
+    """On the second host shared memory cannot be had; on the first rank 1 hears that early."""
 
     name = "hierarchical-broken"
 
@@ -336,6 +336,8 @@ class Broken(Pairs):
     def host_of(cls, world: World) -> str:
         if world.rank == 2:
             transport.ShmBackend = NoShm  # type: ignore[misc]
+        elif world.rank == 1:
+            transport.ShmBackend = LateShm  # type: ignore[misc]
         return super().host_of(world)
 
 
@@ -343,6 +345,18 @@ class NoShm(ShmBackend):
     @classmethod
     def connect(cls, world: World, timeout: float) -> NoShm:
         raise BackendUnavailableError("shm: a shared segment cannot be made, as planned")
+
+
+class LateShm(ShmBackend):
+    """Does not join before it has heard of a failure, so never: rank 0 waits for it."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> LateShm:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            world.store.check()
+            time.sleep(0.01)
+        raise AssertionError("no failure was heard of")
 
 
 def _nothing(comm: Communicator) -> None:

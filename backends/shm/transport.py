@@ -124,17 +124,22 @@ class ShmBackend(OneSided):
         # The variable also where no init() has read the configuration, as in tests.
         setting = os.environ.get("COLLECTIVE_SHM_SINGLE_COPY", "on")
         wanted = world.options.get("shm_single_copy", setting) == "on"
+
+        def watch(missing: Sequence[int]) -> None:
+            store.check()
+
         if world.rank != 0:
             segment = _open_published(world, key, deadline, timeout)
             left = deadline - time.monotonic()
-            return cls._attach(segment, world.rank, world.size, left, wanted)
+            return cls._attach(segment, world.rank, world.size, left, wanted, watch=watch)
         segment = Segment.create(Layout(world.size).nbytes)
         if world.size == 1:
             return cls._attach(segment, 0, 1, timeout, wanted)
         store.set(key, segment.path.encode())
         try:
             # Gone before anybody goes on: a second connect must not find it.
-            return cls._attach(segment, 0, world.size, timeout, wanted, lambda: store.delete(key))
+            last = functools.partial(store.delete, key)
+            return cls._attach(segment, 0, world.size, timeout, wanted, last, watch)
         finally:
             store.delete(key)
 
