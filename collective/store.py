@@ -50,7 +50,7 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Forget ``key``. An absent key is no error."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  an offer, not a duty
         """Raise if it is known that the ranks will not meet; asked while they are awaited."""
 
 
