@@ -51,7 +51,11 @@ def test_ctrl_c_lets_the_ranks_clean_up(launches: Launches) -> None:
 def test_signal_ends_ranks_that_ignore_it(launches: Launches, number: signal.Signals) -> None:
     before = f"signal.signal({int(number)}, signal.SIG_IGN)"
     before += "; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    process = launches.start("-n", "2", launches.script(WAITING.format(before=before)))
+    inherited = signal.signal(number, signal.SIG_DFL)  # nohup, say: the launcher keeps to it
+    try:
+        process = launches.start("-n", "2", launches.script(WAITING.format(before=before)))
+    finally:
+        signal.signal(number, inherited)
     launches.until_arrived(2)
     start = time.monotonic()
     process.send_signal(number)
