@@ -55,6 +55,8 @@ class Channel:
         failure: why the communicator is broken, None as long as it is not.
         left: the ranks that have closed it.
         recorder: the communicator's calls; the communicator sets it.
+        unfinished: returns the number of the oldest call that still runs on a device, after it
+            has returned to the program; None if there is none, or no such transport.
         on_failure: called, in whatever thread, when ``failure`` has been set.
     """
 
@@ -66,6 +68,7 @@ class Channel:
         self.failure: Failure | None = None
         self.left: set[int] = set()
         self.recorder: Recorder | None = None
+        self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
@@ -89,7 +92,11 @@ class Channel:
     # -- what a call asks -----------------------------------------------------------------
 
     def check(
-        self, where: object, awaited: Sequence[int] | None = None, any_of: bool = False
+        self,
+        where: object,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
+        sequence: int | None = None,
     ) -> None:
         """Raise if the communicator is broken, or if an awaited rank has left for good.
 
@@ -97,6 +104,7 @@ class Channel:
             where: the operation, for the error.
             awaited: ranks; None for all others.
             any_of: one of ``awaited`` is enough: none is missed before all have left.
+            sequence: the collective call's number, if it need not be the last one.
 
         Raises:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
@@ -105,7 +113,7 @@ class Channel:
         if self.failure is not None:
             raise self._error(where)
         if self._left_at:
-            self._check_left(where, awaited, any_of)
+            self._check_left(where, awaited, any_of, sequence)
 
     def _error(self, where: object) -> Exception:
         assert self.failure is not None
@@ -117,10 +125,16 @@ class Channel:
         self._told = True
         return error
 
-    def _check_left(self, where: object, awaited: Sequence[int] | None, any_of: bool) -> None:
+    def _check_left(
+        self,
+        where: object,
+        awaited: Sequence[int] | None,
+        any_of: bool,
+        sequence: int | None,
+    ) -> None:
         now = time.monotonic()
         collective = awaited is None
-        running = self.recorder.started if self.recorder is not None else 0
+        running = self._running(sequence)
         gone = []
         for rank, (since, finished) in sorted(self._left_at.items()):
             if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
@@ -134,15 +148,30 @@ class Channel:
             text = "; ".join(f"rank {rank} has closed its communicator" for rank in gone)
             raise PeerLostError(f"{where}: {text} [rank {self.rank}]", tuple(gone))
 
+    def _running(self, sequence: int | None) -> int:
+        """Return the number of the call in question: the last one, if it is not given."""
+        if sequence is not None:
+            return sequence
+        return self.recorder.started if self.recorder is not None else 0
+
+    def _finished(self) -> int:
+        """Return the number of the last call that is over, on the devices as well."""
+        if self.recorder is None:
+            return 0
+        finished = self.recorder.finished
+        oldest = self.unfinished() if self.unfinished is not None else None
+        return finished if oldest is None else min(finished, oldest - 1)
+
     def wait(
         self,
         where: object,
         timeout: float,
         awaited: Sequence[int] | None = None,
         any_of: bool = False,
+        sequence: int | None = None,
     ) -> Wait:
         """Return what one waiting call needs; see :class:`Wait` and :meth:`check`."""
-        return Wait(self, where, timeout, awaited, any_of)
+        return Wait(self, where, timeout, awaited, any_of, sequence)
 
     def explain(
         self,
@@ -183,8 +212,7 @@ class Channel:
         """Leave this communicator, with that of all ranks the monitor; twice does nothing."""
         if not self._closed:
             self._closed = True
-            finished = self.recorder.finished if self.recorder is not None else 0
-            self._say({"kind": "left", "finished": finished})
+            self._say({"kind": "left", "finished": self._finished()})
             if self.name == WORLD:
                 self._monitor._leave()
 
@@ -223,8 +251,10 @@ class Channel:
         recorder = self.recorder
         entries, finished, started = [], 0, 0
         if recorder is not None:
-            finished, started = recorder.finished, recorder.started
-            for entry in recorder.entries(_REPORTED):
+            finished, started = self._finished(), recorder.started
+            # From the oldest that is not over: a program may be far ahead of its device.
+            ahead = recorder.entries(max(_REPORTED, started - finished))
+            for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
                 header = json.loads(entry.call.header(entry.site))
                 entries.append([entry.sequence, entry.call.digest, entry.compares, header])
         report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
@@ -238,25 +268,31 @@ class Channel:
 
     # -- stalls ---------------------------------------------------------------------------
 
-    def _compare(self, asks: list[int] | None = None) -> None:
-        """Have the recorders compared.
+    def compare(self, asks: list[int] | None = None) -> None:
+        """Have the recorders compared: ranks that made different calls get ``MismatchError``.
 
         Args:
             asks: be told who is late, and about these ranks, numbered as in the world.
         """
         self._say({"kind": "stall", "asks": asks})
 
-    def _late(self, where: object, seconds: float, awaited: Sequence[int] | None) -> NoReturn:
+    def _late(
+        self,
+        where: object,
+        seconds: float,
+        awaited: Sequence[int] | None,
+        sequence: int | None = None,
+    ) -> NoReturn:
         """Break the communicator because a deadline has passed."""
         before = self._rounds
-        self._compare([self.members[rank] for rank in awaited or ()])
+        self.compare([self.members[rank] for rank in awaited or ()])
         with self._reported:
             answered = self._reported.wait_for(
                 lambda: self._rounds > before or self.failure is not None, _REPORT_S
             )
         if self.failure is not None:
             raise self._error(where)
-        mine = self.recorder.started if self.recorder is not None else 0
+        mine = self._running(sequence)
         late = self._late_ranks if answered else {}
         absent = list(awaited or ())
         if awaited is None:
@@ -264,6 +300,8 @@ class Channel:
             absent = sorted(behind)
         if absent:
             what = f"rank {', '.join(map(str, absent))}: {_told(absent, late)}"
+        elif answered and sequence is not None:
+            what = "the devices: every rank has made this call, and one's has not got to its end"
         elif answered:
             what = "the transport: every rank is in this call, which has not ended"
         else:
@@ -282,8 +320,8 @@ class Wait:
     :meth:`Channel.check` raises, and ``CollectiveTimeoutError`` when the deadline passes.
     """
 
-    __slots__ = ("_any_of", "_awaited", "_channel", "_compare_at", "_end", "_pause", "_turns",
-                 "_where", "timeout")  # fmt: skip
+    __slots__ = ("_any_of", "_awaited", "_channel", "_compare_at", "_end", "_pause", "_sequence",
+                 "_turns", "_where", "timeout")  # fmt: skip
 
     def __init__(
         self,
@@ -292,8 +330,10 @@ class Wait:
         timeout: float,
         awaited: Sequence[int] | None,
         any_of: bool,
+        sequence: int | None,
     ) -> None:
         self.timeout = timeout
+        self._sequence = sequence
         self._any_of = any_of
         self._channel = channel
         self._where = where
@@ -323,13 +363,13 @@ class Wait:
     def check(self) -> None:
         """Raise if there is a reason to; have the recorders compared once a second."""
         channel = self._channel
-        channel.check(self._where, self._awaited, self._any_of)
+        channel.check(self._where, self._awaited, self._any_of, self._sequence)
         now = time.monotonic()
         if now >= self._end:
-            channel._late(self._where, self.timeout, self._awaited)
+            channel._late(self._where, self.timeout, self._awaited, self._sequence)
         if now >= self._compare_at:
             self._compare_at = now + _STALL_S
-            channel._compare()
+            channel.compare()
 
 
 class Monitored(Backend):

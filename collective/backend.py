@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
     from collective.buffer import Buffer
     from collective.call import Call
     from collective.capabilities import Capabilities
+    from collective.cuda import Device, Event, Stream
+    from collective.device_array import DeviceArray
+    from collective.dtypes import DType
     from collective.ops import ReduceOp
     from collective.recorder import Recorder
     from collective.work import Work
@@ -330,6 +334,49 @@ class Backend(ABC):
         raw = np.empty(nbytes + 63, np.uint8)
         start = -raw.__array_interface__["data"][0] % 64
         return raw[start : start + nbytes]
+
+    # -- GPUs ---------------------------------------------------------------------------
+    # For transports whose capabilities name "cuda". Buffers in the memory of a GPU are given to
+    # the methods above as others are. One that enqueues returns when the operation is enqueued
+    # on the buffers' stream, and has the methods that follow; another waits for that stream.
+
+    #: Whether operations on the memory of a GPU are enqueued on a stream.
+    enqueues: ClassVar[bool] = False
+    #: Whether it enqueues without waiting for the peers: not before they are connected.
+    ready: bool = True
+    #: The GPU that this rank's buffers have to be on, None for any.
+    device: Device | None = None
+
+    def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
+        """Tell whether reduction ``what`` can be made in the memory of a GPU.
+
+        The communicator takes the others through host memory.
+        """
+        return False
+
+    def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
+        """Return a stream beside the callers' for what is asynchronous, one for each lane."""
+        raise NotImplementedError
+
+    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+        """Wait on the host for an event after an operation; raise what went wrong with that.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` has passed, which breaks nothing.
+        """
+        raise NotImplementedError
+
+    def keep_until(self, event: Event, things: object) -> None:
+        """Keep a reference to ``things``, memory that is in use, until ``event`` has come."""
+        raise NotImplementedError
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return a context in which operations on the memory of a GPU are started together."""
+        return nullcontext()
+
+    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+        """Return ``nbytes`` bytes on the GPU, allocated by all ranks together; as :meth:`empty`."""
+        raise NotImplementedError
 
 
 class Group(Backend):

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from collective import dtypes, tree
-from collective.arrays import adapter_of
 from collective.backend import Failure
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement, call_site
-from collective.calls import Output
 from collective.errors import InvalidArgumentError
 from collective.heads import Head
-from collective.pieces import UINT8, Header, PieceCalls, pack, unpack
+from collective.output import Output
+from collective.pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
 
 __all__ = ["Broadcasting"]
 
@@ -81,7 +80,7 @@ class Broadcasting(PieceCalls):
         """
         again = "broadcast", root
         plain = timeout is None and not async_op and out is x
-        kept = self._kept(again, x, out) if plain else None
+        kept = self._repeated.find(again, x, out) if plain else None
         if kept is not None and self._lane.idle:
             root, call = kept[2]
             self._broadcast_known(kept[0], root, call, self.timeout)
@@ -97,37 +96,38 @@ class Broadcasting(PieceCalls):
             return self._go(
                 "broadcast", lambda: self._broadcast_unknown(root, like, seconds), async_op
             )
-        adapter = adapter_of(template)
-        array, dtype = adapter.view(template)
-        key = ("broadcast", dtype, array.shape, root)
+        adapter, array, dtype = self._view("broadcast", template)
+        key = ("broadcast", dtype, array.shape, root, type(array))
         call = self._plans.get(key)
         if call is None:
-            call = self._remember(key, Call("broadcast", dtype, array.shape, root=root))
+            where = self._where(array)
+            made = Call("broadcast", dtype, array.shape, root=root, device=where)
+            call = self._remember(key, made)
         output: Output | None = None
         if self.rank != root or out is not None:
-            output = Output("broadcast", out, adapter, array.shape, dtype)
+            output = Output("broadcast", out, adapter, array.shape, dtype, array)
         if self.rank == root:
-            buffer = Buffer(array.ravel(), dtype)
+            buffer = self._input(array, dtype, output, out, x)
         else:
             assert output is not None
             buffer = Buffer(output.flat, dtype)
         if plain:
-            self._keep(again, x, out, buffer, buffer, root, call)
+            self._repeated.keep(again, x, out, buffer, buffer, root, call)
 
         def run() -> Any:
             self._broadcast_known(buffer, root, call, seconds)
             if output is None:
                 return x
-            if self.rank == root and out is not x:
+            if self.rank == root and buffer.array is not output.flat:
                 output.flat[:] = buffer.array
             return output.finish()
 
-        return self._go("broadcast", run, async_op)
+        return self._go("broadcast", run, async_op, array, adapter)
 
     def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
         """Take part in a broadcast of which nothing is known here."""
-        adapter = self._adapter(like)
-        inline = None
+        self._adapter(like)
+        inline, on_gpu = None, False
         if self._heads:
             head = self._head(None, None, root, seconds)
             dtype, shape = _described(head)
@@ -138,14 +138,19 @@ class Broadcasting(PieceCalls):
             if "nesting" in header["options"]:
                 self._mismatch(headers)
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
-        output = Output("broadcast", None, adapter, shape, dtype)
+            on_gpu = "device" in header["options"]
+        adapter = self._adapter(like, on_gpu)
+        room = self._room(adapter, 0) if on_gpu else None
+        output = Output("broadcast", None, adapter, shape, dtype, room)
         buffer = Buffer(output.flat, dtype)
         if inline is not None:
             buffer.array.view(np.uint8)[:] = inline
         else:
-            call = Call("broadcast", dtype, shape, root=root)
+            call = Call("broadcast", dtype, shape, root=root, device="cuda" if on_gpu else None)
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
-        return output.finish()
+        found = output.finish()
+        self._settle("broadcast", buffer.array, seconds)
+        return found
 
     def _broadcast_known(self, buffer: Buffer, root: int, call: Call, seconds: float) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
@@ -157,7 +162,7 @@ class Broadcasting(PieceCalls):
                 buffer.array.view(np.uint8)[:] = inline
             return
         try:
-            if self._agree_sizes:
+            if self._agree_sizes or self._enqueues:
                 self._agree(call, seconds)
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
         except Disagreement as difference:
@@ -215,11 +220,9 @@ class Broadcasting(PieceCalls):
     def _broadcast_tree(
         self, x: Any, template: Any, root: int, out: Any, seconds: float, async_op: bool
     ) -> Any:
-        leaves = tree.flatten(template)
-        adapters = [adapter_of(leaf) for leaf in leaves]
-        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
+        leaves = [Leaf("broadcast", view, 0) for view in self._views("broadcast", template)]
         nesting = tree.skeleton(template)
-        shapes = [[dtype.name, *array.shape] for array, dtype in views]
+        shapes = [[leaf.dtype.name, *leaf.shape] for leaf in leaves]
         outputs: list[Output] | None = None
         if self.rank != root or out is not None:
             if out is not None and tree.skeleton(out) != nesting:
@@ -228,23 +231,27 @@ class Broadcasting(PieceCalls):
                 )
             outs = [None] * len(leaves) if out is None else tree.flatten(out)
             outputs = [
-                Output("broadcast", given, adapter, array.shape, dtype)
-                for given, adapter, (array, dtype) in zip(outs, adapters, views)
+                Output("broadcast", given, leaf.adapter, leaf.shape, leaf.dtype, leaf.rows.array)
+                for given, leaf in zip(outs, leaves)
             ]
-        nbytes = sum(array.nbytes for array, _ in views)
-        call = Call("broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting)
+        arrays = [leaf.rows.array for leaf in leaves]
+        nbytes = sum(array.nbytes for array in arrays)
+        call = Call(
+            "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
+            device=self._where(leaves[0].rows.array) if leaves else None,
+        )  # fmt: skip
 
         def run() -> Any:
-            packed = Buffer.empty(nbytes, UINT8)
+            packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None)
             if self.rank == root:
-                pack([array.ravel() for array, _ in views], packed.array)
+                pack([array.ravel() for array in arrays], packed.array)
             self._collective(self._backend.broadcast, call, packed, root, call, seconds)
             if outputs is None:
                 return x
             unpack(packed.array, [output.flat for output in outputs])
             return tree.rebuild(template, iter([output.finish() for output in outputs]))
 
-        return self._go("broadcast", run, async_op)
+        return self._go("broadcast", run, async_op, *self._near(leaves))
 
 
 def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from collective import call as call_module
+from collective import dtypes, tree
 from collective.arrays import Adapter, adapter_like, adapter_of
 from collective.backend import Backend, Failure
 from collective.buffer import Buffer
@@ -17,88 +19,40 @@ from collective.call import Call, Disagreement, differing
 from collective.dtypes import DType
 from collective.errors import (
     CollectiveError,
-    DtypeError,
+    DeviceError,
     InvalidArgumentError,
     MismatchError,
     RankError,
-    ShapeError,
 )
+from collective.output import Output, same_memory
 from collective.recorder import Recorder
+from collective.repeated import REMEMBERED, Repeated
+from collective.staging import Staged
+from collective.streams import StreamWork, within
 from collective.work import Lane, Work
 
-__all__ = ["Calls", "Output"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Calls", "View"]
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
-
-# Distinct calls (operation, dtype, shape, options) that are remembered. A program makes
-# some dozens; one whose shapes keep changing must not grow for ever.
-_REMEMBERED = 1024
+_UINT8 = dtypes.BY_NAME["uint8"]
 
 
-class Output:
-    """Where a result goes: an array of the user's or a new one.
+class View(NamedTuple):
+    """An array as the transport can have it.
 
     Attributes:
-        flat: contiguous, of the result's length; what the transport writes to.
+        adapter: makes results like it.
+        array: its memory: NumPy's, or a ``DeviceArray``.
+        dtype: its element type.
     """
 
-    __slots__ = ("_adapter", "_array", "_dtype", "_given", "flat")
-
-    def __init__(
-        self,
-        what: str,
-        out: Any,
-        adapter: Adapter,
-        shape: tuple[int, ...],
-        dtype: DType,
-    ) -> None:
-        self._given = out
-        self._dtype = dtype
-        self._adapter = adapter
-        if out is None:
-            self._array = np.empty(shape, dtype.storage)
-            self.flat = self._array.ravel()
-            return
-        array, found = adapter_of(out).output(out)
-        if found is not dtype:
-            raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")
-        if array.shape != shape:
-            raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
-        self._array = array
-        if array.flags.carray:
-            self.flat = array.ravel()
-            return
-        if array.size > 1 and 0 in array.strides:
-            raise InvalidArgumentError(
-                f"{what}: out is an expanded view, several of whose elements are one; pass "
-                "an array of its own memory."
-            )
-        self.flat = np.empty(array.size, dtype.storage)
-
-    def finish(self) -> Any:
-        """Return the result as the caller wants it."""
-        if self._given is None:
-            return self._adapter.wrap(self._array, self._dtype)
-        if self.flat.base is not self._array and not np.may_share_memory(self.flat, self._array):
-            self._array[...] = self.flat.reshape(self._array.shape)
-        return self._given
-
-
-class _Kept(NamedTuple):
-    """A call on views that has been made before: what it took to make it."""
-
-    x: Callable[[], Any]
-    x_dtype: np.dtype[Any]
-    x_shape: tuple[int, ...]
-    out: Callable[[], Any]
-    out_dtype: np.dtype[Any]
-    out_shape: tuple[int, ...]
-    prepared: Prepared
-
-
-#: Input, output and what else the transport's method takes, up to the timeout.
-Prepared = tuple[Buffer, Buffer, tuple[Any, ...]]
+    adapter: Adapter
+    array: Array
+    dtype: DType
 
 
 class Calls:
@@ -115,15 +69,21 @@ class Calls:
         self.capabilities = backend.capabilities
         self._backend = backend
         self._check = check
+        able = backend.capabilities
+        # Where arrays of GPUs go to the transport as they are, and those of the CPU; and whether
+        # the former are only enqueued: such calls are compared apart from being made.
+        self._on_device = "cuda" in able.devices
+        self._on_host = "cpu" in able.devices
+        self._enqueues = apart = backend.enqueues
         # Whether fixed-size calls need a round of their own to be compared.
-        self._agree_first = check == "always" and not backend.capabilities.checks_calls
+        self._agree_first = check == "always" and (apart or not able.checks_calls)
         # Whether calls whose sizes may differ do: always, where the transport compares nothing.
-        self._agree_sizes = not backend.capabilities.checks_calls
-        # Whether a broadcast tells what it brings in a message before it.
-        self._heads = self._agree_sizes and not self._agree_first
+        self._agree_sizes = not able.checks_calls
+        # Whether a broadcast tells what it brings in a message before it. Who passed None does
+        # not know if the root's array is on a GPU.
+        self._heads = self._agree_sizes and not self._agree_first and not apart
         self._plans: dict[Any, Any] = {}
-        self._repeated: dict[Any, _Kept] = {}
-        self._owned: dict[Any, tuple[DType, tuple[Any, ...]]] = {}
+        self._repeated = Repeated()
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
@@ -131,12 +91,62 @@ class Calls:
 
     # -- running ------------------------------------------------------------------------
 
-    def _go(self, what: str, run: Callable[[], T], async_op: bool) -> T | Work[T]:
-        """Run a prepared collective now, or in its turn."""
+    def _go(
+        self,
+        what: str,
+        run: Callable[[], T],
+        async_op: bool,
+        near: Any = None,
+        adapter: Adapter | None = None,
+    ) -> T | Work[T]:
+        """Run a prepared collective now, or in its turn.
+
+        Args:
+            near: an array of the call's. If it is on a GPU, to run means to enqueue, and what
+                is asynchronous goes on a stream beside the caller's.
+            adapter: that array's.
+        """
+        if adapter is not None and self._enqueues and type(near) is not np.ndarray:
+            return self._enqueue(what, run, async_op, near, adapter)
         if async_op or not self._lane.idle:
             work = self._lane.submit(what, _with_site(run))
             return work if async_op else work.wait()
         return run()
+
+    def _enqueue(
+        self, what: str, run: Callable[[], T], async_op: bool, near: Any, adapter: Adapter
+    ) -> T | Work[T]:
+        """Run a collective on arrays of a GPU; see :meth:`_go`."""
+        device, current = near.device, near.stream
+        stream = self._backend.side_stream(device) if async_op else current
+
+        enqueue = within(stream, run)
+        if not async_op:
+            # Between calls in the background that go through the host this one has its turn.
+            return run() if self._lane.idle else self._lane.submit(what, _with_site(enqueue)).wait()
+        stream.wait(current.record())
+        work = self._stream_work(what, stream, current, adapter)
+        if self._lane.idle and self._backend.ready:
+            work._run(enqueue)
+        else:
+            self._lane.submit(what, _with_site(enqueue), work)
+        return work
+
+    def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
+        now = functools.partial(adapter.current_stream, current.device, current)
+        backend = self._backend
+        return StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
+
+    def _settle(self, what: str, array: Any, seconds: float) -> None:
+        """In a lane's thread, wait on the host for what it has enqueued.
+
+        There a call has ended up whose arrays only turned out to be on a GPU: whoever waits for
+        it does not know the stream.
+        """
+        if not self._enqueues or isinstance(array, np.ndarray):
+            return
+        if call_module.in_thread.site is not None:
+            self._backend.synchronize_event(array.in_force.record(), what, seconds)
 
     def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
         """Call the transport."""
@@ -206,6 +216,98 @@ class Calls:
             about = self._remember(key, known.comparing(root=root))
         return about
 
+    # -- arrays ---------------------------------------------------------------------------
+
+    def _view(self, what: str, x: Any) -> View:
+        """Return an array as the transport can have it, and what makes results like it.
+
+        Raises:
+            DeviceError: the transport takes arrays of GPUs alone, or this one is not on the
+                GPU of this rank.
+        """
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        if type(array) is np.ndarray:
+            if not self._on_host:
+                raise DeviceError(
+                    f"{what}: an array on the CPU; backend {self._backend.name!r} takes arrays "
+                    f"on GPUs {self._who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
+                    "which takes both."
+                )
+            return View(adapter, array, dtype)
+        if self._on_device:
+            self._check_device(what, array)
+            return View(adapter, array, dtype)
+        return self._on_the_host(View(adapter, array, dtype))
+
+    def _views(self, what: str, x: Any) -> list[View]:
+        """Return the arrays of a structure, which are all on the CPU or all on the GPU."""
+        views = [self._view(what, leaf) for leaf in tree.flatten(x)]
+        for view in views[1:]:
+            same_memory(what, views[0].array, view.array)
+        return views
+
+    def _on_the_host(self, view: View) -> View:
+        """Return an array on a GPU as a copy in host memory, and what copies results back."""
+        array: Any = view.array
+        # It may be the result of a call that is still in the background.
+        self._lane.drain(self.timeout)
+        return View(Staged(view.adapter, array.device), array.to_host(), view.dtype)
+
+    def _check_device(self, what: str, array: Any) -> None:
+        mine = self._backend.device
+        if mine is not None and array.device is not mine:
+            raise DeviceError(
+                f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
+                f"cuda:{mine.ordinal} {self._who}. Copy it there, or choose another GPU with "
+                "COLLECTIVE_DEVICE."
+            )
+
+    def _adapter(self, like: Any, on_gpu: bool = False) -> Adapter:
+        """Return what makes results like ``like``: a framework's name, an array, or None.
+
+        Args:
+            on_gpu: whether the result is on the GPU already; then None is no NumPy array, but
+                one that any framework takes without a copy.
+        """
+        if on_gpu:
+            anything = like is None or (isinstance(like, str) and like == "numpy")
+            return adapter_like("cuda" if anything else like)
+        adapter = adapter_like("numpy" if like is None else like)
+        if like is None or isinstance(like, (str, np.ndarray)):
+            return adapter
+        array: Any = adapter.view(like)[0]
+        return adapter if isinstance(array, np.ndarray) else Staged(adapter, array.device)
+
+    def _where(self, array: Any) -> str | None:
+        """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
+        return "cuda" if self._enqueues and not isinstance(array, np.ndarray) else None
+
+    def _room(self, adapter: Adapter, nbytes: int) -> Any:
+        """Return that many bytes on this rank's GPU."""
+        return adapter.empty((nbytes,), _UINT8, self._backend.device)
+
+    def _hosted(self) -> Self:
+        """Return this communicator for arrays of its own on the CPU, which it then takes."""
+        if self._on_host:
+            return self
+        twin = copy.copy(self)
+        twin._on_host = True
+        return twin
+
+    @staticmethod
+    def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
+        """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
+        flat = array.ravel()
+        if output is not None and given is not None:
+            if given is x:
+                # In place: one buffer, unless the strides made it two.
+                if np.may_share_memory(flat, output.flat):
+                    return Buffer(output.flat, dtype)
+            elif np.may_share_memory(flat, output.flat):
+                flat = flat.copy()
+        return Buffer(flat, dtype)
+
     # -- errors ---------------------------------------------------------------------------
 
     @property
@@ -238,113 +340,10 @@ class Calls:
         return float(timeout)
 
     def _remember(self, key: Any, plan: T) -> T:
-        if len(self._plans) >= _REMEMBERED:
+        if len(self._plans) >= REMEMBERED:
             self._plans.clear()
         self._plans[key] = plan
         return plan
-
-    # -- repeated calls -------------------------------------------------------------------
-    # A training step makes the same calls again and again, and what is found out about one
-    # holds for the next. Where both arrays are contiguous views (of symmetric memory, say), the
-    # buffers are kept too, for as long as the arrays live: such a view can be neither moved nor
-    # resized. An array that owns its memory could, and a buffer over it would keep it alive.
-
-    def _kept(self, key: Any, x: Any, out: Any) -> Prepared | None:
-        """Return what was kept for this call, if the arrays are such.
-
-        Args:
-            key: the call without its arrays.
-        """
-        if type(x) is not np.ndarray or type(out) is not np.ndarray:
-            return None
-        if x.base is None and out.base is None:
-            return self._alike(key, x, out)
-        kept = self._repeated.get((key, id(x), id(out)))
-        if kept is None or kept.x() is not x or kept.out() is not out:
-            return None
-        if x.dtype is not kept.x_dtype or x.shape != kept.x_shape or not out.flags.writeable:
-            return None
-        if out is not x and (out.dtype is not kept.out_dtype or out.shape != kept.out_shape):
-            return None
-        return kept.prepared
-
-    def _alike(self, key: Any, x: Array, out: Array) -> Prepared | None:
-        """Return what was kept for a call on other arrays that own their memory, like these."""
-        if out is x:
-            found = self._owned.get((key, x.dtype, x.shape))
-            if found is None or not x.flags.carray:
-                return None
-            dtype, rest = found
-            src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
-            return src, src, rest
-        found = self._owned.get((key, x.dtype, x.shape, out.dtype, out.shape))
-        if found is None or not (_is_own(x) and _is_own(out)):
-            return None
-        dtype, rest = found
-        src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
-        # Each in memory of its own, they do not overlap.
-        return src, Buffer(out if out.ndim == 1 else out.reshape(-1), dtype), rest
-
-    def _keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, *rest: Any) -> None:
-        """Keep ``rest`` for the next such call, if both arrays are as :meth:`_kept` wants."""
-        if type(x) is not np.ndarray or type(out) is not np.ndarray:
-            return
-        if x.base is None and out.base is None:
-            if _is_own(x) and _is_own(out) and _is_all_of(src, x) and _is_all_of(dst, out):
-                if len(self._owned) >= _REMEMBERED:
-                    self._owned.clear()
-                likeness: tuple[Any, ...] = (key, x.dtype, x.shape)
-                if out is not x:
-                    likeness += (out.dtype, out.shape)
-                self._owned[likeness] = src.dtype, rest
-            return
-        for array, buffer in ((x, src), (out, dst)):
-            if not array.flags.carray:
-                return
-            base = buffer.array.base
-            if base is None or base is x or base is out or base is not array.base:
-                return
-        if len(self._repeated) >= _REMEMBERED:
-            self._repeated.clear()
-        src.memo, dst.memo = {}, {}
-        name = key, id(x), id(out)
-
-        def forget(_: object) -> None:
-            self._repeated.pop(name, None)
-
-        self._repeated[name] = _Kept(
-            weakref.ref(x, forget), x.dtype, x.shape,
-            weakref.ref(out, forget), out.dtype, out.shape, (src, dst, rest),
-        )  # fmt: skip
-
-    # -- arrays ---------------------------------------------------------------------------
-
-    def _adapter(self, like: Any) -> Adapter:
-        return adapter_like("numpy" if like is None else like)
-
-    @staticmethod
-    def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
-        """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
-        flat = array.ravel()
-        if output is not None and given is not None:
-            if given is x:
-                # In place: one buffer, unless the strides made it two.
-                if np.may_share_memory(flat, output.flat):
-                    return Buffer(output.flat, dtype)
-            elif np.may_share_memory(flat, output.flat):
-                flat = flat.copy()
-        return Buffer(flat, dtype)
-
-
-def _is_own(array: Array) -> bool:
-    flags = array.flags
-    return bool(flags.carray and flags.owndata)
-
-
-def _is_all_of(buffer: Buffer, array: Array) -> bool:
-    """Whether a buffer is what :meth:`Calls._alike` would make of the array."""
-    mine = buffer.array is array or buffer.array.base is array
-    return mine and buffer.count == array.size and buffer.dtype.storage is array.dtype
 
 
 def _with_site(run: Callable[[], T]) -> Callable[[], T]:

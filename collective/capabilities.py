@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from collective.dtypes import BY_NAME
 from collective.ops import NAMES
 
-__all__ = ["ALL_OPS", "Capabilities"]
+__all__ = ["ALL_OPS", "FOLDED", "Capabilities"]
 
 #: Every reduction, for transports that fold in Python.
 ALL_OPS = frozenset((*NAMES, "premul_sum", "user"))
+#: The element types that are folded in Python.
+FOLDED = frozenset(name for name in BY_NAME if not name.startswith("float8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class Capabilities:
     """What a transport can do.
 
     Attributes:
-        devices: device kinds its buffers may be on (``"cpu"``, ``"cuda"``).
+        devices: device kinds its buffers may be on (``"cpu"``, ``"cuda"``). Where ``"cuda"``
+            is missing the communicator takes arrays of GPUs through host memory.
         dtypes: names of the element types that it can reduce; any type can be moved.
         ops: names of the reductions (:data:`collective.ops.NAMES`, ``"premul_sum"``,
             ``"user"``).
@@ -38,7 +41,7 @@ class Capabilities:
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
-    dtypes: frozenset[str] = frozenset(BY_NAME)
+    dtypes: frozenset[str] = FOLDED
     ops: frozenset[str] = ALL_OPS
     across_hosts: bool = False
     in_process: bool = False

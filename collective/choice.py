@@ -1,22 +1,29 @@
 """Which transport ``auto`` takes, and why.
 
 All ranks must choose alike, or they wait for each other in vain. So only what every rank
-sees alike decides: how many ranks and hosts there are, who started them, and what is
-installed. Nothing is imported to find that out.
+sees alike decides: how many ranks and hosts there are, who started them, what is installed,
+and whether a host has GPUs for its ranks; hosts of one launch are taken to be alike in that.
+Nothing is imported to find that out, and no library is loaded.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from collective import registry
-from collective.config import Config
+from collective.config import Config, by_device
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.launchers import MPI_LAUNCHERS
 
-__all__ = ["Choice", "across", "choose", "in_mpi_world", "installed"]
+__all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed"]
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Choice(NamedTuple):
@@ -25,41 +32,88 @@ class Choice(NamedTuple):
     Attributes:
         name: as it is registered.
         reason: in words, for logs and ``collective doctor``.
+        options: what the transport has to be told of the choice, as
+            :attr:`~collective.world.World.options`. For ``nccl``: ``host``, the transport of
+            what is in the host's memory, and ``devices``, whose arrays are welcome.
     """
 
     name: str
     reason: str
+    options: Mapping[str, str] = _NOTHING
+
+    @property
+    def host(self) -> str:
+        """The transport of what is in the host's memory: the same, but for ``nccl``."""
+        return self.options.get("host", self.name)
 
 
-def choose(settled: Config) -> Choice:
+class Place:
+    """Where the system shows its devices; the tests have one of their own."""
+
+    dev = Path("/dev")
+
+
+def choose(settled: Config, host: str = "") -> Choice:
     """Return the transport that the settings mean; ``"auto"`` takes the nearest that works.
 
     One rank needs none (``threads``), ranks of one host share memory (``shm``). Ranks of
     several hosts take ``mpi`` if they are an MPI world and mpi4py is installed, and otherwise
     ``gloo``; ``hierarchical`` combines that with shared memory, unless every host has one rank
-    and every rank knows it. ``"cpu:shm,cuda:nccl"`` names one for each device.
+    and every rank knows it. Where there are several ranks, NCCL, and a GPU for each of them,
+    that becomes the host's part of ``nccl``. ``"cpu:shm,cuda:nccl"`` names one for each device.
+
+    Args:
+        host: what connects the CPUs if nothing is named, where that is not open:
+            ``"threads"`` for ranks that are threads, ``"mpi"`` for those of an ``MPI.Comm``.
 
     Raises:
         BackendUnavailableError: ``auto``, the ranks are on several hosts, and nothing is
             installed that crosses hosts; with the install commands.
-        ConfigError: a list by device without one for the CPU.
+        ConfigError: a list by device without one for the CPU, or with one for the GPU that
+            does not go with it.
     """
-    name, origin = settled.backend, settled.origin("backend")
-    if name.startswith(("cpu:", "cuda:")):
-        by_device = dict(part.strip().partition(":")[::2] for part in name.split(","))
-        if "cpu" not in by_device:
-            raise ConfigError(
-                f"backend: {name!r} ({origin}) names none for the CPU; write 'cpu:shm,…'."
-            )
-        origin = f"{origin}, {name!r}"
-        name = by_device["cpu"]
-    if name != "auto":
-        return Choice(name, f"asked for by name ({origin})")
-    if settled.size == 1:
-        return Choice("threads", "one rank needs no transport")
-    if settled.local_size == settled.size:
-        return Choice("shm", f"all {settled.size} ranks are on this host and can share memory")
-    return _across_hosts(settled)
+    origin = settled.origin("backend")
+    named = by_device(settled.backend)
+    if not named:
+        if settled.backend == "auto":
+            return _auto(settled, host)
+        named, devices = {"cpu": settled.backend}, "cuda"
+        if settled.backend == "nccl":
+            named = {"cpu": "auto", "cuda": "nccl"}
+    else:
+        _check(settled.backend, origin, named)
+        origin, devices = f"{origin}, {settled.backend!r}", "cpu,cuda"
+    cpu, cuda = named["cpu"], named.get("cuda", "")
+    below = _host(settled, host) if cpu == "auto" else Choice(cpu, f"asked for by name ({origin})")
+    if cuda == "auto":
+        return _with_gpus(settled, below)
+    if cuda != "nccl":
+        return below
+    reason = f"asked for by name ({origin})"
+    if cpu == "auto":
+        reason += f"; in the host's memory {below.name}: {below.reason}"
+    return Choice("nccl", reason, {"host": below.name, "devices": devices})
+
+
+def gpus() -> int:
+    """Return how many NVIDIA GPUs this process is shown, as far as files and settings tell."""
+    try:
+        there = sum(bool(re.fullmatch(r"nvidia\d+", each)) for each in os.listdir(Place.dev))
+    except OSError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return there
+    shown = 0
+    for each in visible.split(","):
+        # The first that does not exist ends the list. Others are named by GPU-… or MIG-….
+        number = re.match(r"\s*([+-]?\d+)", each)
+        if number and not 0 <= int(number[1]) < there:
+            break
+        if not number and not each.strip().startswith(("GPU-", "MIG-")):
+            break
+        shown += 1
+    return shown if there else 0
 
 
 def across(settled: Config) -> str:
@@ -82,6 +136,63 @@ def in_mpi_world(settled: Config) -> bool:
 def installed(package: str) -> bool:
     """Return whether a package is there, without importing it."""
     return importlib.util.find_spec(package) is not None
+
+
+def _check(backend: str, origin: str, named: Mapping[str, str]) -> None:
+    """Refuse a list by device that cannot be."""
+    cpu, cuda = named.get("cpu", ""), named.get("cuda", "")
+    if not cpu:
+        raise ConfigError(
+            f"backend: {backend!r} ({origin}) names none for the CPU; write 'cpu:shm,…'."
+        )
+    strange = ", ".join(sorted(set(named) - {"cpu", "cuda"}))
+    if strange:
+        raise ConfigError(
+            f"backend: {backend!r} ({origin}); the devices are cpu and cuda, not {strange}."
+        )
+    if cpu == "nccl":
+        raise ConfigError(
+            f"backend: {backend!r} ({origin}); nccl moves what is in the memory of GPUs only. "
+            "Name what carries the rest: 'cpu:auto,cuda:nccl'."
+        )
+    if cuda not in ("", "auto", "nccl", cpu):
+        raise ConfigError(
+            f"backend: {backend!r} ({origin}); for cuda it is nccl, auto, or {cpu} as for the "
+            f"CPU, which then carries arrays of the GPU through the host's memory."
+        )
+
+
+def _auto(settled: Config, host: str) -> Choice:
+    return _with_gpus(settled, _host(settled, host))
+
+
+def _host(settled: Config, host: str) -> Choice:
+    """Return what connects the CPUs if nothing is named."""
+    if host:
+        return Choice(host, "that is what the ranks were started as")
+    if settled.size == 1:
+        return Choice("threads", "one rank needs no transport")
+    if settled.local_size == settled.size:
+        return Choice("shm", f"all {settled.size} ranks are on this host and can share memory")
+    return _across_hosts(settled)
+
+
+def _with_gpus(settled: Config, below: Choice) -> Choice:
+    """Return ``nccl`` over ``below`` if this host has NCCL and a GPU for each of its ranks."""
+    if settled.size == 1 or gpus() < settled.local_size:
+        return below
+    # Here and not above: most programs have no GPU.
+    from collective.backends.nccl import library
+
+    path = library.find(settled.nccl_library)
+    if path is None:
+        return below
+    return Choice(
+        "nccl",
+        f"{gpus()} GPUs for {settled.local_size} ranks of this host, and NCCL is installed "
+        f"({path}); in the host's memory {below.name}: {below.reason}",
+        {"host": below.name, "devices": "cpu,cuda"},
+    )
 
 
 def _across_hosts(settled: Config) -> Choice:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from collective import dtypes, registry
+from collective.arrays import adapter_of
 from collective.backend import Backend, Failure
 from collective.call import Call
 from collective.errors import (
@@ -87,15 +88,18 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         """Return an uninitialised array in memory that the transport reduces without copies.
 
         On ``shm`` every rank sees the others' parts: collectives on such arrays, and on
-        contiguous views of them, move each byte once. Elsewhere it is ordinary memory. It
-        is freed when the last rank has dropped its array.
+        contiguous views of them, move each byte once. On ``nccl`` it is memory of the GPU that
+        NCCL has registered, where its version can. Elsewhere it is ordinary memory. It is freed
+        when the last rank has dropped its array.
 
         Collective: every rank calls it, with one shape and dtype.
 
         Args:
             shape: the array's shape.
             dtype: a name (``"bfloat16"``), or a NumPy or PyTorch dtype.
-            like: the framework, as its name or an array; NumPy by default.
+            like: the framework, as its name or an array; NumPy by default. On a transport that
+                takes arrays of the CPU and of GPUs, an array on a GPU or ``"cuda"`` asks for
+                the GPU's memory.
 
         Raises:
             AllocationError: there is not enough; on every rank.
@@ -120,20 +124,31 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             raise ShapeError(
                 f"empty: shape {shape!r}; an integer or some, none of them negative {self._who}."
             )
-        adapter = self._adapter(like)
+        on_gpu = self._wants_gpu(like)
+        adapter = self._adapter(like, on_gpu)
         count = int(np.prod(dimensions, dtype=np.int64))
         nbytes = count * kind.itemsize
-        call = Call("empty", kind, dimensions)
-        made: list[np.ndarray[Any, Any]] = []
+        call = Call("empty", kind, dimensions, device="cuda" if on_gpu else None)
+        made: list[Any] = []
 
         def run() -> Any:
             def allocate(call: Call, seconds: float) -> None:
-                made.append(self._backend.empty(nbytes, call, seconds))
+                method = self._backend.empty_device if on_gpu else self._backend.empty
+                made.append(method(nbytes, call, seconds))
 
             self._collective(allocate, call, call, self.timeout)
             return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
 
         return self._go("empty", run, False)
+
+    def _wants_gpu(self, like: Any) -> bool:
+        """Whether :meth:`empty` is for the GPU: all ranks have to mean the same."""
+        if not self._on_device:
+            return False
+        if like is None or isinstance(like, str):
+            return not self._on_host or like in ("cuda", "cupy")
+        array, _ = adapter_of(like).view(like)
+        return not isinstance(array, np.ndarray)
 
     # -- groups ---------------------------------------------------------------------------
 
@@ -213,7 +228,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
                     f"split: {name} {value!r}; an integer of 64 bits {self._who}."
                 )
         mine = np.array([[color is not None, color or 0, key]], np.int64)
-        table = self.all_gather(mine, counts=[1] * self.size)
+        table = self._hosted().all_gather(mine, counts=[1] * self.size)
         if color is None:
             return None
         members = [r for r in range(self.size) if table[r, 0] and table[r, 1] == color]

@@ -32,7 +32,7 @@ from collective import meeting
 from collective.errors import ConfigError
 from collective.launchers import Launched, detect
 
-__all__ = ["KEYS", "Config", "Key", "Setting", "load", "settings"]
+__all__ = ["KEYS", "Config", "Key", "Setting", "by_device", "load", "settings"]
 
 _PREFIX = "COLLECTIVE_"
 _SIGNALS = frozenset(each.name for each in signal.Signals)
@@ -83,6 +83,9 @@ class Config:
     across: str
     dump_signal: str
     shm_single_copy: str
+    device: int | None
+    nccl_library: str
+    cuda_library: str
     launched: Launched | None
     _origins: Mapping[str, str]
 
@@ -157,6 +160,13 @@ def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
     return found
 
 
+def by_device(backend: str) -> dict[str, str]:
+    """Return what ``"cpu:shm,cuda:nccl"`` names for each device, nothing for a plain name."""
+    if not backend.startswith(("cpu:", "cuda:")):
+        return {}
+    return dict(part.strip().partition(":")[::2] for part in backend.split(","))
+
+
 def _variable(key: str) -> str:
     return _PREFIX + key.upper()
 
@@ -222,22 +232,28 @@ def _word(value: Any) -> str:
     return value.strip()
 
 
-def _check(value: Any) -> str:
-    if value not in ("auto", "always", "never"):
-        raise ValueError
-    return str(value)
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in words:
+            raise ValueError
+        return str(value)
 
-
-def _on_off(value: Any) -> str:
-    if value not in ("on", "off"):
-        raise ValueError
-    return str(value)
+    return parse
 
 
 def _signal(value: Any) -> str:
     if value != "none" and (value in ("SIGKILL", "SIGSTOP") or value not in _SIGNALS):
         raise ValueError
     return str(value)
+
+
+def _library(value: Any) -> str:
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path.strip():
+        raise TypeError
+    path = os.path.expanduser(path.strip())
+    # Without a slash it is a name that the system's linker knows.
+    return os.path.abspath(path) if "/" in path else path
 
 
 def _meeting_place(value: Any) -> str:
@@ -273,7 +289,7 @@ KEYS: Mapping[str, Key] = {
         "auto",
         "'auto', 'always' or 'never'",
         "whether ranks compare their calls (auto: where the transport does so cheaply)",
-        _check,
+        _one_of("auto", "always", "never"),
     ),
     "store": Key(
         None,
@@ -305,7 +321,25 @@ KEYS: Mapping[str, Key] = {
         "on",
         "'on' or 'off'",
         "whether shm reads peers' ordinary memory where the system allows it",
-        _on_off,
+        _one_of("on", "off"),
+    ),
+    "device": Key(
+        None,
+        "an integer >= 0",
+        "the GPU of this rank, by its number in this process (default: local_rank, in turn)",
+        _integer(0),
+    ),
+    "nccl_library": Key(
+        "",
+        "a file such as '/opt/nccl/lib/libnccl.so.2'",
+        "the NCCL library (default: that of NVIDIA's wheel, or the system's)",
+        _library,
+    ),
+    "cuda_library": Key(
+        "",
+        "a file such as '/usr/lib/libcuda.so.1'",
+        "the library of NVIDIA's driver (default: the system's)",
+        _library,
     ),
 }
 
@@ -334,7 +368,10 @@ def _file() -> dict[str, Setting]:
 
 
 def _of_file(key: str, value: Any, path: Path) -> Setting:
-    if key == "store" and isinstance(value, str) and not value.startswith("tcp:"):
+    if isinstance(value, str) and (
+        (key == "store" and not value.startswith("tcp:"))
+        or (key in ("nccl_library", "cuda_library") and "/" in value)
+    ):
         value = path.parent / os.path.expanduser(value)  # relative to the file that says it
     return Setting(value, f"file {path}")
 

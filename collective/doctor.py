@@ -84,6 +84,7 @@ def examine(
         "choices": choices,
         "transports": {name: _transport(name, answers, packages) for name in names},
         "mpi": _mpi(answers, packages),
+        "nccl": _nccl(answers),
         "network": network.result(),
         "processors": doctor_host.processors(),
         "shared_memory": {
@@ -94,7 +95,8 @@ def examine(
     }  # fmt: skip
     if test:
         for name, transport in report["transports"].items():
-            if transport["works"]:
+            enough = name != "nccl" or len(report["gpus"]["devices"]) > 1
+            if transport["works"] and enough:
                 progress(f"trying two ranks over {name}")
                 transport["trial"] = _trial(name, report["mpi"])
     report["problems"] = list(problems(report))
@@ -205,6 +207,7 @@ def _questions(names: list[str], packages: Mapping[str, Any]) -> list[list[str]]
         package, *_ = _STANDS_ON.get(name, (name,))
         chains.setdefault(package, []).append(f"connect {name}")
     chains["mpi4py"].append("mpi")
+    chains["nccl"].append("nccl")
     return [*chains.values(), ["single-copy"], ["gpus"]]
 
 
@@ -213,7 +216,7 @@ def _transport(
 ) -> dict[str, Any]:
     """Return whether a transport ``works`` (None: no answer in time), or ``reason`` and ``fix``."""
     answer = answers[f"connect {name}"]
-    found = {
+    found: dict[str, Any] = {
         "works": None if answer.late else not answer.error,
         "reason": answer.error.removeprefix(f"{name}: "),
         "fix": "",
@@ -233,7 +236,19 @@ def _transport(
             for below in ("gloo", "mpi"):
                 if answer.error == answers[f"connect {below}"].error:
                     found["reason"] = f"{below} between the hosts does not work"
+    if found["works"] is False and name == "nccl":
+        found.update(_why_no_nccl(answers, found["reason"]))
     return {**found, **answer.facts}
+
+
+def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
+    """Return the ``reason`` and, if that mends it, the command."""
+    gpus, library = answers["gpus"].facts, answers["nccl"].facts
+    if gpus and not gpus["devices"]:
+        return {"reason": gpus["reason"], "fix": ""}
+    if library.get("install") and not os.environ.get("COLLECTIVE_NCCL_LIBRARY"):
+        return {"reason": "no NCCL library can be loaded", "fix": library["install"]}
+    return {"reason": reason, "fix": ""}
 
 
 def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,6 +263,13 @@ def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
         question += f" {starter['path']}"
     answer = ask([question], TRIAL_S)[question]
     return {"passed": not answer.error, "error": answer.error, **answer.facts}
+
+
+def _nccl(answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """Return the NCCL library, or why there is none."""
+    answer = answers["nccl"]
+    nothing = {"path": "", "version": "", "features": {}, "error": answer.error, "install": ""}
+    return answer.facts or nothing
 
 
 def _mpi(answers: Mapping[str, Answer], packages: Mapping[str, Any]) -> dict[str, Any]:

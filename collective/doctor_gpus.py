@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 __all__ = ["look"]
@@ -19,10 +20,11 @@ def look() -> dict[str, Any]:
         ``reason``, why there are none.
     """
     found: dict[str, Any] = {"driver": "", "cuda": "", "devices": [], "reason": ""}
+    library = os.environ.get("COLLECTIVE_CUDA_LIBRARY") or "libcuda.so.1"
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL(library)
     except OSError:
-        found["reason"] = "no NVIDIA driver: libcuda.so.1 cannot be loaded"
+        found["reason"] = f"no NVIDIA driver: {library} cannot be loaded"
         return found
     found["driver"] = _driver()
     version, count = ctypes.c_int(), ctypes.c_int()

@@ -26,7 +26,7 @@ from collective import registry
 from collective.choice import installed
 from collective.config import load
 from collective.errors import CollectiveError
-from collective.world import options
+from collective.world import name_libraries, options
 
 __all__ = ["LEFT_BEHIND", "Answer", "ask", "command", "environment", "main"]
 
@@ -40,7 +40,13 @@ _LAUNCHER = re.compile(
     r"|HYD.*|MPI_LOCAL.*|I_MPI_HYDRA_.*"
 )
 # Settings of ours that belong to a transport and not to a job.
-_OF_TRANSPORTS = {"COLLECTIVE_ACROSS", "COLLECTIVE_INTERFACE", "COLLECTIVE_SHM_SINGLE_COPY"}
+_OF_TRANSPORTS = {
+    "COLLECTIVE_ACROSS",
+    "COLLECTIVE_CUDA_LIBRARY",
+    "COLLECTIVE_INTERFACE",
+    "COLLECTIVE_NCCL_LIBRARY",
+    "COLLECTIVE_SHM_SINGLE_COPY",
+}
 #: Where Open MPI keeps what a process that no mpiexec started leaves behind.
 LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 # How long a process may take to leave when it is asked to.
@@ -70,7 +76,8 @@ def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
 
     Args:
         questions: a topic, and for some a name: ``"import torch"``, ``"connect shm"``,
-            ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"gpus"``, ``"single-copy"``.
+            ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"nccl"``, ``"gpus"``,
+            ``"single-copy"``.
         seconds: until whatever is still running is ended.
 
     Returns:
@@ -183,6 +190,8 @@ def main(*arguments: str) -> None:
     signal.alarm(math.ceil(float(seconds)) + 1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
+    with contextlib.suppress(CollectiveError):
+        name_libraries(load({}))
     for question in questions:
         topic, _, name = question.partition(" ")
         try:
@@ -207,6 +216,10 @@ def _connect(name: str) -> dict[str, Any]:
     from collective.testing.seat import Opening
 
     kind = registry.find(name)
+    if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU
+        from collective import doctor_nccl
+
+        doctor_nccl.try_alone()
     with tempfile.TemporaryDirectory() as meeting:
         opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
         world = dataclasses.replace(opening.world(0), options=_options())
@@ -251,6 +264,12 @@ def _gpus(_: str) -> dict[str, Any]:
     return doctor_gpus.look()
 
 
+def _nccl(_: str) -> dict[str, Any]:
+    from collective import doctor_nccl
+
+    return doctor_nccl.look()
+
+
 def _single_copy(_: str) -> dict[str, Any]:
     """Let a forked child read this process, which is not its child: as a peer does."""
     import ctypes
@@ -273,6 +292,7 @@ _TOPICS: dict[str, Callable[[str], dict[str, Any]]] = {
     "gpus": _gpus,
     "import": _import,
     "mpi": _mpi,
+    "nccl": _nccl,
     "single-copy": _single_copy,
     "trial": _trial,
 }

@@ -40,6 +40,7 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 f"{package} is installed but cannot be imported: {found['error']}",
                 f"pip install --force-reinstall {found['distribution'] or package}",
             )
+    yield from _problems_of_nccl(report)
     yield from _problems_of_mpi(report)
     yield from _problems_of_names(report)
     if report["shared_memory"]["directory_error"]:
@@ -48,6 +49,19 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _problem(problem: str, remedy: str = "", fatal: bool = False) -> dict[str, Any]:
     return {"problem": problem, "remedy": remedy, "fatal": fatal}
+
+
+def _problems_of_nccl(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    gpus, nccl = report["gpus"]["devices"], report["nccl"]
+    transport = report["transports"].get("nccl", {})
+    if gpus and nccl["error"]:
+        number = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "a GPU is"
+        yield _problem(
+            f"{number} here, and no NCCL: arrays in its memory go through the host's",
+            nccl["install"],
+        )
+    elif gpus and transport.get("works") is False:
+        yield _problem(f"NCCL is here and does not work: {transport['reason']}")
 
 
 def _problems_of_mpi(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,8 @@ from collective.session import init
 
 __all__ = ["exercise", "main", "run"]
 
+Array = np.ndarray[Any, Any]
+
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
 _SMALL_CALLS, _ROUNDS = 50, 5
 _CALL_S, _TRIAL_S = 20.0, 40.0
@@ -46,10 +48,10 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         CollectiveError: it failed; the text has every rank's reason.
     """
     devices = registry.find(name).capabilities.devices
-    if "cpu" not in devices:
+    if not devices & {"cpu", "cuda"}:
         raise UnsupportedError(
             f"trial: transport {name!r} takes arrays on {', '.join(sorted(devices))} only; the "
-            "trial has arrays of the CPU."
+            "trial has arrays of the CPU and of NVIDIA's GPUs."
         )
     if mpiexec:
         return _under_mpiexec(name, mpiexec)
@@ -72,7 +74,7 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
 def exercise(comm: Communicator) -> dict[str, Any]:
     """Do this rank's part: an all-reduce, broadcasts and messages whose results are known.
 
-    Collective: both ranks.
+    Collective: both ranks. The arrays are on the CPU, or on GPUs if the transport wants them.
 
     Returns:
         ``latency_s`` of an all-reduce of ``small_bytes``, and ``bandwidth``, bytes a second
@@ -81,19 +83,21 @@ def exercise(comm: Communicator) -> dict[str, Any]:
     Raises:
         BackendError: a result is wrong.
     """
+    place = _on_cpu if "cpu" in comm.capabilities.devices else _OnGpu(comm.rank)
     ranks = np.arange(1000.0)
-    _expect(comm, "all_reduce", comm.all_reduce(ranks + comm.rank), 2 * ranks + 1)
+    _expect(comm, "all_reduce", comm.all_reduce(place(ranks + comm.rank)), 2 * ranks + 1)
     for root in range(comm.size):
-        _expect(comm, "broadcast", comm.broadcast(ranks + comm.rank, root=root), ranks + root)
+        mine = place(ranks + comm.rank)
+        _expect(comm, "broadcast", comm.broadcast(mine, root=root), ranks + root)
     if comm.rank == 0:
-        comm.send(ranks, dst=1, tag=3)
-        _expect(comm, "recv", comm.recv(None, src=1, tag=4), -ranks)
+        comm.send(place(ranks), dst=1, tag=3)
+        _expect(comm, "recv", comm.recv(place(0 * ranks), src=1, tag=4), -ranks)
     else:
-        _expect(comm, "recv", comm.recv(None, src=0, tag=3), ranks)
-        comm.send(-ranks, dst=0, tag=4)
-    latency = _median(comm, np.ones(_SMALL_BYTES // 8), _SMALL_CALLS)
-    large = _median(comm, np.ones(_LARGE_BYTES // 4, np.float32), 1)
-    slowest = comm.all_reduce(np.array([latency, large]), op="max")
+        _expect(comm, "recv", comm.recv(place(0 * ranks), src=0, tag=3), ranks)
+        comm.send(place(-ranks), dst=0, tag=4)
+    latency = _median(comm, place(np.ones(_SMALL_BYTES // 8)), _SMALL_CALLS)
+    large = _median(comm, place(np.ones(_LARGE_BYTES // 4, np.float32)), 1)
+    slowest = _read(comm.all_reduce(place(np.array([latency, large])), op="max"))
     return {
         "small_bytes": _SMALL_BYTES,
         "latency_s": float(slowest[0]),
@@ -102,7 +106,38 @@ def exercise(comm: Communicator) -> dict[str, Any]:
     }
 
 
+def _on_cpu(array: Array) -> Any:
+    return array
+
+
+class _OnGpu:
+    """Puts arrays into the memory of a rank's GPU."""
+
+    def __init__(self, rank: int) -> None:
+        from collective import cuda
+
+        self._device = cuda.device(rank % max(1, cuda.device_count()))
+        self._stream = self._device.stream(0)  # what results are on, too
+
+    def __call__(self, array: Array) -> Any:
+        from collective import cuda
+        from collective.device_array import DeviceArray
+
+        memory = cuda.allocate(self._device, array.nbytes, self._stream)
+        made = DeviceArray(
+            memory.address, array.shape, array.dtype, self._device, self._stream, owner=memory
+        )
+        made.fill_from_host(array)
+        return made
+
+
+def _read(array: Any) -> Any:
+    """Return what is in an array, once it is there."""
+    return array if isinstance(array, np.ndarray) else array.to_host()
+
+
 def _expect(comm: Communicator, call: str, got: Any, wanted: Any) -> None:
+    got = _read(got)
     if not np.array_equal(got, wanted):
         raise BackendError(
             f"{call}: wrong result on rank {comm.rank}: {got[:3]}…; {wanted[:3]}… is right.",
@@ -119,6 +154,8 @@ def _median(comm: Communicator, x: Any, calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             comm.all_reduce(x, out=out)
+        if not isinstance(out, np.ndarray):
+            out.stream.synchronize()
         rounds.append((time.perf_counter() - start) / calls)
     return statistics.median(rounds[1:])
 

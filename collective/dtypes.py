@@ -1,7 +1,8 @@
 """Element types as they travel: a name, a size, and the NumPy type of the same bits.
 
-NumPy has no bfloat16; its bits are held as uint16 and the arithmetic is done by
-:mod:`collective.reduction`. Names are NumPy's, and ml_dtypes' for bfloat16.
+NumPy has no bfloat16 and no types of eight bits: their bits are held as unsigned integers.
+bfloat16 is folded by :mod:`collective.reduction`, the 8-bit types by GPUs alone. Names are
+NumPy's, and ml_dtypes' for those.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from collective.errors import DtypeError
 
-__all__ = ["BY_CODE", "BY_NAME", "DType", "from_numpy", "named"]
+__all__ = ["BY_CODE", "BY_NAME", "FOREIGN", "DType", "from_numpy", "named"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,10 @@ BY_NAME: dict[str, DType] = {
     name: DType(name, np.dtype(name), np.dtype(name).kind, code)
     for code, name in enumerate(_NATIVE)
 }
-BY_NAME["bfloat16"] = DType("bfloat16", np.dtype("uint16"), "f", len(_NATIVE))
+#: The types that NumPy lacks, and what their bits are held in.
+FOREIGN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+for _name, _storage in FOREIGN.items():
+    BY_NAME[_name] = DType(_name, np.dtype(_storage), "f", len(BY_NAME))
 #: The types by their code on the wire.
 BY_CODE = list(BY_NAME.values())
 
@@ -71,17 +75,17 @@ def named(name: str) -> DType:
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the type of a NumPy dtype (ml_dtypes' bfloat16 included).
+    """Return the type of a NumPy dtype (ml_dtypes' included).
 
     Raises:
         DtypeError: strings, objects, records, dates and foreign byte orders cannot travel.
     """
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        if dtype.name != "bfloat16":
+        if dtype.name not in FOREIGN:
             raise DtypeError(
                 f"dtype: {dtype} cannot travel; one of {', '.join(BY_NAME)}. "
                 "Convert with x.astype(...), or send it as an object."
             )
-        found = _BY_NUMPY[dtype] = BY_NAME["bfloat16"]
+        found = _BY_NUMPY[dtype] = BY_NAME[dtype.name]
     return found

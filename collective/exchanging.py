@@ -65,9 +65,10 @@ class Exchanging(PieceCalls):
             return out
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
-        leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+        leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
         call = self._piece_call(what, leaves, nesting, None, axis, None, sends)
+        on_gpu = call.options.get("device")
 
         def run() -> Any:
             # What a rank receives is written in the others' headers, or like its own.
@@ -77,7 +78,7 @@ class Exchanging(PieceCalls):
                     even = [[s[self.rank]] * self.size for s in sends]
                     if self._agree_first:
                         self._agree(call, seconds)
-                    elif self._agree_sizes:
+                    elif self._agree_sizes or on_gpu:
                         told = self._swap(call, packed(), seconds)
                         if told is not None:
                             return send(even, call, _told(told, self.rank))
@@ -120,13 +121,14 @@ class Exchanging(PieceCalls):
                 ]
                 for counts in (sends, receives)
             )  # fmt: skip
-            dst = Buffer.empty(sum(coming), UINT8)
-            self._recorded(method, Buffer(packed(), UINT8), dst, to, coming, agreed, seconds)
+            src = Buffer(packed(), UINT8)
+            dst = Buffer.empty(sum(coming), UINT8, src.array)
+            self._recorded(method, src, dst, to, coming, agreed, seconds)
             parts = np.split(dst.array, list(accumulate(coming))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, tree.flatten(x), out, nesting, x)
 
-        return self._go(what, run, async_op)
+        return self._go(what, run, async_op, *self._near(leaves))
 
 
 def _told(sources: list[Array], rank: int) -> Any:

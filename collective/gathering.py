@@ -110,7 +110,7 @@ class Gathering(PieceCalls):
             return out
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
-        leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+        leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         receives = root is None or root == self.rank
         known: list[list[int]] | None = None
         if counts is not None:
@@ -123,6 +123,7 @@ class Gathering(PieceCalls):
                     )
             known = [lengths] * len(leaves)
         call = self._piece_call(what, leaves, nesting, root, axis, counts)
+        on_gpu = call.options.get("device")
 
         @functools.cache
         def packed() -> Array:
@@ -144,7 +145,7 @@ class Gathering(PieceCalls):
                 for k in range(self.size)
             ]
             src = Buffer(packed(), UINT8)
-            dst = Buffer.empty(sum(nbytes), UINT8) if receives else None
+            dst = Buffer.empty(sum(nbytes), UINT8, src.array) if receives else None
             self._recorded(method, src, dst, nbytes, *ends)
             if dst is None:
                 return None
@@ -159,7 +160,7 @@ class Gathering(PieceCalls):
                 try:
                     if self._agree_first:
                         self._agree(call, seconds)
-                    elif self._agree_sizes and known is None:
+                    elif (self._agree_sizes or on_gpu) and known is None:
                         told = self._swap(call, packed(), seconds)
                         if told is not None:
                             return send(even, call, _told(told))
@@ -171,7 +172,7 @@ class Gathering(PieceCalls):
             rows = self._rows_of(headers, len(leaves))
             return send(rows, Call(what, sizes=rows, root=root))
 
-        return self._go(what, run, async_op)
+        return self._go(what, run, async_op, *self._near(leaves))
 
 
 def _told(pieces: list[Array]) -> Any:

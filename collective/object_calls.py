@@ -42,7 +42,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             At the root ``obj`` itself, elsewhere a copy.
         """
         mine = objects.encode(obj, pickle) if self.rank == root else None
-        raw = self.broadcast(mine, root=root, timeout=timeout)
+        raw = self._hosted().broadcast(mine, root=root, timeout=timeout)
         return obj if self.rank == root else objects.decode(raw, pickle)
 
     def gather_object(
@@ -53,7 +53,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
         Collective: every rank calls it, with one root. Args as in :meth:`broadcast_object`.
         """
         raw = objects.encode(obj, pickle)
-        joined = self.gather(_framed(raw), root=root, timeout=timeout)
+        joined = self._hosted().gather(_framed(raw), root=root, timeout=timeout)
         return None if joined is None else _unframed(joined, self.size, pickle)
 
     def all_gather_object(
@@ -64,7 +64,9 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
         Collective: every rank calls it. Args as in :meth:`broadcast_object`.
         """
         raw = objects.encode(obj, pickle)
-        return _unframed(self.all_gather(_framed(raw), timeout=timeout), self.size, pickle)
+        return _unframed(
+            self._hosted().all_gather(_framed(raw), timeout=timeout), self.size, pickle
+        )
 
     def scatter_object(
         self,
@@ -96,7 +98,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             encoded = [objects.encode(obj, pickle) for obj in objs]
             counts = [raw.size for raw in encoded]
             joined = np.concatenate(encoded)
-        raw = self.scatter(joined, root=root, counts=counts, timeout=timeout)
+        raw = self._hosted().scatter(joined, root=root, counts=counts, timeout=timeout)
         return objects.decode(raw, pickle)
 
     def send_object(
@@ -115,7 +117,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             dst, tag, timeout: as in :meth:`send`.
             pickle: see the class.
         """
-        self.send(objects.encode(obj, pickle), dst, tag=tag, timeout=timeout)
+        self._hosted().send(objects.encode(obj, pickle), dst, tag=tag, timeout=timeout)
 
     def recv_object(
         self, src: int, *, tag: int = 0, pickle: bool = False, timeout: float | None = None
@@ -130,7 +132,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             InvalidArgumentError: the sender used pickle and this call does not; the message
                 is gone and was not read.
         """
-        return objects.decode(self.recv(None, src, tag=tag, timeout=timeout), pickle)
+        return objects.decode(self._hosted().recv(None, src, tag=tag, timeout=timeout), pickle)
 
 
 def _framed(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -113,6 +113,8 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
     if is_array(value):
         adapter = adapter_of(value)
         array, dtype = adapter.view(value)
+        if not isinstance(array, np.ndarray):
+            array = array.to_host()  # it comes as an array on the CPU, wherever there is a GPU
         blobs.append(np.ascontiguousarray(array))
         scalar = isinstance(value, np.generic)
         return ["array", "scalar" if scalar else adapter.name, dtype.name, *array.shape]
@@ -153,6 +155,6 @@ def _object(node: Any, reader: _Reader) -> Any:
     array = reader.take(count * dtype.itemsize).view(dtype.storage).reshape(shape)
     if framework == "scalar":
         return adapter_like("numpy").wrap(array, dtype)[()]
-    # An array of a kind that is unknown by name (DLPack) comes back as NumPy.
-    adapter = adapter_like("numpy" if framework == "dlpack" else framework)
+    # What is on GPUs alone, or of a kind that is unknown by name (DLPack), comes as NumPy.
+    adapter = adapter_like("numpy" if framework in ("cuda", "cupy", "dlpack") else framework)
     return adapter.wrap(array, dtype)

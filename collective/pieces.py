@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 from collective import dtypes, tree
-from collective.arrays import Adapter, adapter_of
+from collective.arrays import Adapter
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
-from collective.calls import Array, Calls, Output
+from collective.calls import Array, Calls, View
 from collective.dtypes import DType
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.heads import HEAD_BYTES, Head
+from collective.output import Output
 from collective.rows import Rows
 
-__all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack", "unpack"]
+__all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack",
+           "unpack"]  # fmt: skip
 
 Header = dict[str, Any]
 UINT8 = dtypes.BY_NAME["uint8"]
@@ -28,9 +30,8 @@ class Leaf:
 
     __slots__ = ("adapter", "dtype", "rows", "shape")
 
-    def __init__(self, what: str, x: Any, axis: int) -> None:
-        self.adapter: Adapter = adapter_of(x)
-        array, self.dtype = self.adapter.view(x)
+    def __init__(self, what: str, view: View, axis: int) -> None:
+        self.adapter, array, self.dtype = view
         self.shape = array.shape
         self.rows = Rows(what, array, axis)
 
@@ -64,23 +65,23 @@ class PieceCalls(Calls):
         if receives:
             shape = rows.shape_with(total)
             try:
-                output = Output(what, out, leaf.adapter, shape, dtype)
+                output = Output(what, out, leaf.adapter, shape, dtype, rows.array)
             except (ShapeError, InvalidArgumentError) as error:
                 # The peers are already on their way: go with them, and raise afterwards.
                 fits = error
-                output = Output(what, None, leaf.adapter, shape, dtype)
+                output = Output(what, None, leaf.adapter, shape, dtype, rows.array)
         src = rows.array.ravel()
+        source = Buffer(src, dtype)
         dst = None
         if output is not None:
             target = rows.target(output.flat, total)
             if np.may_share_memory(src, target) and (
-                at is None or not _same(src, target[at : at + src.size])
+                at is None or not _same(source, Buffer(target[at : at + src.size], dtype))
             ):
-                src = src.copy()
+                source = Buffer(src.copy(), dtype)
             dst = Buffer(target, dtype)
-        source = Buffer(src, dtype)
         if again is not None and dst is not None and fits is None:
-            self._keep(*again, out, source, dst, *rest[:-1])
+            self._repeated.keep(*again, out, source, dst, *rest[:-1])
         self._recorded(method, source, dst, *rest)
         if fits is not None:
             raise fits
@@ -89,6 +90,12 @@ class PieceCalls(Calls):
         rows.restore(target, output.flat, total)
         return output.finish()
 
+    def _near(self, leaves: Sequence[Leaf]) -> tuple[Any, Adapter | None]:
+        """Return an array on a GPU, by which the call runs, and its adapter; or None twice."""
+        if not leaves or isinstance(leaves[0].rows.array, np.ndarray):
+            return None, None
+        return leaves[0].rows.array, leaves[0].adapter
+
     def _again(self, method: Any, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
         """Repeat a kept call if there is one.
 
@@ -96,7 +103,7 @@ class PieceCalls(Calls):
             Whether that was done; and if the ranks turned out to differ, which the caller
             takes from there, their headers.
         """
-        kept = self._kept(key, x, out)
+        kept = self._repeated.find(key, x, out)
         if kept is None or not self._lane.idle:
             return False, None
         src, dst, rest = kept
@@ -112,7 +119,8 @@ class PieceCalls(Calls):
         For transports that compare nothing: there it takes the place of :meth:`_agree`.
 
         Args:
-            payload: contiguous bytes, equally many on ranks that make the same call.
+            payload: contiguous bytes, equally many on ranks that make the same call. What is
+                on a GPU stays there.
 
         Returns:
             The ranks' payloads, in rank order; None if they are too long.
@@ -120,6 +128,9 @@ class PieceCalls(Calls):
         Raises:
             Disagreement: the calls differ.
         """
+        if not isinstance(payload, np.ndarray):
+            self._agree(call, seconds)
+            return None
         head = Head(1)
         head.words[0] = call.digest
         head.put(payload)
@@ -147,11 +158,13 @@ class PieceCalls(Calls):
         fixed = counts is not None
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
-        key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes))
+        where = self._where(leaves[0].rows.array) if leaves else None
+        key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes), where)
         call = self._plans.get(key)
         if call is None:
             options: dict[str, Any] = {"root": root, "axis": axis or None, "sizes": sizes}
             options["counts"] = None if counts is None else list(map(int, counts))
+            options["device"] = where
             if nesting == 0:
                 (dtype, shape), *_ = shapes
                 call = Call(what, dtype, shape, **options)
@@ -210,11 +223,12 @@ class PieceCalls(Calls):
                 pieces.append(part[positions[k] : positions[k] + nbytes])
                 positions[k] += nbytes
             raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            if positions[0] % dtype.itemsize or not raw.flags.aligned or raw.ctypes.data % 16:
+            if Buffer(raw, UINT8).address % 16:
                 raw = raw.copy()
             total = sum(lengths)
-            adapter = self._adapter(given if like is None and given is not None else like)
-            output = Output(what, given, adapter, rows.shape_with(total), dtype)
+            model = given if like is None and given is not None else like
+            adapter = self._adapter(model, on_gpu=not isinstance(raw, np.ndarray))
+            output = Output(what, given, adapter, rows.shape_with(total), dtype, raw)
             rows.restore(raw.view(dtype.storage), output.flat, total)
             finished.append(output.finish())
         if nesting == 0:
@@ -224,8 +238,9 @@ class PieceCalls(Calls):
 
 
 def bytes_of(arrays: Sequence[Array]) -> Array:
-    """Return the bytes of the arrays, one after the other."""
-    packed = np.empty(sum(array.nbytes for array in arrays), np.uint8)
+    """Return the bytes of the arrays, one after the other, in memory like that of the first."""
+    nbytes = sum(array.nbytes for array in arrays)
+    packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None).array
     pack(arrays, packed)
     return packed
 
@@ -246,5 +261,5 @@ def unpack(packed: Array, arrays: Sequence[Array]) -> None:
         start += array.nbytes
 
 
-def _same(a: Array, b: Array) -> bool:
-    return bool(a.__array_interface__["data"] == b.__array_interface__["data"])
+def _same(a: Buffer, b: Buffer) -> bool:
+    return a.address == b.address

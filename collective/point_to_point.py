@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from collective import dtypes, objects, tree
-from collective.arrays import adapter_of
+from collective.arrays import Adapter, adapter_of
 from collective.backend import ANY_SOURCE
 from collective.buffer import Buffer
-from collective.calls import Calls, Output, _with_site
+from collective.calls import Calls, _with_site
 from collective.errors import (
     InvalidArgumentError,
     RankError,
@@ -20,16 +20,18 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.heads import Head
+from collective.output import Output
+from collective.streams import within
 from collective.work import Lane
 
 __all__ = ["PointToPoint"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
 # Every message begins with a head: kind, dtype code, bytes, dimensions, shape. What does not
-# fit in after that follows in a message of its own.
+# fit in after that follows in a message of its own, as does what the transport takes from a GPU.
 _WORDS = 16
 _MAX_DIMENSIONS = _WORDS - 4
-_ARRAY, _OBJECT = 0, 1
+_ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
 _LANES = 64
@@ -67,14 +69,14 @@ class PointToPoint(Calls):
             MPI_Send.
         """
         dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
-        head, payload = self._message(x)
+        head, payload, near = self._message("send", x)
 
         def run() -> None:
             self._transport(self._backend.send, head.buffer, dst, tag, seconds)
             if payload is not None:
                 self._transport(self._backend.send, payload, dst, tag, seconds)
 
-        return self._post(("send", dst, tag), run, async_op)
+        return self._post(("send", dst, tag), run, async_op, *near)
 
     def recv(
         self,
@@ -114,7 +116,7 @@ class PointToPoint(Calls):
                 f"{self._who}. Name the source, or use backend='shm' or 'threads'."
             )
         tag, seconds = _tag(tag), self._seconds(timeout)
-        self._check_out(out)
+        near = self._check_out("recv", out)
         self._adapter(like)
         if self._lanes:
             self._refuse_overlap(src, tag)
@@ -123,13 +125,16 @@ class PointToPoint(Calls):
             deadline = time.monotonic() + seconds
             head = Head(_WORDS)
             source = self._receive(head.buffer, src, tag, seconds)
-            payload, follows, direct = self._place(head, out)
+            payload, follows, direct = self._place(head, out, like if out is None else out)
             if follows:
                 rest = max(0.001, deadline - time.monotonic())
                 self._receive(payload, source, tag, rest)
-            return out if direct else self._arrived(head.words, payload, out, like)
+            result = out if direct else self._arrived(head.words, payload, out, like)
+            if not near:
+                self._settle("recv", payload.array, seconds)
+            return result
 
-        return self._post(("recv", src, tag), run, async_op)
+        return self._post(("recv", src, tag), run, async_op, *near)
 
     def sendrecv(
         self,
@@ -166,8 +171,8 @@ class PointToPoint(Calls):
                 f"itself {self._who}."
             )
         tag, seconds = _tag(tag), self._seconds(timeout)
-        self._check_out(out)
-        head, payload = self._message(x)
+        self._check_out("sendrecv", out)
+        head, payload, near = self._message("sendrecv", x)
         self._adapter(like)
         send, recv = ("send", dst, tag), ("recv", src, tag)
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
@@ -188,7 +193,7 @@ class PointToPoint(Calls):
                 self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, seconds
             )
             # What is sent still may be what it would be received over.
-            received, follows, _ = self._place(coming, None)
+            received, follows, _ = self._place(coming, None, like if out is None else out)
             rest = max(0.001, deadline - time.monotonic())
             if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
@@ -198,7 +203,7 @@ class PointToPoint(Calls):
                 self._receive(received, src, tag, rest)
             return self._arrived(coming.words, received, out, like)
 
-        return self._post(("sendrecv", dst, src, tag), run, async_op)
+        return self._post(("sendrecv", dst, src, tag), run, async_op, *near)
 
     # -- shared ---------------------------------------------------------------------------
 
@@ -215,16 +220,43 @@ class PointToPoint(Calls):
         lane = self._lanes.get(key)
         return lane is not None and not lane.idle
 
-    def _post(self, key: Any, run: Callable[[], Any], async_op: bool) -> Any:
-        """Run a message now or in its lane: one a direction, peer and tag, in order."""
+    def _post(
+        self,
+        key: Any,
+        run: Callable[[], Any],
+        async_op: bool,
+        near: Any = None,
+        adapter: Adapter | None = None,
+    ) -> Any:
+        """Run a message now or in its lane: one a direction, peer and tag, in order.
+
+        Args:
+            near, adapter: an array on a GPU, if the message has one, and its adapter.
+        """
         if not async_op and not self._busy(key):
             return run()
         lane = self._lanes.get(key)
         if lane is None:
             if len(self._lanes) >= _LANES:  # a program may never use a tag twice
-                self._lanes = {k: kept for k, kept in self._lanes.items() if not kept.idle}
+                for idle in [k for k, kept in self._lanes.items() if kept.idle]:
+                    del self._lanes[idle]
             lane = self._lanes[key] = Lane(f"collective-{'-'.join(map(str, key))}")
-        work = lane.submit(f"{key[0]}(tag={key[-1]})", _with_site(run))
+        what = f"{key[0]}(tag={key[-1]})"
+        if adapter is None or not self._enqueues:
+            work = lane.submit(what, _with_site(run))
+        else:
+            # Beside the caller's stream, and beside those of other directions, peers and tags.
+            # What it waits for is known now; it does not wait before its turn, or it would hold
+            # up the messages before it.
+            side = self._backend.side_stream(near.device, key)
+            work = self._stream_work(what, side, near.stream, adapter)
+            come = near.stream.record()
+
+            def turn() -> Any:
+                side.wait(come)
+                return within(side, run)()
+
+            lane.submit(what, _with_site(turn), work)
         return work if async_op else work.wait()
 
     def _refuse_overlap(self, src: int, tag: int) -> None:
@@ -247,8 +279,11 @@ class PointToPoint(Calls):
         self._transport(receive)
         return sources[0]
 
-    def _message(self, x: Any) -> tuple[Head, Buffer | None]:
-        """Return the head of the message that ``x`` is, and what has to follow it."""
+    def _message(self, what: str, x: Any) -> tuple[Head, Buffer | None, tuple[Any, ...]]:
+        """Return the head of the message that ``x`` is, and what has to follow it.
+
+        And, where that is on a GPU, the array and its adapter.
+        """
         head = Head(_WORDS)
         head.words[:] = 0
         if tree.is_tree(x):
@@ -256,40 +291,73 @@ class PointToPoint(Calls):
             payload = Buffer(objects.encode(x), _UINT8)
             head.words[:3] = _OBJECT, 0, payload.count
         else:
-            array, dtype = adapter_of(x).view(x)
+            adapter, array, dtype = self._view(what, x)
             if array.ndim > _MAX_DIMENSIONS:
                 raise ShapeError(
-                    f"send: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
+                    f"{what}: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
                 )
-            head.words[:4] = _ARRAY, dtype.code, array.nbytes, array.ndim
+            on_gpu = not isinstance(array, np.ndarray)
+            kind = _FOLLOWING if on_gpu else _ARRAY
+            head.words[:4] = kind, dtype.code, array.nbytes, array.ndim
             head.words[4 : 4 + array.ndim] = array.shape
             payload = Buffer(array.ravel(), dtype).bytes()
+            if on_gpu:
+                return head, payload if payload.count else None, (array, adapter)
         head.put(payload.array)
-        return head, payload if payload.count > head.room else None
+        return head, payload if payload.count > head.room else None, ()
 
-    def _place(self, head: Head, out: Any) -> tuple[Buffer, bool, bool]:
+    def _place(self, head: Head, out: Any, like: Any) -> tuple[Buffer, bool, bool]:
         """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
-        direct = self._direct(head.words, out)
-        inline = head.inline(int(head.words[2]))
+        nbytes = int(head.words[2])
+        inline = None if head.words[0] == _FOLLOWING else head.inline(nbytes)
+        direct = self._direct(head.words, out, inline is None)
         if inline is None:
-            payload = direct or Buffer.empty(int(head.words[2]), _UINT8)
-        elif direct is not None:
-            payload = direct
-            payload.array[:] = inline
-        else:
-            payload = Buffer(inline, _UINT8)
-        return payload, inline is None, direct is not None
+            if direct is not None:
+                payload = direct
+            elif head.words[0] == _FOLLOWING and self._enqueues:
+                payload = Buffer(self._room(self._gpu_adapter(like), nbytes), _UINT8)
+            else:
+                payload = Buffer.empty(nbytes, _UINT8)
+            return payload, nbytes > 0, direct is not None
+        if direct is None:
+            return Buffer(inline, _UINT8), False, False
+        direct.array[:] = inline
+        return direct, False, True
 
-    def _check_out(self, out: Any) -> None:
-        if out is not None and not tree.is_tree(out):
-            adapter_of(out).output(out)
+    def _gpu_adapter(self, like: Any) -> Adapter:
+        """Return what allocates on the GPU for a result like ``like``, which may be anything."""
+        if tree.is_tree(like) or isinstance(like, np.ndarray):
+            like = None
+        return self._adapter(like, on_gpu=True)
 
-    def _direct(self, words: np.ndarray[Any, Any], out: Any) -> Buffer | None:
+    def _check_out(self, what: str, out: Any) -> tuple[Any, ...]:
+        """Refuse what cannot be written to; return an array on the GPU, and its adapter."""
+        if out is None or tree.is_tree(out):
+            return ()
+        adapter = adapter_of(out)
+        array, _ = adapter.output(out)
+        if isinstance(array, np.ndarray):
+            if not self._on_host:
+                self._view(what, out)
+            return ()
+        if not self._enqueues:
+            return ()
+        self._check_device(what, array)
+        return array, adapter
+
+    def _direct(self, words: np.ndarray[Any, Any], out: Any, follows: bool) -> Buffer | None:
         """Return ``out`` as bytes, if the message can be received right into it."""
-        if out is None or tree.is_tree(out) or words[0] != _ARRAY:
+        if out is None or tree.is_tree(out) or words[0] == _OBJECT:
             return None
         array, dtype = adapter_of(out).output(out)
-        if not array.flags.carray or _shape(words) != array.shape or dtype.code != words[1]:
+        on_gpu = not isinstance(array, np.ndarray)
+        if self._enqueues:
+            fits = on_gpu == (words[0] == _FOLLOWING)
+        else:
+            fits = not on_gpu or (self._on_device and follows)
+        if not fits or not array.flags.carray:
+            return None
+        if _shape(words) != array.shape or dtype.code != words[1]:
             return None
         return Buffer(array.ravel(), dtype).bytes()
 
@@ -302,9 +370,11 @@ class PointToPoint(Calls):
                 f"recv: a single array came; out is a structure {self._who}."
             )
         dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
-        adapter = adapter_of(out) if out is not None else self._adapter(like)
-        output = Output("recv", out, adapter, shape, dtype)
-        output.flat[:] = payload.array.view(dtype.storage)
+        array = payload.array
+        on_gpu = not isinstance(array, np.ndarray)
+        adapter = adapter_of(out) if out is not None else self._adapter(like, on_gpu)
+        output = Output("recv", out, adapter, shape, dtype, array)
+        output.flat[:] = array.view(dtype.storage)
         return output.finish()
 
 
@@ -319,7 +389,7 @@ def _fill(out: Any, value: Any) -> Any:
     outputs = []
     for target, leaf in zip(tree.flatten(out), tree.flatten(value)):
         array, dtype = adapter_of(leaf).view(leaf)
-        output = Output("recv", target, adapter_of(target), array.shape, dtype)
+        output = Output("recv", target, adapter_of(target), array.shape, dtype, array)
         outputs.append((output, array))
     for output, array in outputs:
         output.flat[:] = array.ravel()

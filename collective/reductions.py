@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from collective import reduction, tree
-from collective.arrays import adapter_of
+from collective.arrays import Adapter
 from collective.buffer import Buffer
 from collective.call import Call
-from collective.calls import Array, Calls, Output
+from collective.calls import Array, Calls, View
 from collective.dtypes import DType
 from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError
 from collective.ops import ReduceOp, as_op
+from collective.output import Output
 from collective.rows import Rows, split_sizes
 
 __all__ = ["Reductions"]
@@ -23,12 +24,13 @@ __all__ = ["Reductions"]
 class _Plan:
     """A reduction that has been validated once and is then repeated."""
 
-    __slots__ = ("call", "op", "ordered")
+    __slots__ = ("call", "native", "op", "ordered")
 
-    def __init__(self, op: ReduceOp, ordered: bool, call: Call) -> None:
+    def __init__(self, op: ReduceOp, ordered: bool, call: Call, native: bool) -> None:
         self.op = op
         self.ordered = ordered
         self.call = call
+        self.native = native  # whether the transport reduces arrays where they are
 
 
 class Reductions(Calls):
@@ -76,34 +78,31 @@ class Reductions(Calls):
         """
         again = "all_reduce", op, order
         if timeout is None and not async_op and self._lane.idle:
-            kept = self._kept(again, x, out)
+            kept = self._repeated.find(again, x, out)
             if kept is not None:
                 src, dst, rest = kept
                 self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
                 return out
         if type(x) is not np.ndarray and tree.is_tree(x):
-            return self._go(
-                "all_reduce",
-                self._tree_reduction("all_reduce", x, op, out, order, timeout, None),
-                async_op,
-            )
-        adapter = adapter_of(x)
-        array, dtype = adapter.view(x)
+            return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
+        adapter, array, dtype = self._view("all_reduce", x)
         shape = array.shape
-        key = ("all_reduce", dtype, shape, op, order)
+        key = ("all_reduce", dtype, shape, op, order, type(array))
         plan = self._plans.get(key) or self._plan(key, None)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
-        output = Output("all_reduce", out, adapter, shape, dtype)
+        output = Output("all_reduce", out, adapter, shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
         ends = (plan.op, plan.ordered, plan.call)
-        self._keep(again, x, out, src, dst, *ends)
+        self._repeated.keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
             self._collective(self._backend.all_reduce, plan.call, src, dst, *ends, seconds)
             return output.finish()
 
-        return self._go("all_reduce", run, async_op)
+        return self._go("all_reduce", run, async_op, array, adapter)
 
     def reduce(
         self,
@@ -138,18 +137,17 @@ class Reductions(Calls):
         if self.rank != root:
             out = None
         if type(x) is not np.ndarray and tree.is_tree(x):
-            return self._go(
-                "reduce", self._tree_reduction("reduce", x, op, out, order, timeout, root), async_op
-            )
-        adapter = adapter_of(x)
-        array, dtype = adapter.view(x)
-        key = ("reduce", dtype, array.shape, op, order, root)
+            return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
+        adapter, array, dtype = self._view("reduce", x)
+        key = ("reduce", dtype, array.shape, op, order, type(array), root)
         plan = self._plans.get(key) or self._plan(key, root)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self._seconds(timeout)
         output = None
         dst = None
         if self.rank == root:
-            output = Output("reduce", out, adapter, array.shape, dtype)
+            output = Output("reduce", out, adapter, array.shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         if output is not None:
             dst = src if src.array is output.flat else Buffer(output.flat, dtype)
@@ -161,7 +159,7 @@ class Reductions(Calls):
             )  # fmt: skip
             return None if output is None else output.finish()
 
-        return self._go("reduce", run, async_op)
+        return self._go("reduce", run, async_op, array, adapter)
 
     def scan(
         self,
@@ -195,14 +193,13 @@ class Reductions(Calls):
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
             )
         if type(x) is not np.ndarray and tree.is_tree(x):
-            return self._go(
-                "scan", self._tree_reduction("scan", x, op, out, None, timeout, None), async_op
-            )
-        adapter = adapter_of(x)
-        array, dtype = adapter.view(x)
-        key = ("scan", dtype, array.shape, op, None)
+            return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
+        adapter, array, dtype = self._view("scan", x)
+        key = ("scan", dtype, array.shape, op, None, type(array))
         plan = self._plans.get(key) or self._plan(key, None)
-        output = Output("scan", out, adapter, array.shape, dtype)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+        output = Output("scan", out, adapter, array.shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
         seconds = self._seconds(timeout)
@@ -211,7 +208,7 @@ class Reductions(Calls):
             self._collective(self._backend.scan, plan.call, src, dst, plan.op, plan.call, seconds)
             return output.finish()
 
-        return self._go("scan", run, async_op)
+        return self._go("scan", run, async_op, array, adapter)
 
     def reduce_scatter(
         self,
@@ -247,7 +244,7 @@ class Reductions(Calls):
         """
         again = "reduce_scatter", op, order
         plain = timeout is None and axis == 0 and counts is None and not async_op
-        kept = self._kept(again, x, out) if plain else None
+        kept = self._repeated.find(again, x, out) if plain else None
         if kept is not None and self._lane.idle:
             source, target, rest = kept
             self._collective(
@@ -257,56 +254,66 @@ class Reductions(Calls):
         if type(x) is not np.ndarray and tree.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
-        adapter = adapter_of(x)
-        array, dtype = adapter.view(x)
+        adapter, array, dtype = self._view("reduce_scatter", x)
         rows = Rows("reduce_scatter", array, axis)
         sizes = split_sizes("reduce_scatter", rows.length, self.size, counts)
-        key = ("reduce_scatter", dtype, array.shape, op, order, rows.axis, tuple(sizes))
+        key = (
+            "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
+        )  # fmt: skip
         plan = self._plans.get(key) or self._plan(key, None, axis=rows.axis, counts=counts)
-        output = Output("reduce_scatter", out, adapter, rows.shape_with(sizes[self.rank]), dtype)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+            rows = Rows("reduce_scatter", array, axis)
+        shape = rows.shape_with(sizes[self.rank])
+        output = Output("reduce_scatter", out, adapter, shape, dtype, array)
         piece = rows.target(output.flat, sizes[self.rank])
         src = self._input(rows.array, dtype, output, out, None)
         seconds = self._seconds(timeout)
         dst = Buffer(piece, dtype)
         ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
         if plain:
-            self._keep(again, x, out, src, dst, *ends)
+            self._repeated.keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
             self._collective(self._backend.reduce_scatter, plan.call, src, dst, *ends, seconds)
             rows.restore(piece, output.flat, sizes[self.rank])
             return output.finish()
 
-        return self._go("reduce_scatter", run, async_op)
+        return self._go("reduce_scatter", run, async_op, array, adapter)
 
     # -- shared ---------------------------------------------------------------------------
 
     def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
-        what, dtype, shape, op, order = key[:5]
-        reducer = self._operator(what, op, dtype)
+        what, dtype, shape, op, order, kind = key[:6]
         if order not in (None, "rank"):
             raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {self._who}.")
-        # A factor is each rank's own affair; that there is one is not.
-        name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
-        if options.get("counts") is not None:
-            options["counts"] = list(map(int, options["counts"]))
-        call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
-        return self._remember(key, _Plan(reducer, order == "rank", call))
-
-    def _operator(self, what: str, op: str | ReduceOp, dtype: DType) -> ReduceOp:
         reducer = as_op(op)
         try:
             reduction.check(reducer, dtype)
         except DtypeError as error:
             raise DtypeError(f"{what}: {error} {self._who}") from None
+        on_gpu = kind is not np.ndarray
+        native = not on_gpu or self._backend.supports(what, reducer, dtype, order == "rank")
+        if on_gpu and native:
+            options["device"] = "cuda" if self._enqueues else None
+        else:
+            self._check_able(what, reducer, dtype)
+        # A factor is each rank's own affair; that there is one is not.
+        name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
+        if options.get("counts") is not None:
+            options["counts"] = list(map(int, options["counts"]))
+        call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
+        return self._remember(key, _Plan(reducer, order == "rank", call, native))
+
+    def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
         able = self.capabilities
-        if reducer.name not in able.ops or dtype.name not in able.dtypes:
+        if op.name not in able.ops or dtype.name not in able.dtypes:
+            other = "'nccl', which does it on GPUs" if dtype.kind == "f" else "'shm' or 'threads'"
             raise UnsupportedError(
-                f"{what}: op {reducer} on {dtype} is not supported by backend "
+                f"{what}: op {op} on {dtype} is not supported by backend "
                 f"{self._backend.name!r} (ops {', '.join(sorted(able.ops))}; dtypes "
-                f"{', '.join(sorted(able.dtypes))}) {self._who}. Use backend='shm' or 'threads'."
+                f"{', '.join(sorted(able.dtypes))}) {self._who}. Use backend={other}."
             )
-        return reducer
 
     def _tree_reduction(
         self,
@@ -317,37 +324,43 @@ class Reductions(Calls):
         order: str | None,
         timeout: float | None,
         root: int | None,
-    ) -> Callable[[], Any]:
-        """Return the reduction of a structure: one message for each dtype in it."""
-        leaves = tree.flatten(x)
-        adapters = [adapter_of(leaf) for leaf in leaves]
-        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
+        async_op: bool,
+    ) -> Any:
+        """Start the reduction of a structure: one message for each dtype in it."""
+        views = self._views(what, x)
         nesting = tree.skeleton(x)
         receives = root is None or root == self.rank
-        outputs: list[Output] | None = None
-        if receives:
-            outs = [None] * len(leaves) if out is None else self._leaves_like(what, out, nesting)
-            outputs = [
-                Output(what, given, adapter, array.shape, dtype)
-                for given, adapter, (array, dtype) in zip(outs, adapters, views)
-            ]
-        shapes = [[dtype.name, *array.shape] for array, dtype in views]
-        by_dtype: dict[DType, list[int]] = {}
-        for index, (_, dtype) in enumerate(views):
-            by_dtype.setdefault(dtype, []).append(index)
+        shapes = [[view.dtype.name, *view.array.shape] for view in views]
         seconds = self._seconds(timeout)
         groups = []
-        for dtype, members in by_dtype.items():
-            count = sum(views[i][0].size for i in members)
-            key = (what, dtype, (count,), op, order, root, str(nesting), str(shapes))
+        for dtype, members in _by_dtype(views).items():
+            count = sum(views[i].array.size for i in members)
+            kind = type(views[members[0]].array)
+            key = (what, dtype, (count,), op, order, kind, root, str(nesting), str(shapes))
             plan = self._plans.get(key) or self._plan(key, root, leaves=shapes, nesting=nesting)
+            if not plan.native:
+                for i in members:
+                    views[i] = self._on_the_host(views[i])
             groups.append((dtype, members, count, plan))
+        outputs: list[Output] | None = None
+        if receives:
+            outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+            outputs = [
+                Output(what, given, view.adapter, view.array.shape, view.dtype, view.array)
+                for given, view in zip(outs, views)
+            ]
 
         def run() -> Any:
             method = getattr(self._backend, what)
             for dtype, members, count, plan in groups:
-                src = Buffer.empty(count, dtype)
-                np.concatenate([views[i][0].ravel() for i in members], out=src.array)
+                arrays = [views[i].array for i in members]
+                on_gpu = not isinstance(arrays[0], np.ndarray)
+                if on_gpu and what == "all_reduce" and outputs is not None:
+                    pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
+                    self._together(pairs, plan, out is None or out is x, seconds)
+                    continue
+                src = Buffer.empty(count, dtype, arrays[0])
+                np.concatenate([array.ravel() for array in arrays], out=src.array)
                 dst = src if receives else None
                 ends: tuple[Any, ...] = (plan.ordered, plan.call, seconds)
                 if what == "reduce":
@@ -357,15 +370,40 @@ class Reductions(Calls):
                 self._collective(method, plan.call, src, dst, plan.op, *ends)
                 if outputs is not None:
                     start = 0
-                    for i in members:
-                        stop = start + views[i][0].size
-                        outputs[i].flat[:] = src.array[start:stop]
-                        start = stop
+                    for i, array in zip(members, arrays):
+                        outputs[i].flat[:] = src.array[start : start + array.size]
+                        start += array.size
             if outputs is None:
                 return None
             return tree.rebuild(x, iter([output.finish() for output in outputs]))
 
-        return run
+        return self._go(what, run, async_op, *_nearest(views))
+
+    def _together(
+        self, pairs: Sequence[tuple[Array, Output]], plan: _Plan, apart: bool, seconds: float
+    ) -> None:
+        """All-reduce several arrays of a GPU where they are, started at once.
+
+        Args:
+            apart: whether it is known that no result overlaps another's input.
+        """
+        buffers = []
+        for array, output in pairs:
+            src = array.ravel()
+            dtype = plan.call.dtype
+            assert dtype is not None
+            if not apart:
+                src = src.copy()
+            elif np.may_share_memory(src, output.flat):
+                src = output.flat  # in place
+            buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
+
+        def start(call: Call, seconds: float) -> None:
+            with self._backend.batch():
+                for src, dst in buffers:
+                    self._backend.all_reduce(src, dst, plan.op, plan.ordered, call, seconds)
+
+        self._collective(start, plan.call, plan.call, seconds)
 
     def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
         if tree.skeleton(out) != nesting:
@@ -385,43 +423,31 @@ class Reductions(Calls):
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        leaves = tree.flatten(x)
+        what = "reduce_scatter"
+        views = self._views(what, x)
         nesting = tree.skeleton(x)
-        outs = (
-            [None] * len(leaves)
-            if out is None
-            else self._leaves_like("reduce_scatter", out, nesting)
-        )
-        adapters = [adapter_of(leaf) for leaf in leaves]
-        views = [adapter.view(leaf) for adapter, leaf in zip(adapters, leaves)]
-        rows = [Rows("reduce_scatter", array, axis) for array, _ in views]
-        sizes = [split_sizes("reduce_scatter", r.length, self.size, counts) for r in rows]
-        outputs = [
-            Output("reduce_scatter", given, adapter, r.shape_with(s[self.rank]), dtype)
-            for given, adapter, r, s, (_, dtype) in zip(outs, adapters, rows, sizes, views)
-        ]
-        shapes = [[dtype.name, *array.shape] for array, dtype in views]
-        by_dtype: dict[DType, list[int]] = {}
-        for index, (_, dtype) in enumerate(views):
-            by_dtype.setdefault(dtype, []).append(index)
+        shapes = [[view.dtype.name, *view.array.shape] for view in views]
+        told = str(nesting), str(shapes), str(counts)
         seconds = self._seconds(timeout)
         groups = []
-        for dtype, members in by_dtype.items():
-            key = (
-                "reduce_scatter",
-                dtype,
-                (),
-                op,
-                order,
-                axis,
-                str(nesting),
-                str(shapes),
-                str(counts),
-            )
+        for dtype, members in _by_dtype(views).items():
+            key = (what, dtype, (), op, order, type(views[members[0]].array), axis, *told)
             plan = self._plans.get(key) or self._plan(
                 key, None, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )
+            if not plan.native:
+                for i in members:
+                    views[i] = self._on_the_host(views[i])
             groups.append((dtype, members, plan))
+        rows = [Rows(what, view.array, axis) for view in views]
+        sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
+        outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+        outputs = [
+            Output(
+                what, given, view.adapter, r.shape_with(s[self.rank]), view.dtype, view.array
+            )
+            for given, view, r, s in zip(outs, views, rows, sizes)
+        ]  # fmt: skip
 
         def run() -> Any:
             for dtype, members, plan in groups:
@@ -432,7 +458,7 @@ class Reductions(Calls):
                     elements.append(sum(piece.size for piece in cut))
                     pieces.extend(cut)
                 src = Buffer(np.concatenate(pieces), dtype)
-                dst = Buffer.empty(elements[self.rank], dtype)
+                dst = Buffer.empty(elements[self.rank], dtype, src.array)
                 self._collective(
                     self._backend.reduce_scatter, plan.call, src, dst, elements, plan.op,
                     plan.ordered, plan.call, seconds,
@@ -445,4 +471,20 @@ class Reductions(Calls):
                     start = stop
             return tree.rebuild(x, iter([output.finish() for output in outputs]))
 
-        return self._go("reduce_scatter", run, async_op)
+        return self._go(what, run, async_op, *_nearest(views))
+
+
+def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:
+    """Return which of the arrays have each dtype."""
+    found: dict[DType, list[int]] = {}
+    for index, view in enumerate(views):
+        found.setdefault(view.dtype, []).append(index)
+    return found
+
+
+def _nearest(views: Sequence[View]) -> tuple[Any, Adapter | None]:
+    """Return an array on a GPU, if there is one, and its adapter: what the call runs by."""
+    for view in views:
+        if type(view.array) is not np.ndarray:
+            return view.array, view.adapter
+    return None, None

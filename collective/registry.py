@@ -29,6 +29,7 @@ BUILT_IN: dict[str, Entry] = {
         "collective.backends.hierarchical:HierarchicalBackend", "pip install 'collective[torch]'"
     ),
     "mpi": Entry("collective.backends.mpi:MpiBackend", "pip install 'collective[mpi]'"),
+    "nccl": Entry("collective.backends.nccl:NcclBackend", "pip install 'collective[nccl]'"),
     "shm": Entry("collective.backends.shm:ShmBackend", "pip install collective"),
     "threads": Entry("collective.backends.threads:ThreadsBackend", "pip install collective"),
 }

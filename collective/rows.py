@@ -36,7 +36,7 @@ class Rows:
         self.axis = axis % array.ndim
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)
-        self.array = np.ascontiguousarray(array)
+        self.array = array if array.flags.c_contiguous else array.copy()
         self.length = array.shape[0]
         self._rest = array.shape[1:]
         self.inner = math.prod(self._rest)

@@ -70,11 +70,12 @@ class Scattering(PieceCalls):
             if x is None:
                 raise InvalidArgumentError(f"scatter: the root passed None {self._who}.")
             nesting = tree.skeleton(x)
-            leaves = [Leaf(what, leaf, axis) for leaf in tree.flatten(x)]
+            leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
             sizes = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
             call = Call(
                 what, root=root, axis=axis, nesting=nesting, sizes=sizes,
                 leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
+                device=self._where(leaves[0].rows.array) if leaves else None,
             )  # fmt: skip
         else:
             self._adapter(like)
@@ -104,14 +105,22 @@ class Scattering(PieceCalls):
                     ),
                     UINT8,
                 )
-            mine = Buffer.empty(nbytes[self.rank], UINT8)
+            kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
+            if "device" in options:
+                room = self._room(self._adapter(kept[0] if kept else None, True), nbytes[self.rank])
+                mine = Buffer(room, UINT8)
+            else:
+                mine = Buffer.empty(nbytes[self.rank], UINT8)
             agreed = Call(what, root=root, sizes=nbytes)
             self._recorded(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
-            kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
-            return self._assemble(what, [mine.array], results, kept, out, options["nesting"], x)
+            nesting = options["nesting"]
+            found = self._assemble(what, [mine.array], results, kept, out, nesting, x)
+            if not leaves:
+                self._settle(what, mine.array, seconds)
+            return found
 
-        return self._go(what, run, async_op)
+        return self._go(what, run, async_op, *self._near(leaves))
 
     def _root_options(self, call: Call, root: int, seconds: float) -> dict[str, Any]:
         """Return the options of the root's call, which alone knows what is scattered."""

@@ -8,16 +8,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from collective.backend import Failure
-from collective.choice import choose
+from collective.choice import Choice, choose
 from collective.communicator import Communicator, connect
 from collective.config import KEYS, Config, Setting, load
 from collective.config import settings as collect
 from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError
 from collective.recorder import dump_on_signal
-from collective.world import World, adopt, build
+from collective.world import World, adopt, build, name_libraries, options
 
 __all__ = ["current", "init", "leave_thread", "set_current", "settings", "thread_world"]
 
@@ -56,7 +57,8 @@ def init(
             communicator's, over ``mpi`` unless another transport is named. It is left as it
             is, and the program goes on to own it; messages over it and ours never mix.
         settings: further keys of the configuration: ``store``, ``start_timeout``,
-            ``check``, ``local_rank``, ``local_size``, ``interface``, ``across``.
+            ``check``, ``local_rank``, ``local_size``, ``interface``, ``across``,
+            ``device``, …: all that ``collective config`` shows.
 
     Returns:
         The communicator, which is also what module-level calls use from now on.
@@ -79,16 +81,17 @@ def init(
             local_rank=world.local_rank, local_size=world.local_size,
         )  # fmt: skip
     settled = load(arguments)
+    name_libraries(settled)
     if world is None:
-        world, name = build(settled), choose(settled).name
+        world, chosen = build(settled), choose(settled)
     elif comm is not None:
-        world = adopt(comm, settled, world)
-        name = "mpi" if settled.backend == "auto" else choose(settled).name
+        world, chosen = adopt(comm, settled, world), choose(settled, "mpi")
     else:
-        name = _of_threads(settled)
+        world, chosen = replace(world, options=options(settled)), _of_threads(settled)
+    world = replace(world, options={**world.options, **chosen.options})
     made = connect(
         world,
-        name,
+        chosen.name,
         timeout=settled.timeout,
         start_timeout=settled.start_timeout,
         check=settled.check,
@@ -101,17 +104,17 @@ def init(
     return made
 
 
-def _of_threads(settled: Config) -> str:
+def _of_threads(settled: Config) -> Choice:
     # Ranks that are threads of this process cannot be anything else to each other,
     # whatever a script asks for by default; they can be told to use another.
-    name = "threads" if settled.backend == "auto" else choose(settled).name
-    if name != "threads":
+    chosen = choose(settled, "threads")
+    if chosen.host != "threads":
         raise UnsupportedError(
-            f"init: backend {name!r} ({settled.origin('backend')}); this program runs with "
-            "its ranks as threads of one process. Start it with `collective run --backend "
-            f"{name}`, or leave the choice to the launcher."
+            f"init: backend {settled.backend!r} ({settled.origin('backend')}); this program runs "
+            "with its ranks as threads of one process. Start it with `collective run --backend "
+            f"{settled.backend}`, or leave the choice to the launcher."
         )
-    return name
+    return chosen
 
 
 def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> World:

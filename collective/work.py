@@ -46,6 +46,13 @@ class Work(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]  # set before _finished
 
+    def synchronize(self, timeout: float | None = None) -> T:
+        """Wait until the result may be read by the host; as :meth:`wait`, but for arrays of GPUs.
+
+        There :meth:`wait` makes the caller's current stream wait, and not the host.
+        """
+        return self.wait(timeout)
+
     def done(self) -> bool:
         """Tell whether the operation is over, well or badly, without waiting."""
         return self._finished.is_set()
@@ -93,9 +100,9 @@ class Lane:
         # Without the lock, so in this order: what leaves the queue is running before.
         return not self._queue and self._running is None
 
-    def submit(self, what: str, function: Callable[[], T]) -> Work[T]:
-        """Queue ``function``; ``what`` names it in error texts."""
-        work: Work[T] = Work(what)
+    def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
+        """Queue ``function``; ``what`` names it in error texts. ``work`` is what it becomes."""
+        work = work or Work(what)
         with self._condition:
             self._queue.append((work, function))
             if self._thread is None:

@@ -21,7 +21,7 @@ from collective.rundir import RunStore
 from collective.store import FileStore, Store
 from collective.tcp_store import TcpStore
 
-__all__ = ["Launched", "World", "adopt", "build", "detect", "options"]
+__all__ = ["Launched", "World", "adopt", "build", "detect", "name_libraries", "options"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class World:
             that runs there does.
         store: where the ranks meet.
         options: settings of single transports: ``shm_single_copy``, ``interface`` (empty
-            if not set), ``across`` (the transport between hosts under ``hierarchical``).
+            if not set), ``across`` (the transport between hosts under ``hierarchical``);
+            ``device`` (a GPU's number) and ``nccl_library``, if they are set; under ``nccl``
+            ``host`` and ``devices``, see :class:`collective.choice.Choice`.
         address: where ranks of other hosts reach this one; loopback if all are on one.
         comm: an ``MPI.Comm`` that the program made and wants used, else None.
     """
@@ -104,11 +106,26 @@ def adopt(comm: Any, config: Config, world: World) -> World:
 
 def options(config: Config) -> dict[str, str]:
     """Return the settings that are for single transports only."""
-    return {
+    found = {
         "shm_single_copy": config.shm_single_copy,
         "interface": config.interface,
         "across": choice.across(config),
     }
+    if config.device is not None:
+        found["device"] = str(config.device)
+    if config.nccl_library:
+        found["nccl_library"] = config.nccl_library
+    return found
+
+
+def name_libraries(config: Config) -> None:
+    """Let this whole process know of the libraries that are named: each is loaded once.
+
+    What loads them looks at the environment, since it also serves without settings.
+    """
+    for key in ("cuda_library", "nccl_library"):
+        if getattr(config, key):
+            os.environ[f"COLLECTIVE_{key.upper()}"] = getattr(config, key)
 
 
 def _place(config: Config, launched: Launched | None) -> Place | None:
@@ -162,7 +179,7 @@ def _meeting(config: Config, launched: Launched | None, place: Place | None) -> 
 def _across_hosts(config: Config, place: Place | None) -> Store:
     """Return the store of ranks on several hosts."""
     under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
-    wanted = choice.choose(config).name
+    wanted = choice.choose(config).host
     over_mpi = wanted == "mpi" or (wanted == "hierarchical" and choice.across(config) == "mpi")
     if choice.in_mpi_world(config) and (under_mpiexec or over_mpi):
         if choice.installed("mpi4py"):

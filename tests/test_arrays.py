@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from collective.arrays import adapter_like, adapter_of, is_array
-from collective.dtypes import BY_NAME
-from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.dtypes import BY_NAME, FOREIGN
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError
 from collective.testing import run_ranks
 
 torch = pytest.importorskip("torch")
 
-NATIVE = sorted(set(BY_NAME) - {"bfloat16"})
+NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
 IN_TORCH = sorted(name for name in BY_NAME if hasattr(torch, name))
 
 
@@ -201,11 +201,28 @@ def test_torch_nested_tensors_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e8m0fnu], ids=str)
 def test_torch_types_that_cannot_travel_are_refused(dtype):
     x = torch.empty(3, dtype=dtype)
     with pytest.raises(DtypeError, match="cannot travel"):
         adapter_of(x).view(x)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_types_of_eight_bits_travel_and_are_not_folded_here(name):
+    def program(comm):
+        x = torch.arange(6).to(getattr(torch, name))
+        with pytest.raises(UnsupportedError, match=r"float8.*'threads'.*'nccl'"):
+            comm.all_reduce(x)
+        got = comm.broadcast(x if comm.rank == 0 else None, like="torch")
+        plain = np.arange(6).astype(getattr(ml_dtypes, name))
+        joined = comm.all_gather(plain)
+        assert joined.dtype == plain.dtype
+        return got.dtype is x.dtype, got.float().tolist(), joined.astype(float).tolist()
+
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    told = run_ranks(2, program)
+    assert told == [(True, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5] * 2)] * 2
 
 
 def test_torch_expanded_tensors_go_in_and_not_out():
@@ -287,8 +304,8 @@ def test_dlpack_cannot_hold_bfloat16_and_numpy_takes_its_place():
 
 def test_dlpack_on_another_device_is_refused():
     x = Exporter(np.zeros(2))
-    x.device = (2, 0)
-    with pytest.raises(DeviceError, match=r"\(2, 0\)"):
+    x.device = (8, 0)  # kDLMetal
+    with pytest.raises(DeviceError, match=r"\(8, 0\)"):
         adapter_of(x).view(x)
 
 

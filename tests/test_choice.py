@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective import choice
+from collective.backends.nccl import library
 from collective.choice import Choice, across, choose
 from collective.config import load
 from collective.errors import BackendUnavailableError, ConfigError
@@ -74,9 +75,9 @@ def chosen(environ: dict[str, str], **arguments: object) -> Choice:
         ("auto", 1, 1, "threads"),
         ("auto", 4, 4, "shm"),
         ("threads", 4, 4, "threads"),
-        ("cpu:shm,cuda:nccl", 2, 2, "shm"),
-        ("cuda:nccl, cpu:threads", 2, 2, "threads"),
         ("cpu:auto", 2, 2, "shm"),
+        ("cpu:gloo,cuda:gloo", 2, 2, "gloo"),
+        ("cpu:gloo,cuda:auto", 2, 2, "gloo"),
         ("module:Class", 2, 1, "module:Class"),
         ("gloo", 4, 2, "gloo"),
     ],
@@ -92,9 +93,19 @@ def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
     assert "environment COLLECTIVE_BACKEND" in chosen({"COLLECTIVE_BACKEND": "gloo"}).reason
 
 
-def test_a_list_by_device_without_the_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cpu:shm"):
-        chosen({}, backend="cuda:nccl")
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("cuda:nccl", "names none for the CPU; write 'cpu:shm"),
+        ("cpu:,cuda:nccl", "names none for the CPU"),
+        ("cpu:nccl", "Name what carries the rest: 'cpu:auto,cuda:nccl'"),
+        ("cpu:shm,cuda:gloo", "for cuda it is nccl, auto, or shm"),
+        ("cpu:shm,rocm:rccl", "the devices are cpu and cuda, not rocm"),
+    ],
+)
+def test_a_list_by_device_that_cannot_be_is_refused(backend: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        chosen({"COLLECTIVE_BACKEND": backend})
 
 
 @pytest.mark.parametrize(
@@ -172,11 +183,118 @@ def test_nothing_that_crosses_hosts(installed: Installed, environ: dict[str, str
     assert ("mpiexec" in str(caught.value)) == ("RANK" in environ)
 
 
+# -- GPUs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Say how many GPUs the host shows, and have NCCL there."""
+    here = tmp_path / "libnccl.so.2"
+    here.touch()
+
+    def say(count: int) -> None:
+        dev = tmp_path / f"dev-{count}"
+        dev.mkdir()
+        for name in ("null", "nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(count))):
+            (dev / name).touch()
+        monkeypatch.setattr(choice.Place, "dev", dev)
+        monkeypatch.setattr(library, "_in_wheel", lambda: str(here))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "local_size", "host", "devices"),
+    [
+        ("nccl", 1, 1, "threads", "cuda"),
+        ("nccl", 4, 4, "shm", "cuda"),
+        ("nccl", 4, 2, "hierarchical", "cuda"),
+        ("cpu:auto,cuda:nccl", 2, 2, "shm", "cpu,cuda"),
+        ("cpu:gloo,cuda:nccl", 2, 2, "gloo", "cpu,cuda"),
+        ("cuda:nccl, cpu:threads", 2, 2, "threads", "cpu,cuda"),
+    ],
+)
+def test_nccl_by_name_says_what_carries_the_rest(
+    installed: Installed, backend: str, size: int, local_size: int, host: str, devices: str
+) -> None:
+    place = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
+    found = chosen({}, backend=backend, **place)
+    assert (found.name, found.host) == ("nccl", host)
+    assert found.options == {"host": host, "devices": devices}
+    assert "asked for by name" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "local_size", "name", "host"),
+    [
+        (0, 2, 2, "shm", "shm"),
+        (1, 2, 2, "shm", "shm"),
+        (2, 2, 2, "nccl", "shm"),
+        (8, 2, 2, "nccl", "shm"),
+        (8, 1, 1, "threads", "threads"),
+        (2, 4, 2, "nccl", "hierarchical"),
+        (1, 4, 2, "hierarchical", "hierarchical"),
+        (1, 2, 1, "nccl", "gloo"),
+    ],
+)
+def test_auto_takes_nccl_where_each_rank_has_a_gpu(
+    installed: Installed, gpus: Callable[[int], None],
+    count: int, size: int, local_size: int, name: str, host: str,
+) -> None:  # fmt: skip
+    gpus(count)
+    found = chosen({}, rank=0, size=size, local_rank=0, local_size=local_size)
+    assert (found.name, found.host) == (name, host)
+    if name == "nccl":
+        assert found.options["devices"] == "cpu,cuda"
+        assert f"{count} GPUs for {local_size} ranks" in found.reason
+        assert "libnccl.so.2" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("0", 1), ("0,3", 2), ("2, 1", 2),
+        ("0,-1,1", 1), ("0,4,1", 1), ("GPU-8932f937-d72c,GPU-1d3a", 2), ("MIG-0", 1),
+    ],
+)  # fmt: skip
+def test_visible_gpus_are_counted_as_cuda_does(
+    gpus: Callable[[int], None], visible: str | None, count: int
+) -> None:
+    gpus(4)
+    os.environ.clear()
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    assert choice.gpus() == count
+
+
+def test_gpus_without_nccl_change_nothing(
+    installed: Installed, gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4)
+    monkeypatch.setattr(library, "_in_wheel", lambda: None)
+    monkeypatch.setattr(library, "_of_system", lambda: None)
+    assert chosen({}, rank=0, size=2).name == "shm"
+    assert chosen({"COLLECTIVE_NCCL_LIBRARY": "/no/such/file"}, rank=0, size=2).name == "shm"
+    assert chosen({"COLLECTIVE_NCCL_LIBRARY": __file__}, rank=0, size=2).name == "nccl"
+
+
+def test_what_connects_the_ranks_already_is_kept_below_nccl(gpus: Callable[[int], None]) -> None:
+    settled = load({"rank": 0, "size": 2})
+    for host in ("threads", "mpi"):
+        assert choose(settled, host)[0] == host
+    gpus(2)
+    for host in ("threads", "mpi"):
+        found = choose(settled, host)
+        assert (found.name, found.host) == ("nccl", host)
+
+
 def test_nothing_is_imported_to_choose() -> None:
     program = (
         "import sys; from collective.choice import choose; from collective.config import load; "
         "from collective.choice import installed; installed('torch'); installed('mpi4py'); "
-        "print(choose(load({'backend': 'gloo'})).name, {'torch', 'mpi4py'} & set(sys.modules))"
+        "from collective.backends.nccl import library; library.find(); "
+        "print(choose(load({'backend': 'gloo'})).name, {'torch', 'mpi4py'} & set(sys.modules), "
+        "'libnccl' in open('/proc/self/maps').read())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -185,4 +303,4 @@ def test_nothing_is_imported_to_choose() -> None:
         text=True,
         timeout=60,
     )
-    assert done.stdout == "gloo set()\n", done.stderr
+    assert done.stdout == "gloo set() False\n", done.stderr

@@ -109,6 +109,23 @@ def test_store_is_relative_to_where_it_is_said(nowhere: Path) -> None:
     assert load({"store": "~/meet"}).store == os.path.expanduser("~/meet")
 
 
+@pytest.mark.parametrize("key", ["nccl_library", "cuda_library"])
+def test_library_is_a_file_or_a_name_that_the_linker_knows(nowhere: Path, key: str) -> None:
+    (nowhere.parent / "collective.toml").write_text(f'{key} = "lib/own.so"')
+    assert getattr(load({}), key) == str(nowhere.parent / "lib/own.so")
+    os.environ[f"COLLECTIVE_{key.upper()}"] = "./own.so"
+    assert getattr(load({}), key) == str(nowhere / "own.so")
+    assert getattr(load({key: "~/own.so"}), key) == os.path.expanduser("~/own.so")
+    assert getattr(load({key: "libown.so.2"}), key) == "libown.so.2"
+
+
+def test_device_is_left_open_or_a_number() -> None:
+    assert load({}).device is None
+    os.environ["COLLECTIVE_DEVICE"] = "3"
+    assert load({}).device == 3
+    assert load({"device": 0}).device == 0
+
+
 @pytest.mark.parametrize(
     "place", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
 )
@@ -187,6 +204,10 @@ BAD: list[tuple[str, Any]] = [
     ("interface", ""),
     ("interface", 0),
     ("across", " "),
+    ("device", -1),
+    ("device", "cuda:0"),
+    ("nccl_library", " "),
+    ("cuda_library", 7),
     ("dump_signal", "USR2"),
     ("dump_signal", "SIGKILL"),
     ("dump_signal", 12),

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 
@@ -134,15 +135,18 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -
 
 
 def test_two_ranks_try_what_works(doctor: Doctor) -> None:
-    report = doctor.report("--test")
-    tried = {n: t["trial"] for n, t in report["transports"].items() if t["works"]}
+    compiled = fakes.compiler() is not None
+    report = doctor.report("--test", **(fakes.environment(delay_us=0) if compiled else {}))
+    tried = {n: t["trial"] for n, t in report["transports"].items() if "trial" in t}
     assert {"shm", "threads"} <= set(tried)
+    assert "nccl" in tried or not compiled
     for trial in tried.values():
         assert trial["passed"], trial["error"]
         assert 0 < trial["latency_s"] < 60
         assert trial["bandwidth"] > 0
-    for transport in report["transports"].values():
-        assert bool(transport["works"]) == ("trial" in transport)
+    for name, transport in report["transports"].items():
+        if name != "nccl" or len(report["gpus"]["devices"]) > 1:
+            assert bool(transport["works"]) == ("trial" in transport)
     assert re.search(r"shm +works; two ranks all-reduce 8 B in", text(report))
 
 
@@ -363,6 +367,8 @@ def healthy(**changes: Any) -> dict[str, Any]:
         "mpi": {"library": {}, "error": "", "mpiexec": []},
         "network": {**network, "address": "10.0.0.1", "address_error": ""},
         "shared_memory": {"directory_error": ""},
+        "gpus": {"devices": []},
+        "nccl": {"error": "", "install": ""},
     }
     return {**base, **changes}
 
@@ -480,15 +486,20 @@ int cuGetErrorString(int code, const char **s) { *s = "no device of that kind"; 
 """
 
 
-def drive(doctor: Doctor, code: int) -> dict[str, Any]:
-    """Report with a library that has the driver's ABI and two GPUs, or fails with ``code``."""
+def driver(doctor: Doctor, code: int) -> Path:
+    """Return the folder of a library with the driver's ABI and two GPUs, or failing."""
     source = doctor.launches.directory / "cuda.c"
     source.write_text(DRIVER)
     built = source.with_name("libcuda.so.1")
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
     command = [compiler, "-shared", "-fPIC", f"-DCODE={code}", "-o", str(built), str(source)]
     subprocess.run(command, check=True, timeout=60)
-    report = doctor.report(LD_LIBRARY_PATH=str(built.parent))
+    return built.parent
+
+
+def drive(doctor: Doctor, code: int) -> dict[str, Any]:
+    """Report with a library that has the driver's ABI and two GPUs, or fails with ``code``."""
+    report = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, code)))
     gpus: dict[str, Any] = report["gpus"]
     return {**gpus, "text": text(report)}
 
@@ -507,6 +518,52 @@ def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
     found = drive(doctor, 100)
     assert found["devices"] == []
     assert "no device of that kind (CUresult 100)" in found["reason"]
+
+
+# -- NCCL ---------------------------------------------------------------------------------------
+
+
+def test_nccl_that_works_is_described(doctor: Doctor) -> None:
+    if fakes.compiler() is None:
+        pytest.skip("no C compiler")
+    report = doctor.report(**fakes.environment(21904, delay_us=0))
+    transport, nccl = report["transports"]["nccl"], report["nccl"]
+    assert (transport["works"], transport["reason"]) == (True, "")
+    assert "cuda" in transport["devices"]
+    assert len(report["gpus"]["devices"]) == 4
+    assert (nccl["version"], nccl["path"]) == ("2.19.4", fakes.library_path(21904))
+    lacking = {name for name, there in nccl["features"].items() if not there}
+    assert lacking == {"fp8", "shrink", "windows", "alltoall"}
+    shown = text(report)
+    assert re.search(r"^  nccl +works$", shown, re.MULTILINE)
+    assert re.search(r"^  lacks +fp8, shrink, windows, alltoall$", shown, re.MULTILINE)
+
+
+def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
+    if fakes.compiler() is None:
+        pytest.skip("no C compiler")
+    report = doctor.report(**fakes.environment(delay_us=0, init_error=2))
+    transport = report["transports"]["nccl"]
+    assert transport["works"] is False
+    assert "ncclCommInitRankConfig of rank 0: unhandled system error" in transport["reason"]
+    assert "NCCL is here and does not work" in told(report)
+
+
+def test_nccl_without_a_gpu_is_no_problem(doctor: Doctor) -> None:
+    report = doctor.report(COLLECTIVE_CUDA_LIBRARY="/no/such/libcuda.so.1")
+    transport = report["transports"]["nccl"]
+    assert (transport["works"], transport["fix"]) == (False, "")
+    assert transport["reason"] == "no NVIDIA driver: /no/such/libcuda.so.1 cannot be loaded"
+    assert "NCCL" not in told(report)
+
+
+def test_gpus_without_nccl_carry_the_command(doctor: Doctor, bare: dict[str, Any]) -> None:
+    report = doctor.report(**bare, LD_LIBRARY_PATH=str(driver(doctor, 0)))
+    transport = report["transports"]["nccl"]
+    assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
+    assert transport["fix"] == "pip install nvidia-nccl-cu13"
+    assert "2 GPUs are here, and no NCCL" in told(report)
+    assert "pip install nvidia-nccl-cu13" in told(report)
 
 
 # -- memory and cores ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from collective import dtypes
 from collective.errors import DtypeError
 
-NATIVE = [name for name in dtypes.BY_NAME if name != "bfloat16"]
+NATIVE = [name for name in dtypes.BY_NAME if name not in dtypes.FOREIGN]
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -23,7 +23,7 @@ def test_a_numpy_type_is_found_and_kept_as_it_is(name: str) -> None:
 def test_codes_are_those_on_the_wire() -> None:
     order = (
         "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128 bfloat16"
+        "float16 float32 float64 complex64 complex128 bfloat16 float8_e4m3fn float8_e5m2"
     ).split()
     assert {name: dtype.code for name, dtype in dtypes.BY_NAME.items()} == {
         name: code for code, name in enumerate(order)
@@ -35,13 +35,15 @@ def test_bfloat16_is_held_in_the_bits_of_uint16() -> None:
     assert (found.storage, found.kind, found.itemsize) == (np.dtype("uint16"), "f", 2)
 
 
-def test_bfloat16_is_that_of_ml_dtypes() -> None:
+def test_foreign_types_are_those_of_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     found = dtypes.from_numpy(np.dtype(ml_dtypes.bfloat16))
     assert found is dtypes.named("bfloat16")
     assert dtypes.from_numpy(np.dtype(np.uint16)) is dtypes.named("uint16")
-    with pytest.raises(DtypeError, match="float8_e4m3fn cannot travel"):
-        dtypes.from_numpy(np.dtype(ml_dtypes.float8_e4m3fn))
+    for name in dtypes.FOREIGN:
+        assert dtypes.from_numpy(np.dtype(getattr(ml_dtypes, name))) is dtypes.named(name)
+    with pytest.raises(DtypeError, match="float8_e8m0fnu cannot travel"):
+        dtypes.from_numpy(np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from collective.dtypes import BY_NAME
+from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import CollectiveError, DtypeError, InvalidArgumentError
 from collective.objects import decode, encode
 
@@ -45,7 +45,7 @@ HASHABLE = st.recursive(
     lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
-ARRAYS = st.sampled_from(sorted(set(BY_NAME) - {"bfloat16"})).flatmap(
+ARRAYS = st.sampled_from(sorted(set(BY_NAME) - set(FOREIGN))).flatmap(
     lambda name: hnp.arrays(name, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))
 )
 OBJECTS = st.recursive(

@@ -1,8 +1,9 @@
-"""PyTorch tensors on the CPU as NumPy over the same memory."""
+"""PyTorch tensors as NumPy over the same memory; those on GPUs as DeviceArrays."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,17 +12,25 @@ from collective.arrays import Adapter
 from collective.dtypes import BY_NAME, DType
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 
-__all__ = ["TorchAdapter"]
+if TYPE_CHECKING:
+    from collective.cuda import Device, Stream
 
-Array = np.ndarray[Any, Any]
+__all__ = ["TorchAdapter"]
 
 _DTYPES: dict[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)
 }
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+# The types that NumPy lacks: by name, what torch and NumPy both have for their bits.
+_BITS = {
+    "bfloat16": (torch.int16, np.dtype("int16")),
+    "float8_e4m3fn": (torch.uint8, np.dtype("uint8")),
+    "float8_e5m2": (torch.uint8, np.dtype("uint8")),
+}
 
 
 class TorchAdapter(Adapter):
-    """Dense tensors on the CPU.
+    """Dense tensors on the CPU and on GPUs of NVIDIA's.
 
     Collectives are not differentiable: a tensor that requires a gradient is taken for its
     values, as ``tensor.detach()``.
@@ -32,13 +41,15 @@ class TorchAdapter(Adapter):
     def accepts(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor)
 
-    def view(self, x: Any) -> tuple[Array, DType]:
+    def view(self, x: Any) -> tuple[Any, DType]:
         if x.requires_grad:
             x = x.detach()
-        if not x.is_cpu or x.layout is not torch.strided or x.is_nested:
+        on_cpu = x.is_cpu
+        if not (on_cpu or x.is_cuda) or x.layout is not torch.strided or x.is_nested:
             raise DeviceError(
-                f"torch: a {'nested' if x.is_nested else x.layout} tensor on {x.device}; this "
-                "transport takes dense tensors on the CPU. Use x.cpu() or x.to_dense()."
+                f"torch: a {'nested' if x.is_nested else x.layout} tensor on {x.device}; "
+                "allowed are dense tensors on the CPU and on GPUs of NVIDIA's. Use x.cpu() or "
+                "x.to_dense()."
             )
         dtype = _DTYPES.get(x.dtype)
         if dtype is None:
@@ -48,11 +59,13 @@ class TorchAdapter(Adapter):
             )
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
-        if dtype.name == "bfloat16":
-            return x.view(torch.int16).numpy().view(np.uint16), dtype
+        if not on_cpu:
+            return _on_gpu().view(x, dtype), dtype
+        if dtype.name in _BITS:
+            return x.view(_BITS[dtype.name][0]).numpy().view(dtype.storage), dtype
         return x.numpy(), dtype
 
-    def output(self, x: Any) -> tuple[Array, DType]:
+    def output(self, x: Any) -> tuple[Any, DType]:
         if x.is_conj() or x.is_neg():
             raise InvalidArgumentError(
                 "out: a lazily conjugated or negated tensor has no memory of its own to write "
@@ -60,7 +73,60 @@ class TorchAdapter(Adapter):
             )
         return self.view(x)
 
-    def wrap(self, array: Array, dtype: DType) -> Any:
-        if dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    def wrap(self, array: Any, dtype: DType) -> Any:
+        if type(array) is np.ndarray and dtype.name not in _BITS:
+            return torch.from_numpy(array)
+        if not isinstance(array, np.ndarray):
+            return _on_gpu().wrap(array, _kind(dtype))
+        if dtype.name in _BITS:
+            return torch.from_numpy(array.view(_BITS[dtype.name][1])).view(_kind(dtype))
         return torch.from_numpy(array)
+
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: Device | None,
+        stream: Stream | None = None,
+    ) -> Any:
+        if device is None:
+            return np.empty(shape, dtype.storage)
+        return _on_gpu().empty(shape, _kind(dtype), dtype, device)
+
+    def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
+        current: Stream = _on_gpu().current_stream(device)
+        return current
+
+    def place(self, x: Any) -> Any:
+        if not x.is_cuda or x.layout is not torch.strided or not x.is_contiguous():
+            return None
+        if x.is_conj() or x.is_neg():
+            return None
+        try:
+            address = x.data_ptr()
+        except RuntimeError:
+            return None
+        return (address, x.shape, x.dtype) if address else None
+
+    def used_on(self, x: Any, stream: Stream) -> None:
+        _on_gpu().used_on(x, stream)
+
+
+def _kind(dtype: DType) -> torch.dtype:
+    try:
+        return _KINDS[dtype]
+    except KeyError:
+        raise DtypeError(
+            f"torch: this version has no {dtype}; update it, or pass like='numpy'."
+        ) from None
+
+
+_gpu: Any = None
+
+
+def _on_gpu() -> Any:
+    """Return the module for tensors on GPUs, which needs CUDA's driver."""
+    global _gpu
+    if _gpu is None:
+        _gpu = importlib.import_module("collective.adapters.torch.cuda_arrays")
+    return _gpu

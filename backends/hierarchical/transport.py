@@ -24,10 +24,11 @@ import numpy as np
 from collective import registry
 from collective.algorithms import pieces
 from collective.backend import Backend, Failure
+from collective.backends import levels
 from collective.backends.channel import Monitored
 from collective.backends.shm import ShmBackend
 from collective.buffer import Buffer
-from collective.call import Call, Disagreement
+from collective.call import Call
 from collective.capabilities import Capabilities
 from collective.dtypes import BY_NAME
 from collective.errors import (
@@ -36,8 +37,6 @@ from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
-    MismatchError,
-    PeerLostError,
     RendezvousError,
     UnsupportedError,
 )
@@ -58,10 +57,6 @@ _UINT8 = BY_NAME["uint8"]
 _INT64 = BY_NAME["int64"]
 _MEETING_TAG = -3
 _NOTE_BYTES = 4096
-# What a level raises in its own terms.
-_OF_LEVELS = (
-    BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
-)  # fmt: skip
 
 # How long waits inside a host keep polling. Measured at 1 MiB, two hosts of two ranks, on two
 # cores: 2.9 to 3.1 ms a call with the 2 ms of shm, 1.9 to 2.7 with this.
@@ -274,7 +269,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         """Run something on the inner level that waits for ``awaited``, ranks of the whole."""
         try:
             yield
-        except _OF_LEVELS as error:
+        except levels.OF_LEVELS as error:
             told = self.told(error, where, timeout, awaited)
             raise told or error from error
 
@@ -285,30 +280,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         timeout: float,
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
-        """Return what the monitor says where a level failed, and break the whole.
-
-        Args:
-            error: what the level raised, with its own numbers of ranks.
-            where, timeout: the call's.
-            awaited: the ranks of the whole that were waited for; None for any.
-        """
-        if not isinstance(error, _OF_LEVELS):
-            return None
-        channel = self.channel
-        if isinstance(error, (CollectiveTimeoutError, Disagreement, MismatchError)):
-            # The deadline of the whole has passed, too, or might as well have: its end asks
-            # all ranks what they are doing, and finds who is late, or who does otherwise.
-            wait = channel.wait(where, 0.0, awaited)
-            wait.timeout = timeout
-            try:
-                wait.check()
-            except Exception as known:
-                return known
-        found = channel.explain(where, error, awaited)
-        if channel.failure is None and isinstance(found, PeerLostError):
-            gone = "; ".join(f"rank {rank} has closed its communicator" for rank in found.ranks)
-            channel.abort(Failure("lost", self.rank, gone, found.ranks))
-        return found
+        return levels.told(self.channel, error, where, timeout, awaited)
 
 
 class _Mail(Store):

@@ -24,6 +24,8 @@ _TYPES = {
     "uint64": "UINT64_T",
     "float16": "UINT16_T",
     "bfloat16": "UINT16_T",
+    "float8_e4m3fn": "UINT8_T",
+    "float8_e5m2": "UINT8_T",
     "float32": "FLOAT",
     "float64": "DOUBLE",
     "complex64": "C_FLOAT_COMPLEX",

@@ -90,7 +90,8 @@ class MpiBackend(Moves, Reductions):
             with making(lambda: pause(channel, "connect", end)):
                 comm, request = given.Idup()
                 settle([request], lambda: channel.wait("connect", left(end)))
-                return cls(module, comm, channel)
+                made: Self = _suited(cls)(module, comm, channel)
+                return made
         except module.Exception as error:
             known = explained(module, channel, "connect", error)
             channel.close()
@@ -162,6 +163,15 @@ class MpiBackend(Moves, Reductions):
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
         self._messages.sendrecv(src, to, dst, source, tag, timeout)
+
+
+def _suited(cls: Any) -> Any:
+    """Return the class for the library: a CUDA-aware one takes arrays of GPUs, too."""
+    if cls is not MpiBackend or not library.describe().cuda_aware:
+        return cls
+    from .cuda_aware import CudaAwareMpi
+
+    return CudaAwareMpi
 
 
 def _note_loss(channel: Channel) -> None:

@@ -76,6 +76,7 @@ def text(report: dict[str, Any], width: int = 80) -> str:
         ("Attention", _problems(report)),
         ("Host", _host(report)),
         ("MPI", _mpi(report)),
+        ("NCCL", _nccl(report)),
         ("Network", _network(report)),
         ("Versions", _versions(report)),
         ("Settings", _settings(report)),
@@ -213,6 +214,19 @@ def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for one in mpi["mpiexec"]:
         who = f"{one['vendor']} {one['version']}" if one["vendor"] else one["error"]
         yield "mpiexec", f"{who}{'' if one['on_path'] else ', not on PATH'}\n{one['path']}"
+
+
+def _nccl(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    nccl = report["nccl"]
+    if nccl["error"]:
+        why = nccl["error"].removeprefix("nccl: ")
+        yield "library", f"none: {why}" if report["gpus"]["devices"] else "none, and no GPU"
+        return
+    yield "library", f"{nccl['version']}\n{nccl['path']}"
+    for label, wanted in (("has", True), ("lacks", False)):
+        names = [name for name, there in nccl["features"].items() if there is wanted]
+        if names:
+            yield label, ", ".join(names)
 
 
 def _network(report: dict[str, Any]) -> Iterable[tuple[str, str]]:

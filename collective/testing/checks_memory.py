@@ -62,7 +62,9 @@ def _empty(comm: Communicator, count: int) -> None:
     assert_same(comm.scan(x), expected("sum", inputs[: comm.rank + 1]), f"scan {what}")
     assert_same(x, mine, f"the input of the calls {what}")
     found = comm.all_reduce(x, op="avg")
-    assert np.allclose(found, total / comm.size), f"all_reduce(avg) {what}"
+    # NCCL divides before it adds: what adds up to 0 need not do so then.
+    close = np.allclose(found, total / comm.size, atol=1e-6)
+    assert close, f"all_reduce(avg) {what}"
 
 
 @check()

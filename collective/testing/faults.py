@@ -18,7 +18,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
     from collective.buffer import Buffer
     from collective.call import Call
+    from collective.cuda import Device, Event, Stream
+    from collective.device_array import DeviceArray
+    from collective.dtypes import DType
+    from collective.ops import ReduceOp
     from collective.world import World
 
 __all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
@@ -101,6 +106,7 @@ class FaultyBackend(Backend):
         self.capabilities = inner.capabilities
         self.rank = inner.rank
         self.size = inner.size
+        self.enqueues = inner.enqueues  # type: ignore[misc]
         self._inner = inner
         self._plan = [fault for fault in plan if fault.rank == inner.rank]
         self._calls = 0
@@ -161,6 +167,32 @@ class FaultyBackend(Backend):
 
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         return self._inner.group(ranks, timeout)
+
+    @property
+    def ready(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        return self._inner.ready
+
+    @property
+    def device(self) -> Device | None:  # type: ignore[override]
+        return self._inner.device
+
+    def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
+        return self._inner.supports(what, op, dtype, ordered)
+
+    def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
+        return self._inner.side_stream(device, lane)
+
+    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+        self._inner.synchronize_event(event, what, timeout)
+
+    def keep_until(self, event: Event, things: object) -> None:
+        self._inner.keep_until(event, things)
+
+    def batch(self) -> AbstractContextManager[object]:
+        return self._inner.batch()
+
+    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+        return self._after(self._inner.empty_device, nbytes, call, timeout)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
         return self._after(self._inner.empty, nbytes, call, timeout)

@@ -1,0 +1,1 @@
+"""CuPy: its arrays as arrays of ``collective``."""

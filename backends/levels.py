@@ -1,0 +1,60 @@
+"""What transports that are made of others have in common: one failure breaks all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collective.backend import Failure
+from collective.call import Disagreement
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerLostError,
+)
+
+from .channel import Channel
+
+__all__ = ["OF_LEVELS", "told"]
+
+#: What a level raises in its own terms.
+OF_LEVELS = (
+    BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
+)  # fmt: skip
+
+
+def told(
+    channel: Channel,
+    error: BaseException,
+    where: object,
+    timeout: float,
+    awaited: Sequence[int] | None = None,
+) -> Exception | None:
+    """Return what the monitor says where a level failed, and break the whole.
+
+    Args:
+        channel: the whole's.
+        error: what the level raised, with its own numbers of ranks and its own deadline.
+        where, timeout: the call's.
+        awaited: the ranks of the whole that were waited for; None for any.
+
+    Returns:
+        What to raise instead; None if ``error`` is none of a level's.
+    """
+    if not isinstance(error, OF_LEVELS):
+        return None
+    if isinstance(error, (CollectiveTimeoutError, Disagreement, MismatchError)):
+        # The deadline of the whole has passed, too, or might as well have: its end asks
+        # all ranks what they are doing, and finds who is late, or who does otherwise.
+        wait = channel.wait(where, 0.0, awaited)
+        wait.timeout = timeout
+        try:
+            wait.check()
+        except Exception as known:
+            return known
+    found = channel.explain(where, error, awaited)
+    if channel.failure is None and isinstance(found, PeerLostError):
+        gone = "; ".join(f"rank {rank} has closed its communicator" for rank in found.ranks)
+        channel.abort(Failure("lost", channel.rank, gone, found.ranks))
+    return found

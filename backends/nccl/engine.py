@@ -1,0 +1,316 @@
+"""NCCL communicators: how one comes up, is derived from another, fails and goes.
+
+With NCCL 2.14 or newer communicators are non-blocking: no call waits on the host for other
+ranks. It returns "in progress", and whoever called asks again until it is done, in between
+looking at the deadline and at the ranks' health (``poll``). Older versions block in their
+initialisation and when they are destroyed, which then happens in a thread; if the deadline
+passes, that thread is left behind until NCCL itself gives up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from collective.errors import CommunicatorAbortedError
+
+from .enqueue import Group
+from .joining import IN_PROGRESS, STEP_S, Poll, in_thread, initialise
+from .library import Library
+from .prototypes import NO_COLOR, SHRINK_ABORT, new_config
+from .resources import Resources, patient
+
+if TYPE_CHECKING:
+    from collective.cuda import Device
+
+__all__ = ["NcclComm", "group"]
+
+# The first polls follow each other closely, for what takes microseconds; initialisation
+# takes tenths of a second.
+_SPINS = 200
+# How long abort() gives a call inside NCCL to return by itself. Those that block do not.
+_GRACE_S = 0.1
+
+
+class NcclComm(Resources):
+    """A communicator. Made by :meth:`create`, :meth:`init_all`, :meth:`split`, :meth:`shrink`.
+
+    Calls come from one thread at a time; :meth:`abort` and :meth:`async_error` from any.
+    """
+
+    def __init__(self, library: Library, rank: int, size: int, device: Device) -> None:
+        super().__init__(library, rank, size, device)
+        # NCCL writes here, for as long as it initialises.
+        self._handle = ctypes.c_void_p()
+        self._state = ctypes.c_int()
+        self._get_async_error = library.function("ncclCommGetAsyncError")
+        self._ending = threading.Lock()
+
+    @property
+    def handle(self) -> int:
+        """The ``ncclComm_t``, 0 once it is gone."""
+        return self._raw
+
+    # -- coming up --------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        library: Library,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        device: Device,
+        poll: Poll,
+        *,
+        blocking: bool = False,
+    ) -> NcclComm:
+        """Join the other ranks that have the same ``unique_id`` (``ncclCommInitRankConfig``).
+
+        Args:
+            unique_id: of :meth:`Library.unique_id`, which one rank calls.
+            device: another one on every rank.
+            poll: called again and again meanwhile; raises to give up.
+            blocking: whether later calls may wait on the host for other ranks, until
+                :meth:`abort`. A non-blocking call costs a thread of NCCL's own, which starts
+                it, and does not know the caller's per-thread stream. Ignored before 2.18.
+
+        Raises:
+            BackendError: NCCL refuses or fails. Nothing is left of the communicator, then
+                and when ``poll`` raises.
+        """
+        comm = cls(library, rank, size, device)
+        initialise([comm], unique_id, poll)
+        if not blocking or not library.has("ncclCommSplit"):
+            return comm
+        # One that blocks in its later calls, but not in this one: a split inherits nothing.
+        child = comm.split(0, rank, poll, blocking=True)
+        assert child is not None
+        try:
+            comm.destroy(poll)
+        except BaseException:
+            child.abort()
+            raise
+        return child
+
+    @classmethod
+    def init_all(cls, library: Library, devices: Sequence[Device], poll: Poll) -> list[NcclComm]:
+        """Return communicators of this one thread for several GPUs, a rank each.
+
+        Calls on them that belong together need a :func:`group` around them.
+        """
+        comms = [cls(library, rank, len(devices), device) for rank, device in enumerate(devices)]
+        initialise(comms, library.unique_id(), poll)
+        return comms
+
+    def split(
+        self, color: int | None, key: int, poll: Poll, *, blocking: bool | None = None
+    ) -> NcclComm | None:
+        """Return a communicator among the ranks of the same ``color`` (``ncclCommSplit``).
+
+        Collective: every rank. If it fails here, this communicator is aborted too.
+
+        Args:
+            color: None to be in none of them; the result is None, too.
+            key: ranks are in its order.
+            poll: as for :meth:`create`.
+            blocking: as for :meth:`create`; by default as this communicator.
+        """
+        split = self.library.function("ncclCommSplit")
+        config = None if blocking is None else new_config(blocking=int(blocking))
+        given = None if config is None else ctypes.addressof(config)
+        number = NO_COLOR if color is None else color
+        found = self._derive(
+            "ncclCommSplit", lambda raw, new: split(raw, number, key, new, given), poll
+        )
+        return found if color is not None else None
+
+    def shrink(self, excluded: Sequence[int], poll: Poll, *, abort: bool = False) -> NcclComm:
+        """Return a communicator without the ranks ``excluded`` (``ncclCommShrink``).
+
+        Collective: the ranks that stay.
+
+        Args:
+            excluded: ranks of this communicator; the others move up.
+            poll: as for :meth:`create`.
+            abort: whether what runs on this communicator is ended first: after an error.
+        """
+        shrink = self.library.function("ncclCommShrink")
+        ranks = (ctypes.c_int * len(excluded))(*excluded)
+        flags = SHRINK_ABORT if abort else 0
+        found = self._derive(
+            "ncclCommShrink",
+            lambda raw, new: shrink(raw, ctypes.addressof(ranks), len(ranks), new, None, flags),
+            poll,
+        )
+        assert found is not None
+        return found
+
+    def _derive(self, name: str, begin: Callable[[int, int], int], poll: Poll) -> NcclComm | None:
+        child = NcclComm(self.library, 0, 0, self.device)
+        with self.device.active(), self._lock:
+            code = begin(self._living(name), ctypes.addressof(child._handle))
+        if code:
+            self._told(code, name)
+        try:
+            self._ready(name, poll)
+            child._raw = child._handle.value or 0
+            if not child._raw:
+                return None
+            child._ready(name, poll)
+            child.rank = child._ask("ncclCommUserRank")
+            child.size = child._ask("ncclCommCount")
+        except BaseException:
+            # This one first: it is what the half-made one hangs on, and what frees it.
+            self.abort()
+            child._raw = child._handle.value or 0
+            child.abort()
+            raise
+        return child
+
+    # -- state ------------------------------------------------------------------------------
+
+    def async_error(self) -> str | None:
+        """Return what went wrong in the background, None if nothing did.
+
+        "In progress" is nothing wrong. From any thread; None, too, after the end.
+        """
+        with self._lock:
+            raw = self._raw
+            if not raw:
+                return None
+            code = self._get_async_error(raw, ctypes.byref(self._state)) or self._state.value
+            if code in (0, IN_PROGRESS):
+                return None
+            return self.library.words(code, f"rank {self.rank} of NCCL's communicator", raw)
+
+    def settle(self, poll: Poll) -> None:
+        """Wait until NCCL has enqueued what it was given.
+
+        Args:
+            poll: as for :meth:`create`.
+
+        Raises:
+            BackendError: it could not.
+            CommunicatorAbortedError: the communicator was aborted meanwhile.
+        """
+        self._ready("settle", poll)
+
+    def _told(self, code: int, name: str) -> bool:
+        if code == IN_PROGRESS:
+            return not self._depth  # in a group it is the end that tells
+        self._living(name)
+        self._check(code, name)
+        return False
+
+    def _finish(self, code: int, name: str, poll: Poll) -> None:
+        if code and self._told(code, name):
+            self._ready(name, poll)
+
+    def _ready(self, name: str, poll: Poll) -> None:
+        """Return when nothing is in progress any more; raise what it came to."""
+        polls = 0
+        while True:
+            with self._lock:
+                raw = self._living(name)
+                code = self._get_async_error(raw, ctypes.byref(self._state)) or self._state.value
+            if code != IN_PROGRESS:
+                break
+            poll()
+            polls += 1
+            if polls < _SPINS:
+                os.sched_yield()
+            else:
+                time.sleep(STEP_S)
+        if code:
+            self._check(code, name)
+
+    def _living(self, name: str) -> int:
+        raw = self._raw
+        if not raw:
+            raise CommunicatorAbortedError(
+                f"{name}: NCCL's communicator of rank {self.rank} was aborted or destroyed "
+                "meanwhile; make a new one."
+            )
+        return raw
+
+    def _check(self, code: int, name: str) -> None:
+        with self._lock:
+            self.library.check(code, f"{name} of rank {self.rank}", self._raw)
+
+    def _ask(self, name: str) -> int:
+        answer = ctypes.c_int()
+        self._check(self.library.function(name)(self._raw, ctypes.byref(answer)), name)
+        return answer.value
+
+    # -- going ------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End what is running and free the communicator (``ncclCommAbort``).
+
+        From any thread, while others are inside a call, and as often as one likes.
+        """
+        raw = self._take()
+        if raw:
+            end = time.monotonic() + _GRACE_S
+            while self._inside and time.monotonic() < end:
+                time.sleep(STEP_S)
+            if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+                self._lock.release()  # who had the old handle is through
+            # Its code says no more than that the communicator was broken before.
+            with self.device.active():
+                self.library.function("ncclCommAbort")(raw)
+
+    def destroy(self, poll: Poll) -> None:
+        """Wait for what is enqueued, then free the communicator.
+
+        Collective: every rank. One that is broken is aborted instead.
+
+        Args:
+            poll: as for :meth:`create`; when it raises, the communicator is aborted.
+        """
+        if not self._raw:
+            return
+        try:
+            if self.async_error() is None:
+                self._ready("destroy", poll)
+                self._forget_factors()
+                with self.device.active():
+                    self._destroy(poll)
+        finally:
+            self.abort()  # if it is still there
+
+    def _destroy(self, poll: Poll) -> None:
+        destroy = self.library.function("ncclCommDestroy")
+        if not self.library.has("ncclCommFinalize"):
+            raw = self._take()
+            code = in_thread(lambda: self._on_device(destroy, raw), poll, patient)
+            self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
+            return
+        finalize = self.library.function("ncclCommFinalize")
+        with self._lock:
+            code = finalize(self._living("ncclCommFinalize"))
+        self._finish(code, "ncclCommFinalize", poll)
+        with self._lock:
+            raw = self._take()
+        code = destroy(raw) if raw else 0
+        self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
+
+    def _on_device(self, function: Callable[[int], int], raw: int) -> int:
+        with self.device.active():
+            return function(raw)
+
+    def _take(self) -> int:
+        """Return the handle to the one who ends the communicator, 0 to any other."""
+        with self._ending:
+            raw, self._raw = self._raw, 0
+        return raw
+
+
+def group(comms: Sequence[NcclComm]) -> Group:
+    """Return a ``with`` body whose calls, on several communicators, start when it ends."""
+    return Group(comms)

@@ -1,0 +1,290 @@
+"""NCCL's operations on one communicator, as calls with plain integers.
+
+Pointers, streams and NCCL's codes are ints, counts are elements. A call returns False once the
+operation is on its stream, and True while NCCL is still busy putting it there: then the
+communicator has to be settled before the next call on it. In a group nothing starts before
+its end, and it is the end that tells.
+
+Versions before 2.28 lack all-to-all, gather and scatter; they are grouped messages there. Those
+with a ``_v`` take a count a rank, and are groups in every version: whether one is used must not
+depend on what a single rank sees.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from .library import Library
+from .prototypes import ITEMSIZES
+
+__all__ = ["Calls", "Group"]
+
+
+class Calls:
+    """What a communicator enqueues. :class:`~.engine.NcclComm` says how one comes and goes.
+
+    Attributes:
+        library: the NCCL it is of.
+        rank: this rank in it.
+        size: how many ranks it has.
+    """
+
+    def __init__(self, library: Library, rank: int, size: int) -> None:
+        self.library = library
+        self.rank = rank
+        self.size = size
+        # 0 before there is one and after it is gone.
+        self._raw = 0
+        self._depth = 0
+        # Who frees the communicator first makes its handle 0, then waits until no call is inside
+        # NCCL with the old one. Calls say so before they read the handle, which costs less than
+        # a lock; in a group a call is inside until the group has ended. What is rarer holds the
+        # lock.
+        self._inside = 0
+        self._lock = threading.RLock()
+        self._group_start = library.function("ncclGroupStart")
+        self._group_end = library.function("ncclGroupEnd")
+        self._all_reduce = library.function("ncclAllReduce")
+        self._broadcast = library.function("ncclBroadcast")
+        self._reduce = library.function("ncclReduce")
+        self._reduce_scatter = library.function("ncclReduceScatter")
+        self._all_gather = library.function("ncclAllGather")
+        self._send = library.function("ncclSend")
+        self._recv = library.function("ncclRecv")
+        exchanges = ("ncclAlltoAll", "ncclGather", "ncclScatter")
+        self._all_to_all, self._gather, self._scatter = (
+            library.function(name) if library.has(name) else None for name in exchanges
+        )
+
+    def _told(self, code: int, name: str) -> bool:
+        """Return whether a result code that is not success means "in progress", or raise."""
+        raise NotImplementedError
+
+    def group(self) -> Group:
+        """Return a ``with`` body whose calls start together, when it ends."""
+        return Group([self])
+
+    def group_start(self) -> None:
+        """Begin a group without a ``with`` body; :meth:`group_end` has to follow."""
+        self._depth += 1
+        self._inside = self._depth
+        code = self._group_start()
+        if code:
+            self._leave_group()
+            self._told(code, "ncclGroupStart")
+
+    def group_end(self) -> bool:
+        """Start what was called since :meth:`group_start`."""
+        code = self._group_end()
+        self._leave_group()
+        return self._told(code, "ncclGroupEnd") if code else False
+
+    def _leave_group(self) -> None:
+        self._depth -= 1
+        self._inside = self._depth
+
+    # -- one call of NCCL each: no layer between, since every microsecond is one of latency ----
+
+    def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> bool:
+        """Fold ``count`` elements of all ranks' ``src`` into every ``dst``."""
+        self._inside = 1
+        code = self._all_reduce(src, dst, count, dtype, op, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclAllReduce") if code else False
+
+    def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
+        """Copy ``src`` of ``root`` into every ``dst``."""
+        self._inside = 1
+        code = self._broadcast(src, dst, count, dtype, root, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclBroadcast") if code else False
+
+    def reduce(
+        self, src: int, dst: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> bool:
+        """Fold all ranks' ``src`` into ``dst`` of ``root``; elsewhere ``dst`` may be 0."""
+        self._inside = 1
+        code = self._reduce(src, dst, count, dtype, op, root, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclReduce") if code else False
+
+    def reduce_scatter(
+        self, src: int, dst: int, count: int, dtype: int, op: int, stream: int
+    ) -> bool:
+        """Fold all ranks' ``src`` of ``size * count`` elements; part ``rank`` is in ``dst``."""
+        self._inside = 1
+        code = self._reduce_scatter(src, dst, count, dtype, op, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclReduceScatter") if code else False
+
+    def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
+        """Concatenate all ranks' ``src`` of ``count`` elements in every ``dst``."""
+        self._inside = 1
+        code = self._all_gather(src, dst, count, dtype, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclAllGather") if code else False
+
+    def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> bool:
+        """Send ``src`` to rank ``peer``."""
+        self._inside = 1
+        code = self._send(src, count, dtype, peer, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclSend") if code else False
+
+    def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> bool:
+        """Receive ``dst`` from rank ``peer``."""
+        self._inside = 1
+        code = self._recv(dst, count, dtype, peer, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclRecv") if code else False
+
+    def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
+        """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``; ``dst`` is another."""
+        if self._all_to_all is None:
+            counts = [count] * self.size
+            return self.all_to_all_v(src, counts, dst, counts, dtype, stream)
+        self._inside = 1
+        code = self._all_to_all(src, dst, count, dtype, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclAlltoAll") if code else False
+
+    def gather(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
+        """Concatenate all ranks' ``src`` of ``count`` elements in ``dst`` of ``root``."""
+        if self._gather is None:
+            return self.gather_v(src, dst, [count] * self.size, dtype, root, stream)
+        self._inside = 1
+        code = self._gather(src, dst, count, dtype, root, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclGather") if code else False
+
+    def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
+        """Cut ``src`` of ``root`` into parts of ``count`` elements; part ``rank`` is in ``dst``."""
+        if self._scatter is None:
+            return self.scatter_v(src, dst, [count] * self.size, dtype, root, stream)
+        self._inside = 1
+        code = self._scatter(src, dst, count, dtype, root, self._raw, stream)
+        self._inside = self._depth
+        return self._told(code, "ncclScatter") if code else False
+
+    # -- with a count a rank: groups --------------------------------------------------------
+
+    def all_gather_v(
+        self, src: int, dst: int, counts: Sequence[int], dtype: int, stream: int
+    ) -> bool:
+        """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``."""
+        with self.group() as group:
+            for rank, start, count in _parts(dst, counts, dtype):
+                self.broadcast(
+                    src if rank == self.rank else start, start, count, dtype, rank, stream
+                )
+        return group.pending
+
+    def reduce_scatter_v(
+        self, src: int, dst: int, counts: Sequence[int], dtype: int, op: int, stream: int
+    ) -> bool:
+        """Fold all ranks' ``src`` of ``sum(counts)`` elements; part ``rank`` is in ``dst``."""
+        with self.group() as group:
+            for rank, start, count in _parts(src, counts, dtype):
+                own = dst if rank == self.rank else 0
+                self.reduce(start, own, count, dtype, op, rank, stream)
+        return group.pending
+
+    def all_to_all_v(
+        self,
+        src: int,
+        send_counts: Sequence[int],
+        dst: int,
+        recv_counts: Sequence[int],
+        dtype: int,
+        stream: int,
+    ) -> bool:
+        """Send part ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``."""
+        with self.group() as group:
+            for rank, start, count in _parts(src, send_counts, dtype):
+                self.send(start, count, dtype, rank, stream)
+            for rank, start, count in _parts(dst, recv_counts, dtype):
+                self.recv(start, count, dtype, rank, stream)
+        return group.pending
+
+    def gather_v(
+        self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
+    ) -> bool:
+        """Concatenate all ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
+        with self.group() as group:
+            parts = list(_parts(dst, counts, dtype)) if self.rank == root else []
+            own = next((start for rank, start, _ in parts if rank == root), 0)
+            if own != src and counts[self.rank]:
+                self.send(src, counts[self.rank], dtype, root, stream)
+            for rank, start, count in parts:
+                if start != src or rank != root:  # in place: there already
+                    self.recv(start, count, dtype, rank, stream)
+        return group.pending
+
+    def scatter_v(
+        self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
+    ) -> bool:
+        """Cut ``src`` of ``root`` into ``counts``; part ``rank`` is in ``dst``."""
+        with self.group() as group:
+            parts = list(_parts(src, counts, dtype)) if self.rank == root else []
+            own = next((start for rank, start, _ in parts if rank == root), 0)
+            for rank, start, count in parts:
+                if start != dst or rank != root:  # in place: there already
+                    self.send(start, count, dtype, rank, stream)
+            if own != dst and counts[self.rank]:
+                self.recv(dst, counts[self.rank], dtype, root, stream)
+        return group.pending
+
+
+def _parts(start: int, counts: Sequence[int], dtype: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rank, address and count of each part that is not empty."""
+    itemsize = ITEMSIZES[dtype]
+    for rank, count in enumerate(counts):
+        if count:
+            yield rank, start, count
+        start += count * itemsize
+
+
+class Group:
+    """Calls that start together: at the end of the ``with`` body, also of one that raises.
+
+    What was called before the body raised is started nevertheless, since NCCL cannot take it
+    back; the other ranks may then wait for the rest, and the communicator is to be aborted.
+
+    Attributes:
+        pending: after the body, whether NCCL is still enqueuing: every communicator has to be
+            settled before its next call.
+    """
+
+    __slots__ = ("_comms", "pending")
+
+    def __init__(self, comms: Sequence[Calls]) -> None:
+        self._comms = comms
+        self.pending = False
+
+    def __enter__(self) -> Group:
+        begun = []
+        try:
+            for comm in self._comms:
+                comm.group_start()
+                begun.append(comm)
+        except BaseException:
+            for comm in begun:
+                comm._group_end()
+                comm._leave_group()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # NCCL's groups nest, and the last end starts the calls of all.
+        codes = [comm._group_end() for comm in self._comms]
+        for comm in self._comms:
+            comm._leave_group()
+        if codes[-1] and kind is None:
+            self.pending = self._comms[-1]._told(codes[-1], "ncclGroupEnd")

@@ -1,0 +1,134 @@
+"""The host plane: which transport it is, and how its failures become known to the monitor."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective import registry
+from collective.backend import Backend, Failure
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+)
+from collective.store import Store
+
+from .watch import failure_of
+
+if TYPE_CHECKING:
+    from collective.backends.channel import Channel
+    from collective.world import World
+
+__all__ = ["Mail", "Telling", "breaker", "host_plane"]
+
+_UINT8 = BY_NAME["uint8"]
+_MAIL_BYTES = 4096
+_CONNECT = Call("connect", over="nccl")
+
+
+def host_plane(world: World) -> type[Backend]:
+    """Return the transport of what is in the host's memory.
+
+    ``options["host"]`` names it; else it is what ``auto`` takes among CPUs, as far as a rank can
+    tell from its world alone.
+    """
+    name = world.options.get("host", "")
+    if not name:
+        if world.size == 1:
+            name = "threads"
+        elif world.local_size == world.size:
+            name = "shm"
+        elif world.size == 2:
+            name = world.options.get("across", "gloo")
+        else:
+            name = "hierarchical"
+    return registry.find(name)
+
+
+class Telling:
+    """A transport without a monitor, whose failures are told to one.
+
+    It answers to the transport's methods: whatever rank breaks it in one of them has those
+    ranks know of it that wait for a GPU.
+    """
+
+    def __init__(self, host: Backend, channel: Channel) -> None:
+        self._told = host
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._told, name)
+        if not callable(found):
+            return found
+        made = _telling(found, self._channel)
+        setattr(self, name, made)
+        return made
+
+
+def _telling(method: Callable[..., Any], channel: Channel) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except CollectiveTimeoutError as error:
+            channel.abort(Failure("timeout", channel.rank, str(error), error.ranks))
+            raise
+        except (BackendError, CommunicatorAbortedError) as error:
+            channel.abort(failure_of(error, channel.rank))
+            raise
+
+    return call
+
+
+class Mail(Store):
+    """A store of one thing, on a transport that stands: rank 0 has it, and all others get it."""
+
+    def __init__(self, host: Backend, end: float) -> None:
+        self._host = host
+        self._end = end
+        self._received: bytes | None = None
+
+    def set(self, key: str, value: bytes) -> None:
+        self._share(value)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        if self._received is None:
+            self._received = self._share(b"")
+        return self._received
+
+    def _share(self, value: bytes) -> bytes:
+        letter = Buffer(np.zeros(_MAIL_BYTES, np.uint8), _UINT8)
+        letter.array[: len(value)] = np.frombuffer(value, np.uint8)
+        left = max(0.001, self._end - time.monotonic())
+        work = self._host.broadcast(letter, 0, _CONNECT, left)
+        if work is not None:
+            work.wait()
+        return letter.array.tobytes().rstrip(b"\0")
+
+    def try_get(self, key: str) -> bytes | None:
+        return self._received
+
+    def delete(self, key: str) -> None:
+        """Do nothing: it is with those whom it was sent to."""
+
+    def check(self) -> None:
+        """Do nothing: the transport itself notices who has gone."""
+
+
+def breaker(host: Backend, channel: Channel) -> Callable[[], None]:
+    """Return what breaks the host plane when the channel is broken; keeps neither alive."""
+    plane, told = weakref.ref(host), weakref.ref(channel)
+
+    def function() -> None:
+        found, source = plane(), told()
+        if found is not None and source is not None and source.failure is not None:
+            found.abort(source.failure)
+
+    return function

@@ -1,0 +1,332 @@
+"""Messages between two GPUs: any tag, any order of asking, both directions at once.
+
+NCCL has no tags, and runs what is on one communicator in the order in which it was issued. So
+each ordered pair of ranks has a communicator and a stream of its own, made with the first
+message that goes this way, and the two agree on an order over the transport of the host:
+
+1. The sender waits until the caller's stream has got to the call, and sends a *note*, with the
+   length, under a tag that goes with the message's.
+2. The receiver, asked for that tag, reads the note, waits until its caller's stream has got to
+   the call, gives the message the next *number* of this direction, and sends it back as a
+   *grant*.
+3. Both issue the messages of a direction in the order of their numbers, on the direction's
+   stream, and make the caller's stream wait for the end of it.
+
+So the receiver decides the order, and nothing arrives that nobody has asked for.
+
+The two halves of a ``sendrecv`` do all that independently, in two threads. So it does not
+deadlock where blocking sends, which may wait for their receivers (MPI 4.1, section 3.5), do not:
+
+* A note meets its receive just where the message itself would. Then both sides are inside the
+  call, and exchange the grant, each in a thread of its own, waiting for nothing else.
+* For its turn a thread waits only behind messages with lower numbers in the same direction,
+  which are past their grants, on both sides. So the lowest of them can always be issued, also
+  where that takes both sides: to make the communicator, or to connect.
+* On the GPUs a message that was issued waits for nothing but those before it in its direction:
+  both callers' streams had got to it. (Could it wait for work still to be done, that work might
+  wait in turn for a message behind it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collective import cuda
+from collective.backend import Backend, Failure
+from collective.backends import levels
+from collective.buffer import Buffer
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    BackendError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+)
+from collective.work import Lane
+
+from .watch import Asked, Pending, Watch, failure_of
+
+if TYPE_CHECKING:
+    from collective.backends.channel import Channel, Wait
+    from collective.cuda import Stream
+
+    from .engine import NcclComm
+
+__all__ = ["Messages"]
+
+_INT64 = BY_NAME["int64"]
+_UINT8 = 1  # ncclUint8
+# A user's tag t has its notes at _NOTES + t and its grants at _GRANTS - t, where no other
+# messages of the host are: tags of users are 0 to 2**31 - 1, and those of algorithms just below 0.
+_TAGS, _NOTES, _GRANTS = 2**31, 2**31, -16
+# Other tags of 64 bits are hashed, up here.
+_OTHERS = 1 << 61
+
+
+def _tags(tag: int) -> tuple[int, int]:
+    """Return the tags of a message's note and grant."""
+    if 0 <= tag < _TAGS:
+        return _NOTES + tag, _GRANTS - tag
+    digest = hashlib.blake2b(str(tag).encode(), digest_size=7).digest()
+    hashed = _OTHERS + 2 * int.from_bytes(digest, "little")
+    return hashed, hashed + 1
+
+
+class _Direction:
+    """What goes one way between this rank and a peer.
+
+    Attributes:
+        peer: the other rank.
+        pair: sender and receiver.
+        comm, stream: once there has been a message.
+        granted: how many numbers this rank has given out, where it receives.
+        issued: how many messages have been issued.
+    """
+
+    def __init__(self, sender: int, receiver: int, peer: int) -> None:
+        self.pair = sender, receiver
+        self.peer = peer
+        self.comm: NcclComm | None = None
+        self.stream: Stream | None = None
+        self.granted = 0
+        self.issued = 0
+        self.condition = threading.Condition()
+
+    def number(self) -> int:
+        """Give out the next number."""
+        with self.condition:
+            number = self.granted
+            self.granted = number + 1
+        return number
+
+    def await_turn(self, number: int, wait: Wait) -> None:
+        """Wait until the messages before this one have been issued."""
+        with self.condition:
+            while self.issued != number:
+                self.condition.wait(wait.slice())
+                wait.check()
+
+    def end_turn(self) -> None:
+        """Let the next one be issued."""
+        with self.condition:
+            self.issued += 1
+            self.condition.notify_all()
+
+
+class _Call:
+    """A call: what it is called in errors, its deadline, the caller's stream and its peers."""
+
+    __slots__ = ("end", "peers", "stream", "timeout", "where")
+
+    def __init__(self, where: str, timeout: float, stream: Stream, peers: tuple[int, ...]) -> None:
+        self.where = where
+        self.timeout = timeout
+        self.end = time.monotonic() + timeout
+        self.stream = stream
+        self.peers = peers
+
+    def left(self) -> float:
+        """Return the seconds to the deadline."""
+        return max(0.0, self.end - time.monotonic())
+
+
+#: Makes the communicator of two ranks: ``(sender, receiver, where, timeout)``.
+Open = Callable[[int, int, object, float], "NcclComm"]
+
+
+class Messages:
+    """Sends and receives memory of GPUs; see the module's docstring."""
+
+    def __init__(self, host: Backend, channel: Channel, watch: Watch, open_pair: Open) -> None:
+        self._host = host
+        self._channel = channel
+        self._watch = watch
+        self._open_pair = open_pair
+        self._rank = host.rank
+        self._directions: dict[tuple[int, int], _Direction] = {}
+        # Threads of halves of sendrecv that nobody uses just now.
+        self._lanes: list[Lane] = []
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        """Send ``src``; its stream may change it afterwards."""
+        call = _Call(f"send(tag={tag})", timeout, src.stream, (dst,))
+        self._wait_for_stream(call)
+        self._send(src, dst, tag, call)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        """Receive ``dst``, which its stream may read afterwards; return the source."""
+        peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
+        call = _Call(f"recv(tag={tag})", timeout, dst.stream, peers)
+        self._wait_for_stream(call)
+        return self._recv(dst, src, tag, call)
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        """Do both at once."""
+        if to == self._rank:
+            cuda.copy(dst.address, src.address, src.nbytes, src.stream)
+            dst.stream.wait_for(src.stream)
+            return
+        where, peers = f"sendrecv(tag={tag})", (to, source)
+        going, coming = (_Call(where, timeout, each.stream, peers) for each in (src, dst))
+        self._wait_for_stream(going)
+        self._wait_for_stream(coming)
+        lane = self._lanes.pop() if self._lanes else Lane("collective-nccl-sendrecv")
+        work = lane.submit(where, lambda: self._recv(dst, source, tag, coming))
+        try:
+            self._send(src, to, tag, going)
+        except Exception:
+            # What keeps one half from its end has broken the transport, or the deadline does.
+            with contextlib.suppress(CollectiveError):
+                work.wait()
+            raise
+        work.wait()
+        self._lanes.append(lane)
+
+    def close(self) -> None:
+        """Let the threads of ``sendrecv`` end."""
+        while self._lanes:
+            self._lanes.pop().close(0.0)
+
+    def streams(self) -> list[Stream]:
+        """Return the streams that the messages go on."""
+        found = [direction.stream for direction in list(self._directions.values())]
+        return [stream for stream in found if stream is not None]
+
+    # -- the host's part ------------------------------------------------------------------
+
+    def _send(self, src: Buffer, dst: int, tag: int, call: _Call) -> None:
+        noted, granted = _tags(tag)
+        grant = _words(0)
+        with self._inside(call):
+            self._host.send(_words(src.nbytes), dst, noted, call.left())
+            if src.nbytes:
+                self._host.recv(grant, dst, granted, call.left())
+        if src.nbytes:
+            direction = self._direction(self._rank, dst)
+            self._issue(direction, int(grant.array[0]), src, call)
+
+    def _recv(self, dst: Buffer, src: int, tag: int, call: _Call) -> int:
+        noted, granted = _tags(tag)
+        note = _words(0)
+        with self._inside(call):
+            source = self._host.recv(note, src, noted, call.left())
+        self._check_length(note, dst, source, call)
+        if dst.nbytes:
+            direction = self._direction(source, self._rank)
+            number = direction.number()
+            with self._inside(call):
+                self._host.send(_words(number), source, granted, call.left())
+            self._issue(direction, number, dst, call)
+        return source
+
+    @contextlib.contextmanager
+    def _inside(self, call: _Call) -> Iterator[None]:
+        """Send or receive something on the host that is a step of ``call``."""
+        try:
+            yield
+        except levels.OF_LEVELS as error:
+            told = levels.told(self._channel, error, call.where, call.timeout, call.peers)
+            raise told or error from error
+
+    def _wait_for_stream(self, asked: _Call) -> None:
+        """Wait until the caller's stream has got to this call."""
+        self._channel.check(asked.where, asked.peers, any_of=True)
+        if asked.stream.query():
+            return
+        event = asked.stream.record()
+        # Its own deadline says what it is that takes long: none of the peers.
+        wait = self._channel.wait(asked.where, math.inf, asked.peers, any_of=True)
+        while not event.query():
+            wait.turn()
+            if time.monotonic() >= asked.end:
+                text = (
+                    f"waited {asked.timeout:g} s for what was enqueued before on rank "
+                    f"{self._rank}'s stream, which has not ended"
+                )
+                self._channel.abort(Failure("timeout", self._rank, text, (self._rank,)))
+                raise CollectiveTimeoutError(
+                    f"{asked.where}: {text} [rank {self._rank}]", (self._rank,)
+                )
+        event.release()
+
+    def _check_length(self, note: Buffer, dst: Buffer, source: int, asked: _Call) -> None:
+        nbytes = int(note.array[0])
+        if nbytes != dst.nbytes:
+            text = (
+                f"rank {source} sends {nbytes} bytes and rank {self._rank} has asked for "
+                f"{dst.nbytes}"
+            )
+            self._channel.abort(Failure("mismatch", self._rank, text))
+            raise MismatchError(f"{asked.where}: {text} [rank {self._rank}]")
+
+    def _direction(self, sender: int, receiver: int) -> _Direction:
+        pair = sender, receiver
+        found = self._directions.get(pair)
+        if found is None:
+            peer = receiver if sender == self._rank else sender
+            # Of two threads that get here one wins, for both.
+            found = self._directions.setdefault(pair, _Direction(sender, receiver, peer))
+        return found
+
+    # -- NCCL's part ----------------------------------------------------------------------
+
+    def _issue(self, direction: _Direction, number: int, buffer: Buffer, call: _Call) -> None:
+        """Put a message that has its number on its stream, in its turn."""
+        wait = self._channel.wait(call.where, call.left(), (direction.peer,))
+        wait.timeout = call.timeout  # what its error tells
+        direction.await_turn(number, wait)
+        if direction.comm is None:
+            self._open(direction, call)
+        self._enqueue(direction, buffer, call, wait)
+        direction.end_turn()
+
+    def _open(self, direction: _Direction, asked: _Call) -> None:
+        try:
+            comm = self._open_pair(*direction.pair, asked.where, asked.left())
+        except CollectiveError as error:
+            # The message has its number, and what comes behind it waits for that.
+            self._channel.abort(failure_of(error, self._rank))
+            raise
+        direction.stream = asked.stream.device.new_stream()
+        direction.comm = comm
+
+    def _enqueue(self, direction: _Direction, buffer: Buffer, call: _Call, wait: Wait) -> None:
+        comm, stream, watch = direction.comm, direction.stream, self._watch
+        assert comm is not None
+        assert stream is not None
+        # Of the two the sender is rank 0.
+        sending = direction.pair[0] == self._rank
+        function, peer = (comm.send, 1) if sending else (comm.recv, 0)
+        asked = Asked(call.where, call.timeout, call.end, (direction.peer,), None)
+        watch.inside[direction] = asked
+        if watch.asleep:
+            watch.wake()
+        try:
+            self._channel.check(call.where, ())
+            if function(buffer.address, buffer.nbytes, _UINT8, peer, stream.handle):
+                comm.settle(wait.check)
+            event = stream.record()
+            call.stream.wait(event)
+            watch.add(Pending(event, stream, asked))
+        except BackendError as error:
+            raise self._channel.explain(call.where, error, (direction.peer,)) from error
+        except CommunicatorAbortedError:
+            self._channel.check(call.where, ())  # why it was aborted
+            raise
+        finally:
+            watch.inside[direction] = None
+
+
+def _words(value: int) -> Buffer:
+    return Buffer(np.array([value], np.int64), _INT64)

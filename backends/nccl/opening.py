@@ -1,0 +1,250 @@
+"""How NCCL's communicators come to be: what the ranks bring, and what is refused before.
+
+NCCL waits for its ranks, or ends them, where one has no library, another version, or the GPU
+of another. So each tells the others first, over the transport of the host, and all of them
+raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from collective import cuda
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    DeviceError,
+    InvalidArgumentError,
+)
+
+from . import library as libraries
+from .prototypes import version_text
+
+if TYPE_CHECKING:
+    from collective.backend import Backend
+    from collective.cuda import Device
+    from collective.world import World
+
+    from .library import Library
+
+__all__ = ["Card", "Meeting", "agree_on"]
+
+_UINT8 = BY_NAME["uint8"]
+# Length of what a rank tells of itself, and what of it is left for an error's text.
+CARD_BYTES = 2048
+_TEXT = 1200
+_ID_BYTES = 128
+_CONNECT = Call("connect", over="nccl")
+# Tags of what two ranks bring, for messages from the lower rank to the higher, and back.
+_UPWARD, _DOWNWARD = -4, -5
+
+
+class Card(NamedTuple):
+    """What one rank brings.
+
+    Attributes:
+        error: why it cannot take part, empty if it can.
+        kind: the error's class: ``"device"`` or ``"library"``.
+        version: of its NCCL.
+        bus: where its GPU is.
+        host: what NCCL takes for the host: ranks of one host and GPU are refused by it.
+        sharing: whether its NCCL is told to allow that.
+    """
+
+    error: str = ""
+    kind: str = ""
+    version: int = 0
+    bus: str = ""
+    host: str = ""
+    sharing: bool = False
+
+    def packed(self) -> np.ndarray[Any, Any]:
+        """Return it as it travels."""
+        text = json.dumps(self._replace(error=self.error[:_TEXT])).encode()
+        if len(text) > CARD_BYTES:  # a text of letters that take six bytes each
+            text = json.dumps(self._replace(error="it cannot tell why")).encode()
+        packed = np.full(CARD_BYTES, ord(" "), np.uint8)
+        packed[: len(text)] = np.frombuffer(text, np.uint8)
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: np.ndarray[Any, Any]) -> Card:
+        """Return what :meth:`packed` has packed."""
+        return cls(*json.loads(packed.tobytes()))
+
+
+class Meeting:
+    """Has the ranks meet before NCCL is asked for a communicator.
+
+    Args:
+        ordinal: the GPU that this rank is told to use; None for that of its place on the host.
+        local_rank: that place.
+        path: of the library, empty to have it found.
+    """
+
+    def __init__(self, ordinal: int | None, local_rank: int, path: str) -> None:
+        self._ordinal = ordinal
+        self._local_rank = local_rank
+        self._path = path
+
+    @classmethod
+    def of(cls, world: World) -> Meeting:
+        """Return that of a rank of ``world``."""
+        options = world.options
+        ordinal = int(options["device"]) if options.get("device") else None
+        return cls(ordinal, world.local_rank, options.get("nccl_library", ""))
+
+    def device(self) -> Device:
+        """Return this rank's GPU.
+
+        Raises:
+            DeviceError: there is none, or not that one.
+            BackendUnavailableError: there is no driver.
+        """
+        if self._ordinal is not None:
+            return cuda.device(self._ordinal)
+        # Without a driver there are none, and asking for one tells why.
+        return cuda.device(self._local_rank % max(1, cuda.device_count()))
+
+    def _card(self) -> tuple[Card, Library | None, Device | None]:
+        """Return what this rank brings, with its library and GPU if it has them."""
+        try:
+            device = self.device()
+        except CollectiveError as error:
+            kind = "device" if isinstance(error, InvalidArgumentError) else "library"
+            return Card(str(error), kind), None, None
+        try:
+            library = libraries.load(self._path)
+        except CollectiveError as error:
+            return Card(str(error), "library"), None, device
+        sharing = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
+        return Card("", "", library.version, device.bus_id, _host(), sharing), library, device
+
+    def everybody(self, host: Backend, where: object, timeout: float) -> tuple[Library, Device]:
+        """Return this rank's library and GPU when all ranks can go on.
+
+        Collective: all ranks of ``host``.
+
+        Raises:
+            BackendUnavailableError, DeviceError: as :func:`agree_on`; on every rank.
+        """
+        card, library, device = self._card()
+        every = Buffer.empty(CARD_BYTES * host.size, _UINT8)
+        _gather(host, Buffer(card.packed(), _UINT8), every, timeout)
+        cards = [Card.unpacked(part) for part in np.split(every.array, host.size)]
+        agree_on(where, cards, range(host.size), host.rank)
+        assert library is not None
+        assert device is not None
+        return library, device
+
+    def name(self, host: Backend, library: Library, timeout: float) -> bytes:
+        """Return the new communicator's unique id, which rank 0 makes."""
+        letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
+        if host.rank == 0:
+            letter.array[:] = np.frombuffer(library.unique_id(), np.uint8)
+        work = host.broadcast(letter, 0, _CONNECT, timeout)
+        if work is not None:
+            work.wait()
+        return letter.array.tobytes()
+
+    def pair(
+        self, host: Backend, sender: int, receiver: int, where: object, timeout: float
+    ) -> tuple[Library, Device, bytes]:
+        """Meet the other of two ranks; return what a communicator of theirs takes.
+
+        Raises:
+            BackendUnavailableError, DeviceError: as :func:`agree_on`; on both.
+        """
+        card, library, device = self._card()
+        sending = host.rank == sender
+        mine, theirs = (Buffer(np.zeros(CARD_BYTES + _ID_BYTES, np.uint8), _UINT8) for _ in "12")
+        mine.array[:CARD_BYTES] = card.packed()
+        if sending and library is not None:
+            mine.array[CARD_BYTES:] = np.frombuffer(library.unique_id(), np.uint8)
+        peer = receiver if sending else sender
+        tag = _UPWARD if sender < receiver else _DOWNWARD
+        host.sendrecv(mine, peer, theirs, peer, tag, timeout)
+        cards = [card, Card.unpacked(theirs.array[:CARD_BYTES])]
+        agree_on(where, cards, (host.rank, peer), host.rank)
+        assert library is not None
+        assert device is not None
+        named = mine if sending else theirs
+        return library, device, named.array[CARD_BYTES:].tobytes()
+
+
+def _gather(host: Backend, mine: Buffer, every: Buffer, timeout: float) -> None:
+    work = host.all_gather(mine, every, [mine.count] * host.size, _CONNECT, timeout)
+    if work is not None:
+        work.wait()
+
+
+def _host() -> str:
+    """Return what NCCL tells hosts apart by."""
+    told = os.environ.get("NCCL_HOSTID")
+    if told:
+        return told
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int) -> None:
+    """Refuse what NCCL would not do with ranks that bring these.
+
+    Args:
+        where: the call, for errors.
+        cards, ranks: what each of these ranks brings.
+        me: this rank.
+
+    Raises:
+        BackendUnavailableError: a rank has no library, or versions differ.
+        DeviceError: a rank has no GPU, or two have the same.
+    """
+    told = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
+    if told:
+        kinds = {card.kind for card in cards if card.error}
+        error = DeviceError if kinds == {"device"} else BackendUnavailableError
+        raise error(f"{where}: {_several(told)} [rank {me}]")
+    versions: dict[int, list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, card in zip(ranks, cards):
+        versions.setdefault(card.version, []).append(rank)
+        places.setdefault((card.host, card.bus), []).append(rank)
+    if len(versions) > 1:
+        have = "; ".join(
+            f"NCCL {version_text(version)} on rank{'s' * (len(having) > 1)} "
+            f"{', '.join(map(str, having))}"
+            for version, having in sorted(versions.items())
+        )
+        raise BackendUnavailableError(
+            f"{where}: the ranks have different versions of NCCL: {have} [rank {me}]. Install one "
+            "on all of them, or name its file by COLLECTIVE_NCCL_LIBRARY."
+        )
+    if all(card.sharing for card in cards):
+        return
+    for (_, bus), sharing in places.items():
+        if len(sharing) > 1:
+            raise DeviceError(
+                f"{where}: ranks {' and '.join(map(str, sharing))} use the same GPU {bus} "
+                f"(Duplicate GPU): give each its own by COLLECTIVE_DEVICE or "
+                f"CUDA_VISIBLE_DEVICES [rank {me}]. NCCL 2.30 and later share one with "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1."
+            )
+
+
+def _several(told: Sequence[str]) -> str:
+    """Return the first of many alike, and how many more there are."""
+    more = f" (and so on {len(told) - 1} more)" if len(told) > 1 else ""
+    return told[0] + more

@@ -1,0 +1,187 @@
+"""NCCL's C interface as far as it is used: functions, codes and the configuration struct.
+
+A function is listed with the first version that has it. ``tests/test_nccl_library.py`` holds
+all of this against the real ``nccl.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+__all__ = [
+    "DTYPES",
+    "FUNCTIONS",
+    "ITEMSIZES",
+    "OLDEST",
+    "OPS",
+    "RESULTS",
+    "UNDEFINED",
+    "Config",
+    "Prototype",
+    "UniqueId",
+    "new_config",
+    "version_text",
+]
+
+#: Messages between two ranks came with it, and nothing works without them.
+OLDEST = 2703
+
+#: What a field of the configuration holds that is left to NCCL (``INT_MIN``).
+UNDEFINED = -(2**31)
+_MAGIC = 0xCAFEBEEF
+# The version whose struct ends where ours does, or later: see Config.
+_CONFIG_VERSION = 22703
+
+#: Of ``ncclSplit``: this rank will be in none of the new communicators.
+NO_COLOR = -1
+#: Of ``ncclCommShrink``: end what runs on the old communicator first.
+SHRINK_ABORT = 1
+#: Of ``ncclCommWindowRegister``: every rank's memory, at one offset.
+WINDOW_SYMMETRIC = 1
+#: Of ``ncclRedOpCreatePreMulSum``: the factor is in host memory and read at once.
+SCALAR_ON_HOST = 1
+
+#: ``ncclResult_t``.
+RESULTS = {
+    0: "ncclSuccess",
+    1: "ncclUnhandledCudaError",
+    2: "ncclSystemError",
+    3: "ncclInternalError",
+    4: "ncclInvalidArgument",
+    5: "ncclInvalidUsage",
+    6: "ncclRemoteError",
+    7: "ncclInProgress",
+    8: "ncclTimeout",
+}
+
+#: ``ncclDataType_t`` by our names for the types that it can reduce.
+DTYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+#: Bytes an element, by NCCL's code; the last two are the types of 8 bits.
+ITEMSIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
+
+#: ``ncclRedOp_t`` by our names.
+OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+
+class UniqueId(ctypes.Structure):
+    """``ncclUniqueId``: by which the ranks of a new communicator find each other."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class Config(ctypes.Structure):
+    """The leading fields of ``ncclConfig_t``.
+
+    The struct grows at its end. A library reads as many bytes as the one that is given has
+    and as it knows itself, and takes its defaults for the rest; so this one serves all.
+    """
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+        ("trafficClass", ctypes.c_int),
+        ("commName", ctypes.c_char_p),
+    )
+
+
+def new_config(**fields: Any) -> Config:
+    """Return a configuration that leaves to NCCL what ``fields`` do not name."""
+    config = Config()
+    for name, kind in Config._fields_:
+        if kind is ctypes.c_int:
+            setattr(config, name, UNDEFINED)
+    config.size = ctypes.sizeof(Config)
+    config.magic = _MAGIC
+    config.version = _CONFIG_VERSION
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+class Prototype(NamedTuple):
+    """A function of NCCL.
+
+    Attributes:
+        arguments: ctypes types, in order. Every pointer is a ``void *``: a plain integer
+            is passed fastest, and ``byref`` fits, too.
+        since: the code of the first version that has it.
+        result: ``ncclResult_t`` but for two functions.
+    """
+
+    arguments: tuple[Any, ...]
+    since: int
+    result: Any = ctypes.c_int
+
+
+_int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_comm = _stream = _handle = _pointer
+_dtype = _op = _rank = _int
+
+#: Every function that is called, by name.
+FUNCTIONS: dict[str, Prototype] = {
+    # the library
+    "ncclGetVersion": Prototype((_pointer,), 2000),
+    "ncclGetUniqueId": Prototype((_pointer,), 2000),
+    "ncclGetErrorString": Prototype((_int,), 2000, ctypes.c_char_p),
+    "ncclGetLastError": Prototype((_comm,), 21304, ctypes.c_char_p),
+    # communicators
+    "ncclCommInitRank": Prototype((_pointer, _int, UniqueId, _rank), 2000),
+    "ncclCommInitRankConfig": Prototype((_pointer, _int, UniqueId, _rank, _pointer), 21403),
+    "ncclCommSplit": Prototype((_comm, _int, _int, _pointer, _pointer), 21801),
+    "ncclCommShrink": Prototype((_comm, _pointer, _int, _pointer, _pointer, _int), 22703),
+    "ncclCommFinalize": Prototype((_comm,), 21403),
+    "ncclCommDestroy": Prototype((_comm,), 2000),
+    "ncclCommAbort": Prototype((_comm,), 2402),
+    "ncclCommGetAsyncError": Prototype((_comm, _pointer), 2402),
+    "ncclCommCount": Prototype((_comm, _pointer), 2000),
+    "ncclCommUserRank": Prototype((_comm, _pointer), 2000),
+    # groups
+    "ncclGroupStart": Prototype((), 2000),
+    "ncclGroupEnd": Prototype((), 2000),
+    # operators
+    "ncclRedOpCreatePreMulSum": Prototype((_pointer, _pointer, _dtype, _int, _comm), 21104),
+    "ncclRedOpDestroy": Prototype((_op, _comm), 21104),
+    # operations
+    "ncclAllReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream), 2000),
+    "ncclBroadcast": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 2202),
+    "ncclReduce": Prototype((_pointer, _pointer, _size, _dtype, _op, _rank, _comm, _stream), 2000),
+    "ncclReduceScatter": Prototype((_pointer, _pointer, _size, _dtype, _op, _comm, _stream), 2000),
+    "ncclAllGather": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 2000),
+    "ncclSend": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
+    "ncclRecv": Prototype((_pointer, _size, _dtype, _rank, _comm, _stream), 2703),
+    "ncclAlltoAll": Prototype((_pointer, _pointer, _size, _dtype, _comm, _stream), 22803),
+    "ncclGather": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
+    "ncclScatter": Prototype((_pointer, _pointer, _size, _dtype, _rank, _comm, _stream), 22803),
+    # memory
+    "ncclMemAlloc": Prototype((_pointer, _size), 21901),
+    "ncclMemFree": Prototype((_pointer,), 21901),
+    "ncclCommRegister": Prototype((_comm, _pointer, _size, _pointer), 21901),
+    "ncclCommDeregister": Prototype((_comm, _handle), 21901),
+    "ncclCommWindowRegister": Prototype((_comm, _pointer, _size, _pointer, _int), 22703),
+    "ncclCommWindowDeregister": Prototype((_comm, _handle), 22703),
+}
+
+
+def version_text(code: int) -> str:
+    """Return ``"2.32.3"`` for 23203; versions up to 2.8 are coded with one digit less."""
+    major, rest = divmod(code, 10000 if code >= 10000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,437 @@
+"""The ``nccl`` transport: NCCL for memory of GPUs, another transport for the host's.
+
+The other transport (the *host plane*: shared memory on one host) carries whatever is not in a
+GPU's memory, and what the ranks tell each other before NCCL can begin. A monitor watches the
+ranks (:mod:`collective.backends.channel`). One failure breaks both planes, for all ranks.
+
+Nothing of CUDA or NCCL is loaded before the first buffer of a GPU comes by; all ranks take part
+in that call, as they do in every collective, and make NCCL's communicator in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from collective.backend import Backend, Failure
+from collective.backends import levels
+from collective.backends.channel import Channel, Monitored
+from collective.backends.monitor import Monitor
+from collective.capabilities import Capabilities
+from collective.errors import (
+    BackendError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DeviceError,
+)
+
+from .batching import Batch
+from .collectives import Collectives
+from .engine import NcclComm
+from .hosting import Mail, Telling, breaker, host_plane
+from .memory import Blocks
+from .messages import Messages
+from .opening import Meeting
+from .watch import Asked, Pending, Watch, failure_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.backends.channel import Wait
+    from collective.buffer import Buffer
+    from collective.call import Call
+    from collective.cuda import Device, Event, Stream
+    from collective.device_array import DeviceArray
+    from collective.recorder import Recorder
+    from collective.world import World
+
+    from .library import Library
+
+__all__ = ["NcclBackend"]
+
+# How long work on the GPUs may take to end when this rank leaves.
+_LEAVE_S = 2.0
+# Streams beside the callers' that are kept: a program may never use a tag twice.
+_SIDES = 128
+_now = time.monotonic
+_tuple: Any = tuple.__new__
+
+
+class NcclBackend(Collectives, Monitored):
+    """Ranks with a GPU each; see the module's docstring.
+
+    Attributes:
+        channel: the host plane's if it has one, else one beside it.
+    """
+
+    name = "nccl"
+    enqueues = True
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}), across_hosts=True, detects_lost_peers=True
+    )
+
+    def __init__(self, host: Backend, channel: Channel, meeting: Meeting, devices: str) -> None:
+        super().__init__()
+        self.rank, self.size = host.rank, host.size
+        self.channel = channel
+        self._device: Device | None = None
+        places = frozenset(devices.replace(" ", "").split(","))
+        able = host.capabilities
+        self.capabilities = replace(
+            able,
+            devices=places,
+            symmetric_memory=able.symmetric_memory and "cpu" in places,
+            detects_lost_peers=True,
+        )
+        told = isinstance(host, Monitored) and host.channel is channel
+        self._plane = host
+        self._host = host if told else cast(Backend, Telling(host, channel))
+        self._meeting = meeting
+        self._devices = devices
+        self._comm: NcclComm | None = None
+        self._batch: Batch | None = None
+        self._sides: dict[Any, Stream] = {}
+        self._closed = False
+        self._watch = Watch(channel)
+        self._messages = Messages(host, channel, self._watch, self._open_pair)
+        self._blocks = Blocks(self._watch, weakref.WeakMethod(self._streams))
+        if not told:
+            channel.on_failure.append(breaker(host, channel))
+            if channel.failure is not None:
+                host.abort(channel.failure)
+        # Dropped without being closed it leaves no thread and nothing that spins behind.
+        weakref.finalize(self, _drop, self._watch, os.getpid()).atexit = False
+
+    # -- life -----------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Meet the other ranks as the host plane does; see :meth:`Backend.connect`."""
+        end = _now() + timeout
+        host = host_plane(world).connect(world, timeout)
+        try:
+            if isinstance(host, Monitored):
+                channel = host.channel
+            else:
+                here = replace(world, store=Mail(host, end))
+                channel = Monitor.start(here, max(0.001, end - _now())).channel
+            return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
+        except BaseException:
+            host.close()
+            raise
+
+    def group(self, ranks: Sequence[int], timeout: float) -> NcclBackend:
+        host = self._host.group(ranks, timeout)
+        try:
+            channel = host.channel if isinstance(host, Monitored) else self.channel.group(ranks)
+            return type(self)(host, channel, self._meeting, self._devices)
+        except BaseException:
+            host.close()
+            raise
+
+    def shrink(self, excluded: Sequence[int], timeout: float) -> NcclBackend:
+        """Return a transport among the ranks that are not ``excluded``, which alone call it.
+
+        Where the library can (``ncclCommShrink``) it takes over the communicator's resources.
+        """
+        end = _now() + timeout
+        child = self.group([r for r in range(self.size) if r not in excluded], timeout)
+        comm = self._comm
+        if comm is not None and comm.library.has("ncclCommShrink"):
+            wait = child.channel.wait("shrink", max(0.0, end - _now()))
+            wait.timeout = timeout  # what its error tells
+            try:
+                child._take(comm.shrink(list(excluded), wait.check), comm.device)
+            except BackendError as error:
+                raise child.channel.explain("shrink", error) from error
+        return child
+
+    def observe(self, recorder: Recorder) -> None:
+        self.channel.recorder = recorder
+        self._plane.observe(recorder)
+
+    def abort(self, failure: Failure) -> None:
+        self.channel.abort(failure)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.channel.failure is None:
+            self._watch.drain(_LEAVE_S)
+        # First the word, then the deed: peers that see connections end ask why.
+        self.channel.close()
+        self._messages.close()
+        self._blocks.close()
+        self._watch.close()
+        self._comm = None
+        self._host.close()
+
+    # -- NCCL's communicators -------------------------------------------------------------
+
+    def _open(self, call: object, timeout: float) -> NcclComm:
+        """Make the communicator of all ranks: each of them is in this call."""
+        self.channel.check(call)
+        end = _now() + timeout
+        with self._inside(call, timeout):
+            library, device = self._meeting.everybody(self._plane, call, timeout)
+            named = self._meeting.name(self._plane, library, max(0.0, end - _now()))
+        wait = self.channel.wait(call, max(0.0, end - _now()))
+        wait.timeout = timeout  # what its error tells
+        return self._take(self._create(library, named, self.rank, self.size, device, wait), device)
+
+    def _take(self, comm: NcclComm, device: Device) -> NcclComm:
+        self._watch.adopt(comm)
+        self._learn(comm)
+        self._comm, self._device = comm, device
+        return comm
+
+    def _open_pair(self, sender: int, receiver: int, where: object, timeout: float) -> NcclComm:
+        """Make the communicator of one direction; see :mod:`.messages`."""
+        end = _now() + timeout
+        place, peer = (0, receiver) if self.rank == sender else (1, sender)
+        with self._inside(where, timeout, (peer,)):
+            library, device, named = self._meeting.pair(
+                self._plane, sender, receiver, where, timeout
+            )
+        wait = self.channel.wait(where, max(0.0, end - _now()), (peer,))
+        wait.timeout = timeout  # what its error tells
+        comm = self._create(library, named, place, 2, device, wait, (peer,))
+        self._device = device
+        return self._watch.adopt(comm)
+
+    @contextlib.contextmanager
+    def _inside(
+        self, where: object, timeout: float, awaited: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Do something that is a step of a call; its errors are those of the call."""
+        try:
+            yield
+        except levels.OF_LEVELS as error:
+            told = levels.told(self.channel, error, where, timeout, awaited)
+            raise told or error from error
+
+    def _create(
+        self,
+        library: Library,
+        named: bytes,
+        rank: int,
+        size: int,
+        device: Device,
+        wait: Wait,
+        awaited: Sequence[int] | None = None,
+    ) -> NcclComm:
+        try:
+            # One that blocks: the others start a thread in every call. The watch ends it.
+            return NcclComm.create(library, named, rank, size, device, wait.check, blocking=True)
+        except BackendError as error:
+            raise self.channel.explain("nccl", error, awaited) from error
+
+    # -- one operation --------------------------------------------------------------------
+
+    def _enqueue(self, array: Any, call: Call, timeout: float, function: Any, *args: Any) -> None:
+        if array.device is not self._device:
+            self._refuse_device(array.device, call)
+        channel, watch, stream = self.channel, self._watch, array.in_force
+        recorder = channel.recorder
+        number = None if recorder is None else recorder.started
+        # As Asked(…) does it, without a call of Python's; and Pending below.
+        asked = _tuple(Asked, (call, timeout, _now() + timeout, None, number))
+        if self._batch is not None:
+            self._batch.add(self._comm, asked, stream)
+            function(*args, stream.handle)
+            return
+        watch.inside[0] = asked
+        if watch.asleep:
+            watch.wake()
+        try:
+            if channel.failure is not None:
+                channel.check(call)
+            if function(*args, stream.handle):
+                self._settle(asked)
+            watch.add(_tuple(Pending, (stream.record(), stream, asked)))
+        except (BackendError, CommunicatorAbortedError) as error:
+            raise self._explained(error, call) from error
+        finally:
+            watch.inside[0] = None
+
+    def _explained(self, error: CollectiveError, call: object) -> Exception:
+        """Return what to raise for an error of NCCL, and break the communicator."""
+        if isinstance(error, CommunicatorAbortedError):
+            # The watch has ended NCCL's communicator, or the error is what it found.
+            try:
+                self.channel.check(call)
+            except CollectiveError as known:
+                return known
+            return error
+        self.channel.compare()  # NCCL does notice some calls that do not go together
+        return self.channel.explain(call, error)
+
+    def _settle(self, asked: Asked) -> None:
+        """Wait until NCCL has enqueued what it was given: it connects the ranks first."""
+        assert self._comm is not None
+        wait = self.channel.wait(asked.where, asked.timeout, sequence=asked.sequence)
+        self._comm.settle(wait.check)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Have NCCL take the calls in the body as one (``ncclGroupStart``, ``ncclGroupEnd``).
+
+        They are enqueued at its end. If the body raises, those before it have been, and the
+        communicator is broken.
+        """
+        if self._batch is not None:  # part of a larger one
+            yield
+            return
+        self._batch = batch = Batch(self._watch)
+        try:
+            yield
+        except BaseException as error:
+            if batch.asked is not None:
+                self.channel.abort(failure_of(error, self.rank))
+                with contextlib.suppress(BackendError, CommunicatorAbortedError):
+                    batch.end()
+            raise
+        finally:
+            self._batch = None
+        if batch.asked is None:
+            return
+        asked = batch.asked
+        try:
+            if self.channel.failure is not None:
+                self.channel.check(asked.where)
+        except CollectiveError:
+            with contextlib.suppress(BackendError, CommunicatorAbortedError):
+                batch.end()
+            raise
+        try:
+            batch.end(settle=self._settle)
+        except (BackendError, CommunicatorAbortedError) as error:
+            raise self._explained(error, asked.where) from error
+
+    @property
+    def device(self) -> Device:
+        """This rank's GPU.
+
+        Raises:
+            DeviceError: there is none, or not the one that it was told to use.
+            BackendUnavailableError: there is no driver.
+        """
+        if self._device is None:
+            self._device = self._meeting.device()
+        return self._device
+
+    @device.setter
+    def device(self, device: Device) -> None:
+        raise AttributeError("a rank keeps its GPU")
+
+    def _refuse_device(self, device: Device, call: object) -> None:
+        raise DeviceError(
+            f"{call}: the array is on {device}; rank {self.rank} of {self.size} uses "
+            f"{self.device}. Put it there, or set COLLECTIVE_DEVICE={device.ordinal} on this "
+            "rank before it starts."
+        )
+
+    # -- point to point -------------------------------------------------------------------
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        if isinstance(src.array, np.ndarray):
+            self._host.send(src, dst, tag, timeout)
+        else:
+            self._placed(src, "send")
+            self._messages.send(src, dst, tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        if isinstance(dst.array, np.ndarray):
+            return self._host.recv(dst, src, tag, timeout)
+        self._placed(dst, "recv")
+        return self._messages.recv(dst, src, tag, timeout)
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        if isinstance(src.array, np.ndarray):
+            self._host.sendrecv(src, to, dst, source, tag, timeout)
+        else:
+            self._placed(src, "sendrecv")
+            self._placed(dst, "sendrecv")
+            self._messages.sendrecv(src, to, dst, source, tag, timeout)
+
+    def _placed(self, buffer: Buffer, what: str) -> None:
+        """Refuse a message's memory on another GPU than this rank's."""
+        array: Any = buffer.array
+        if array.device is not self.device:
+            self._refuse_device(array.device, what)
+
+    # -- memory, streams ------------------------------------------------------------------
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+        return self._host.empty(nbytes, call, timeout)
+
+    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+        """Return ``nbytes`` of this rank's GPU (uint8), allocated by all ranks together.
+
+        NCCL knows the memory: where it can, it reduces there without copies.
+
+        Raises:
+            AllocationError: some rank's GPU has not that much; on every rank.
+        """
+        comm = self._comm or self._open(call, timeout)
+        with self._inside(call, timeout):
+            return self._blocks.allocate(self._plane, comm, comm.device, nbytes, call, timeout)
+
+    def _streams(self) -> list[Stream]:
+        return [*self._sides.values(), *self._messages.streams()]
+
+    @property
+    def ready(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        """Whether the ranks have an NCCL communicator: making it waits for all of them."""
+        return self._comm is not None
+
+    def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
+        key = device.ordinal, lane
+        found = self._sides.get(key)
+        if found is None:
+            if len(self._sides) >= _SIDES:
+                # Whoever uses the oldest keeps it; a later caller of its lane gets another.
+                self._sides.pop(next(iter(self._sides)), None)
+            found = self._sides.setdefault(key, device.new_stream())
+        return found
+
+    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+        if not event.query():
+            # Its ranks are those of the oldest call that is under way, and so is its deadline.
+            wait = self.channel.wait(what, math.inf, sequence=self._watch.unfinished())
+            end = math.inf if timeout is None else _now() + timeout
+            while not event.query():
+                if _now() >= end:
+                    raise CollectiveTimeoutError(
+                        f"synchronize: {what} is still running after {timeout:g} s; wait again, "
+                        "or abort() the communicator."
+                    )
+                wait.turn()
+        self._refuse_broken(what)
+
+    def keep_until(self, event: Event, things: object) -> None:
+        self._watch.keep(event, things)
+
+    def _refuse_broken(self, what: str) -> None:
+        # An operation that was broken off is over, too.
+        if self.channel.failure is not None:
+            self.channel.check(what, ())
+
+
+def _drop(watch: Watch, owner: int) -> None:
+    """End what a transport that was dropped without being closed has running."""
+    # What a forked child has of CUDA is its parent's.
+    if os.getpid() == owner:
+        watch.close()

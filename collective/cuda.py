@@ -1,0 +1,228 @@
+"""GPUs through CUDA's driver: devices, streams, events, copies and memory.
+
+An address is an int, of a GPU's memory or the host's alike: CUDA tells them apart. Work is
+enqueued on a stream and done later, in the stream's order; what another stream or the host
+does with it has to wait for an event. Nothing here is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from ctypes import addressof, c_int, c_void_p
+
+from collective import cuda_driver
+from collective.cuda_driver import (
+    INVALID_CONTEXT,
+    INVALID_VALUE,
+    Copy2D,
+    Driver,
+    Entered,
+)
+from collective.cuda_streams import Device, Event, Stream
+from collective.errors import BackendUnavailableError, DeviceError
+from collective.pinned import pinned
+
+__all__ = [
+    "Device",
+    "Event",
+    "Memory",
+    "Stream",
+    "allocate",
+    "copy",
+    "copy_2d",
+    "device",
+    "device_count",
+    "driver",
+    "in_force",
+    "on",
+    "owner_of",
+    "pinned",
+]
+
+# CUpointer_attribute, and CUmemorytype
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
+_ON_DEVICE = 2
+
+driver = cuda_driver.load
+
+
+def device_count() -> int:
+    """Return how many GPUs this process may use, 0 where there is no driver."""
+    try:
+        loaded = driver()
+    except BackendUnavailableError:
+        return 0
+    return _count(loaded)
+
+
+def device(ordinal: int) -> Device:
+    """Return a GPU, the same object for the same ordinal.
+
+    Raises:
+        DeviceError: this process has no such GPU.
+        BackendUnavailableError: it has no driver.
+    """
+    found = _devices.get(ordinal)
+    if found is None:
+        with _devices_lock:
+            found = _devices.get(ordinal)
+            if found is None:
+                found = _devices[ordinal] = _device(driver(), ordinal)
+    return found
+
+
+_devices: dict[int, Device] = {}
+_devices_lock = threading.Lock()
+
+
+def _count(loaded: Driver) -> int:
+    count = c_int()
+    loaded.check(loaded.cuDeviceGetCount(count), "devices")
+    return count.value
+
+
+def _device(loaded: Driver, ordinal: int) -> Device:
+    count = _count(loaded)
+    if not 0 <= ordinal < count:
+        seen = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "none"
+        raise DeviceError(
+            f"cuda:{ordinal}: this process sees {seen}. Choose one of them, or show it more by "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    return Device(loaded, ordinal)
+
+
+class _Forced(threading.local):
+    stream: Stream | None = None
+
+
+_forced = _Forced()
+
+
+def in_force(stream: Stream) -> Stream:
+    """Return the stream that this thread works on instead of ``stream``, or ``stream``."""
+    return _forced.stream or stream
+
+
+@contextlib.contextmanager
+def on(stream: Stream) -> Iterator[Stream]:
+    """Put all work of this thread's device arrays on ``stream``, for a ``with`` body."""
+    before = _forced.stream
+    _forced.stream = stream
+    try:
+        yield stream
+    finally:
+        _forced.stream = before
+
+
+def copy(dst: int, src: int, nbytes: int, stream: Stream) -> None:
+    """Enqueue a copy between two addresses, of any GPU or of pinned host memory."""
+    if nbytes:
+        stream.copy(dst, src, nbytes)
+
+
+def copy_2d(
+    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: Stream
+) -> None:
+    """Enqueue a copy of ``rows`` rows of ``width`` bytes.
+
+    Args:
+        dst_pitch, src_pitch: bytes from one row's start to the next one's, from ``width`` to
+            the device's ``max_pitch``.
+    """
+    if not width or not rows:
+        return
+    if rows == 1 or dst_pitch == src_pitch == width:
+        stream.copy(dst, src, width * rows)
+        return
+    what = Copy2D()
+    what.dst, what.dst_pitch = dst, dst_pitch
+    what.src, what.src_pitch = src, src_pitch
+    what.width, what.height = width, rows
+    stream.copy_2d(addressof(what))
+
+
+def owner_of(address: int) -> int | None:
+    """Return the ordinal of the GPU whose memory it is, None for memory of the host."""
+    loaded = driver()
+    kind, ordinal = c_int(), c_int()
+    code = _ask(loaded, kind, _MEMORY_TYPE, address)
+    if code == INVALID_VALUE or (not code and kind.value != _ON_DEVICE):
+        return None  # the driver knows nothing of it, or has only pinned it
+    loaded.check(code or _ask(loaded, ordinal, _DEVICE_ORDINAL, address), "owner of an address")
+    return ordinal.value
+
+
+def _ask(loaded: Driver, answer: c_int, attribute: int, address: int) -> int:
+    code = loaded.cuPointerGetAttribute(addressof(answer), attribute, address)
+    if code == INVALID_CONTEXT:
+        with Entered(loaded, loaded.some()):
+            code = loaded.cuPointerGetAttribute(addressof(answer), attribute, address)
+    return code
+
+
+class Memory:
+    """A GPU's memory, made by :func:`allocate` and freed in its stream's order when dropped.
+
+    Attributes:
+        address, nbytes: where and how much.
+        stream: on which it was allocated.
+    """
+
+    __slots__ = ("__weakref__", "_others", "address", "nbytes", "stream")
+
+    def __init__(self, address: int, nbytes: int, stream: Stream) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.stream = stream
+        self._others: set[Stream] = set()
+
+    def used_on(self, stream: Stream) -> None:
+        """Have it freed only after what will be on ``stream`` by then, too."""
+        if stream != self.stream:
+            self._others.add(stream)
+
+    def __del__(self) -> None:
+        # At exit the driver may be gone already, and a fork's child must not touch it.
+        with contextlib.suppress(Exception):
+            if self.address:
+                self._free()
+
+    def _free(self) -> None:
+        stream = self.stream
+        for other in self._others:
+            stream.wait_for(other)
+        device = stream.device
+        with device.active():
+            if device.has_pools:
+                device.driver.cuMemFreeAsync(self.address, stream.handle)
+            else:
+                stream.synchronize()
+                device.driver.cuMemFree_v2(self.address)
+
+    def __repr__(self) -> str:
+        return f"Memory({self.nbytes} bytes of {self.stream.device})"
+
+
+def allocate(device: Device, nbytes: int, stream: Stream) -> Memory:
+    """Return uninitialised memory of ``device``, for use in ``stream``'s order.
+
+    Other streams may use it after an event of ``stream``; say so by ``used_on``. Zero bytes
+    have the address 0.
+
+    Raises:
+        AllocationError: the GPU has not that much.
+    """
+    if not nbytes:
+        return Memory(0, 0, stream)
+    found, loaded = c_void_p(), device.driver
+    with device.active():
+        if device.has_pools:
+            code = loaded.cuMemAllocAsync(found, nbytes, stream.handle)
+        else:
+            code = loaded.cuMemAlloc_v2(found, nbytes)
+    if code:
+        loaded.fail(code, f"{device}: {nbytes} bytes")
+    return Memory(found.value or 0, nbytes, stream)

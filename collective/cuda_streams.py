@@ -1,0 +1,308 @@
+"""One GPU, its streams and its events, as :mod:`collective.cuda` hands them out."""
+
+from __future__ import annotations
+
+import contextlib
+from ctypes import c_int, c_size_t, c_void_p, create_string_buffer
+from typing import Any
+
+from collective.cuda_driver import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
+
+__all__ = ["Device", "Event", "Stream"]
+
+# CUdevice_attribute
+_MAX_PITCH, _MEMORY_POOLS = 11, 115
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+# Handles up to here are no streams but names: of the default stream of the context that is
+# current (0 and 1), and of that of the thread too (2).
+_LAST_NAME = 2
+# Streams of the caller's that are remembered, by device.
+_REMEMBERED = 1024
+
+
+class Device:
+    """A GPU. Made by :func:`device`.
+
+    Attributes:
+        ordinal: its number in this process.
+        name: the model.
+        bus_id: where it is on the PCI bus, the same in all processes of the host.
+        memory_bytes: how much memory it has.
+        max_pitch: bytes between rows that :func:`copy_2d` can skip, at most.
+    """
+
+    def __init__(self, loaded: Driver, ordinal: int) -> None:
+        self.driver = loaded
+        self.ordinal = ordinal
+        number, name = c_int(), create_string_buffer(256)
+        memory, bus = c_size_t(), create_string_buffer(32)
+        what = f"cuda:{ordinal}"
+        loaded.check(loaded.cuDeviceGet(number, ordinal), what)
+        loaded.check(loaded.cuDeviceGetName(name, len(name), number.value), what)
+        loaded.check(loaded.cuDeviceTotalMem_v2(memory, number.value), what)
+        loaded.check(loaded.cuDeviceGetPCIBusId(bus, len(bus), number.value), what)
+        self.name = name.value.decode(errors="replace")
+        self.bus_id = bus.value.decode(errors="replace").lower()
+        self.memory_bytes = memory.value
+        self.max_pitch = self._attribute(number.value, _MAX_PITCH) or 0x7FFFFFFF
+        self.has_pools = bool(self._attribute(number.value, _MEMORY_POOLS))
+        self._streams: dict[int, Stream] = {}
+        # Unused CUevents. Appending to a list and taking from it need no lock.
+        self.events: list[int] = []
+
+    def _attribute(self, number: int, which: int) -> int:
+        found = c_int()
+        self.driver.check(
+            self.driver.cuDeviceGetAttribute(found, which, number), f"cuda:{self.ordinal}"
+        )
+        return found.value
+
+    @property
+    def context(self) -> int:
+        """The primary context, which is made by the first use."""
+        return self.driver.primary(self.ordinal)
+
+    def active(self) -> Entered:
+        """Make its primary context current in this thread, for a ``with`` body.
+
+        The context that was current before is current again afterwards.
+        """
+        return Entered(self.driver, self.driver.primary(self.ordinal))
+
+    def stream(self, handle: int) -> Stream:
+        """Return a stream of the caller's, who keeps it alive.
+
+        Args:
+            handle: a CUstream; 0 or 1 for the legacy default stream, 2 for the thread's.
+        """
+        found = self._streams.get(handle)
+        if found is None:
+            if len(self._streams) >= _REMEMBERED:
+                self._streams.clear()
+            kind = _DefaultStream if handle <= _LAST_NAME else Stream
+            found = self._streams[handle] = kind(self, handle)
+        return found
+
+    def new_stream(self) -> Stream:
+        """Return a new stream, which does not wait for the default stream.
+
+        It is destroyed when the object is dropped; work that is on it is still done.
+        """
+        handle = c_void_p()
+        with self.active():
+            code = self.driver.cuStreamCreate(handle, _NON_BLOCKING)
+        self.driver.check(code, f"{self}: new stream")
+        return _OwnStream(self, handle.value or 0)
+
+    def new_event(self) -> int:
+        """Return a further CUevent for the pool."""
+        handle = c_void_p()
+        with self.active():
+            code = self.driver.cuEventCreate(handle, _NO_TIMING)
+        self.driver.check(code, f"{self}: new event")
+        return handle.value or 0
+
+    def __str__(self) -> str:
+        return f"cuda:{self.ordinal}"
+
+    def __repr__(self) -> str:
+        return f"Device(cuda:{self.ordinal}, {self.name!r}, {self.bus_id})"
+
+
+class Event:
+    """A point in a stream's work. Made by :meth:`Stream.record`.
+
+    Its CUevent comes from a pool of the device, and goes back there by :meth:`release` or
+    when the object is dropped.
+
+    Attributes:
+        device: whose it is.
+        handle: the CUevent.
+    """
+
+    __slots__ = ("_driver", "device", "handle")
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+        self._driver = device.driver
+
+    def query(self) -> bool:
+        """Tell whether the work is done. Does not wait."""
+        code = self._driver.cuEventQuery(self.handle)
+        if not code:
+            return True
+        if code == INVALID_CONTEXT:
+            with self.device.active():
+                code = self._driver.cuEventQuery(self.handle)
+        return _ready(self._driver, code, self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the work is done. Other threads go on; signals are seen afterwards."""
+        code = self._driver.cuEventSynchronize(self.handle)
+        if code == INVALID_CONTEXT:
+            with self.device.active():
+                code = self._driver.cuEventSynchronize(self.handle)
+        if code:
+            self._driver.fail(code, f"{self.device}: event")
+
+    def release(self) -> None:
+        """Give the event back; it is no more the caller's.
+
+        Streams that wait for it already go on waiting for the same point.
+        """
+        handle = self.handle
+        if handle:
+            self.handle = 0
+            self.device.events.append(handle)
+
+    __del__ = release
+
+    def __repr__(self) -> str:
+        return f"Event({self.device}, {self.handle:#x})"
+
+
+class Stream:
+    """A queue of a GPU's work. Equal where it is the same queue.
+
+    Attributes:
+        device: the GPU.
+        handle: the CUstream.
+    """
+
+    __slots__ = ("__weakref__", "_driver", "_events", "device", "handle")
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+        self._driver = device.driver
+        self._events = device.events
+
+    def record(self) -> Event:
+        """Return an event for all work that is on the stream now."""
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = self.device.new_event()
+        code = self._driver.cuEventRecord(event, self.handle)
+        if code:
+            self._again(code, self._driver.cuEventRecord, event, self.handle)
+        return Event(self.device, event)
+
+    def wait(self, event: Event) -> None:
+        """Make work that is enqueued from now on wait for the event. Does not wait itself."""
+        code = self._driver.cuStreamWaitEvent(self.handle, event.handle, 0)
+        if code:
+            self._again(code, self._driver.cuStreamWaitEvent, self.handle, event.handle, 0)
+
+    def wait_for(self, other: Stream) -> None:
+        """Make work that is enqueued from now on wait for all that is on ``other`` now."""
+        if other is not self and other != self:
+            event = other.record()
+            self.wait(event)
+            event.release()
+
+    def synchronize(self) -> None:
+        """Wait until all work is done. Other threads go on; signals are seen afterwards."""
+        code = self._driver.cuStreamSynchronize(self.handle)
+        if code:
+            self._again(code, self._driver.cuStreamSynchronize, self.handle)
+
+    def query(self) -> bool:
+        """Tell whether all work is done. Does not wait."""
+        code = self._driver.cuStreamQuery(self.handle)
+        if code == INVALID_CONTEXT:
+            with self.device.active():
+                code = self._driver.cuStreamQuery(self.handle)
+        return _ready(self._driver, code, self.device)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Enqueue a copy; see :func:`collective.cuda.copy`, which takes 0 bytes too."""
+        code = self._driver.cuMemcpyAsync(dst, src, nbytes, self.handle)
+        if code:
+            self._again(code, self._driver.cuMemcpyAsync, dst, src, nbytes, self.handle)
+
+    def copy_2d(self, what: int) -> None:
+        """Enqueue the copy that a CUDA_MEMCPY2D at address ``what`` describes."""
+        code = self._driver.cuMemcpy2DAsync_v2(what, self.handle)
+        if code:
+            self._again(code, self._driver.cuMemcpy2DAsync_v2, what, self.handle)
+
+    def _again(self, code: int, function: Function, *args: Any) -> None:
+        """Repeat a call that failed, if it did so because this thread has no context."""
+        if code == INVALID_CONTEXT:
+            with self.device.active():
+                code = function(*args)
+        if code:
+            name = getattr(function, "__name__", "")
+            self._driver.fail(code, f"{self.device}: {name} on stream {self.handle:#x}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stream):
+            return NotImplemented
+        # 0 and 1 are the same queue.
+        return self.device is other.device and (self.handle or 1) == (other.handle or 1)
+
+    def __hash__(self) -> int:
+        return hash((self.device.ordinal, self.handle or 1))
+
+    def __repr__(self) -> str:
+        return f"Stream({self.device}, {self.handle:#x})"
+
+
+class _DefaultStream(Stream):
+    """A stream by name, which means the one of whatever context is current."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, device: Device, handle: int) -> None:
+        super().__init__(device, handle)
+        self._context = device.context
+
+    def record(self) -> Event:
+        if self._driver.current() == self._context:
+            return Stream.record(self)
+        with self.device.active():
+            return Stream.record(self)
+
+    def wait(self, event: Event) -> None:
+        if self._driver.current() == self._context:
+            Stream.wait(self, event)
+            return
+        with self.device.active():
+            Stream.wait(self, event)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        with self.device.active():
+            super().copy(dst, src, nbytes)
+
+    def copy_2d(self, what: int) -> None:
+        with self.device.active():
+            super().copy_2d(what)
+
+    def synchronize(self) -> None:
+        with self.device.active():
+            super().synchronize()
+
+    def query(self) -> bool:
+        with self.device.active():
+            return super().query()
+
+
+class _OwnStream(Stream):
+    """A stream that ends with its object."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._driver.cuStreamDestroy_v2(self.handle)
+
+
+def _ready(loaded: Driver, code: int, where: Device) -> bool:
+    if code == NOT_READY:
+        return False
+    if code:
+        loaded.fail(code, f"{where}: query")
+    return True

@@ -1,0 +1,194 @@
+"""Shapes and strides: what NumPy does with them, for arrays that it cannot hold.
+
+Strides are in bytes; ``shape`` and ``strides`` are of equal length.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from collective.errors import ShapeError
+
+__all__ = [
+    "axes_moved",
+    "bounds",
+    "broadcast",
+    "c_strides",
+    "indexed",
+    "is_contiguous",
+    "reshaped",
+    "resolved",
+]
+
+Ints = tuple[int, ...]
+
+
+def c_strides(shape: Ints, itemsize: int) -> Ints:
+    """Return the strides of elements that lie in C order without gaps."""
+    if len(shape) == 1:
+        return (itemsize,)
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Ints, strides: Ints, itemsize: int) -> bool:
+    """Tell whether the elements lie in C order without gaps; those of axes of length 1 do."""
+    if 0 in shape:
+        return True
+    for length, stride in zip(reversed(shape), reversed(strides)):
+        if length != 1:
+            if stride != itemsize:
+                return False
+            itemsize *= length
+    return True
+
+
+def bounds(address: int, shape: Ints, strides: Ints, itemsize: int) -> tuple[int, int]:
+    """Return where the first byte is and where the last one ends, whatever lies between."""
+    if 0 in shape:
+        return address, address
+    low = high = address
+    for length, stride in zip(shape, strides):
+        if stride < 0:
+            low += stride * (length - 1)
+        else:
+            high += stride * (length - 1)
+    return low, high + itemsize
+
+
+def resolved(shape: Sequence[int], size: int) -> Ints:
+    """Return a shape of ``size`` elements, with the one length that may be -1 worked out.
+
+    Raises:
+        ShapeError: there is no such shape.
+    """
+    found = [operator.index(length) for length in shape]
+    if found.count(-1) == 1:
+        known = -math.prod(found)
+        if known and size % known == 0:
+            found[found.index(-1)] = size // known
+    if min(found, default=0) < 0 or math.prod(found) != size:
+        raise ShapeError(f"reshape: {size} elements do not make the shape {tuple(shape)}.")
+    return tuple(found)
+
+
+def reshaped(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
+    """Return the strides under which the same elements have the shape ``new``.
+
+    Returns:
+        None where only a copy can have that shape.
+    """
+    if 0 in shape:
+        return c_strides(new, 1)
+    # Runs of axes along which the elements are evenly spaced: [length, stride of the last].
+    runs: list[list[int]] = []
+    for length, stride in zip(shape, strides):
+        if length == 1:
+            continue
+        if runs and runs[-1][1] == stride * length:
+            runs[-1] = [runs[-1][0] * length, stride]
+        else:
+            runs.append([length, stride])
+    found: list[int] = []
+    step = 1  # elements of the run, or of the axis of length 1, that are spoken for
+    for length in reversed(new):
+        if runs and step == runs[-1][0] and length != 1:
+            runs.pop()
+            step = 1
+        if length != 1 and (not runs or runs[-1][0] % (step * length)):
+            return None
+        found.append(step * runs[-1][1] if runs else 0)
+        step *= length
+    return tuple(reversed(found))
+
+
+def broadcast(shape: Ints, strides: Ints, new: Ints) -> Ints:
+    """Return the strides under which the elements are repeated to the shape ``new``.
+
+    Raises:
+        ShapeError: they cannot be.
+    """
+    # Leading axes of length 1 that are too many count for nothing, as in an assignment.
+    extra = max(len(shape) - len(new), 0)
+    lead = max(len(new) - len(shape), 0)
+    pairs = list(zip(shape[extra:], new[lead:]))
+    if any(length != 1 for length in shape[:extra]) or any(a not in (1, b) for a, b in pairs):
+        raise ShapeError(f"array: the shape {shape} does not fit into {new}.")
+    return (0,) * lead + tuple(
+        stride if a == b else 0 for (a, b), stride in zip(pairs, strides[extra:])
+    )
+
+
+def indexed(key: Any, shape: Ints, strides: Ints) -> tuple[int, Ints, Ints]:
+    """Return the offset, shape and strides of ``array[key]``.
+
+    Args:
+        key: an integer, a slice, an Ellipsis, or a tuple of them.
+
+    Raises:
+        IndexError: it is out of range, or of another kind.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [n for n, each in enumerate(keys) if each is Ellipsis]
+    missing = len(shape) - len(keys) + len(dots[:1])
+    if missing < 0 or len(dots) > 1:
+        raise IndexError(f"array: too many indices for {len(shape)} dimensions: {key!r}.")
+    at = dots[0] if dots else len(keys)
+    keys[at : at + len(dots)] = [slice(None)] * missing
+    offset = 0
+    new_shape, new_strides = [], []
+    for axis, (each, length, stride) in enumerate(zip(keys, shape, strides)):
+        if isinstance(each, slice):
+            start, stop, step = each.indices(length)
+            count = len(range(start, stop, step))
+            offset += start * stride if count else 0
+            new_shape.append(count)
+            new_strides.append(stride * step)
+        else:
+            offset += stride * _position(each, axis, length)
+    return offset, tuple(new_shape), tuple(new_strides)
+
+
+def _position(index: Any, axis: int, length: int) -> int:
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        position = operator.index(index)
+    except TypeError:
+        raise IndexError(
+            f"array: index {index!r}; an array of a GPU takes integers, slices and an Ellipsis."
+        ) from None
+    if not -length <= position < length:
+        raise IndexError(f"array: index {position} of axis {axis}, whose length is {length}.")
+    return position % length
+
+
+def axes_moved(ndim: int, source: int | Iterable[int], destination: int | Iterable[int]) -> Ints:
+    """Return the order of axes after ``numpy.moveaxis``.
+
+    Raises:
+        ShapeError: there is no such axis, or one is named twice.
+    """
+    came, went = _axes(ndim, source), _axes(ndim, destination)
+    if len(came) != len(went):
+        raise ShapeError(f"moveaxis: {len(came)} axes to {len(went)} places.")
+    order = [axis for axis in range(ndim) if axis not in came]
+    for place, axis in sorted(zip(went, came)):
+        order.insert(place, axis)
+    return tuple(order)
+
+
+def _axes(ndim: int, axes: int | Iterable[int]) -> list[int]:
+    given = [axes] if isinstance(axes, int) else [operator.index(axis) for axis in axes]
+    if any(not -ndim <= axis < ndim for axis in given):
+        raise ShapeError(f"moveaxis: axes {given} of an array of {ndim} dimensions.")
+    found = [axis % ndim for axis in given]
+    if len(set(found)) != len(found):
+        raise ShapeError(f"moveaxis: axes {given} name one twice.")
+    return found

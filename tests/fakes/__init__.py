@@ -1,0 +1,19 @@
+"""The ABI fake: NCCL's and the CUDA driver's functions over host memory (README.md)."""
+
+from __future__ import annotations
+
+from fakes.arrays import FakeArray, current_stream, set_current_stream
+from fakes.build import build, compiler
+from fakes.handle import POISON, Fake, environment, library_path
+
+__all__ = [
+    "POISON",
+    "Fake",
+    "FakeArray",
+    "build",
+    "compiler",
+    "current_stream",
+    "environment",
+    "library_path",
+    "set_current_stream",
+]

@@ -1,0 +1,132 @@
+/* Communicators, and operations on them. */
+#ifndef FAKE_COMM_H
+#define FAKE_COMM_H
+
+#include "abi_nccl.h"
+#include "fake.h"
+#include "segment.h"
+
+enum { MAX_USER_OPS = 64, DEAD_EXIT_STATUS = 86 };
+
+typedef struct {
+    bool used, on_device;
+    ncclDataType_t type;
+    char value[8];
+    const void *address;
+} user_op;
+
+struct ncclComm {
+    bool alive, blocking;
+    bool finalized; /* by ncclCommFinalize */
+    bool aborted;   /* its operations end */
+    bool dying;     /* by ncclCommAbort: calls that make communicators from it end, too */
+    bool shrunk;    /* by ncclCommShrink with NCCL_SHRINK_ABORT: good for its end only */
+    ncclComm_t child; /* that a call is making */
+    int rank, size;
+    CUcontext context;
+    segment map;
+    uint64_t host;
+    char id[NAME_ROOM];
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    int error;          /* of its own; those of all are in the segment */
+    int busy;           /* calls in progress behind ncclInProgress */
+    long polls;         /* of the asynchronous state, since init began */
+    int pending;        /* launches issued, not ended */
+    int running;        /* launches that a stream's thread works at */
+    uint64_t issued, served; /* launches, in order */
+    uint64_t collectives, meetings, children;
+    bool connected;
+    unsigned char *sends_to, *receives_from; /* peers that it is connected to */
+    uint64_t *sending, *receiving;           /* the pass in which an earlier operation is at it */
+    uint64_t collecting;
+    user_op user_ops[MAX_USER_OPS];
+    int serial;
+    char last_error[TEXT_ROOM];
+};
+
+enum kind {
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    ALL_TO_ALL,
+    GATHER,
+    SCATTER,
+    SEND,
+    RECV,
+};
+extern const char *const kind_names[];
+
+/* One direction of an operation with one peer. */
+typedef struct {
+    char *at;
+    size_t left;
+    uint64_t end; /* the position in the ring behind the last byte, once written */
+} part;
+
+enum phase { PHASE_NEW, PHASE_POSTED, PHASE_MOVING, PHASE_DRAINING, PHASE_DONE };
+
+typedef struct {
+    enum kind kind;
+    ncclComm_t comm;
+    CUstream stream;
+    const char *send;
+    char *recv;
+    size_t count, bytes; /* of one block */
+    ncclDataType_t type;
+    int op, root; /* the root or the peer */
+    user_op premultiplied;
+    enum phase phase;
+    part *outgoing, *incoming; /* by rank */
+    char *scratch;             /* contributions to fold, by rank */
+    char *scaled;              /* what is sent, multiplied */
+    post head;                 /* what is still to be sent or read of a message's head */
+    size_t head_left;
+} operation;
+
+/* Errors. */
+ncclResult_t comm_complain(ncclComm_t, ncclResult_t code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+void comm_fail(ncclComm_t, ncclResult_t code, const char *text);
+ncclResult_t comm_state(ncclComm_t); /* its error, ncclInProgress or ncclSuccess */
+bool comm_alive(ncclComm_t);
+ncclResult_t comm_ready(ncclComm_t, const char *call);
+bool comm_over(ncclComm_t); /* aborted, or in error */
+bool comm_aborted(ncclComm_t);
+void comm_busy(ncclComm_t, int change);
+
+/* Calls that other ranks take part in: done in a thread, so that they can be in progress. */
+typedef struct job job;
+struct job {
+    ncclResult_t (*run)(job *);
+    ncclComm_t comm;   /* whose state is in progress meanwhile */
+    ncclComm_t made;   /* the new communicator, if any */
+    ncclComm_t *result;
+    void *argument;
+    int integers[4];
+    mark *done;
+    ncclResult_t code;
+};
+ncclResult_t group_job(job *); /* takes the job; at once, or at the end of the group */
+ncclResult_t group_operation(const operation *);
+ncclResult_t group_error(ncclResult_t code); /* note it for the end of the group */
+
+ncclComm_t comm_new(int size, int rank, CUcontext context, bool blocking);
+void comm_free(ncclComm_t); /* one that nobody was given */
+ncclResult_t comm_attach(ncclComm_t, const char *name); /* meet the others; blocks */
+void comm_end(ncclComm_t); /* for good: later calls are refused */
+/* Wait until all ranks made a proposal, and give them by rank; false if it ended before. */
+bool comm_meet(ncclComm_t, int kind, int64_t a, int64_t b, proposal *all);
+
+void in_thread(void *(*run)(void *), void *argument);
+void launch_enqueue(operation *operations, int count); /* takes them */
+
+void *grown(void *array, int count, size_t size); /* with room for one more */
+
+/* Work at operations until all have ended, or their communicators were aborted. */
+void operations_run(operation *operations, int count);
+void operation_release(operation *);
+
+#endif

@@ -1,0 +1,124 @@
+"""The fake's shared library in Python: its knobs, its log, and a checked way to call it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+from fakes.build import build
+
+POISON = 0xCB  # each byte of an output that is not written yet, and of memory that was freed
+
+_contexts: dict[tuple[str, int], int] = {}  # by library and device
+
+
+def library_path(version: int = 22907) -> str:
+    """Return the path of the fake of that version of NCCL, compiled now if it has to be."""
+    return str(build(version))
+
+
+def environment(version: int = 22907, **knobs: int) -> dict[str, str]:
+    """Return the environment variables under which `collective` uses the fake.
+
+    Args:
+        version: the code of the NCCL version to be.
+        knobs: settings by name, ``delay_us=0`` for FAKE_DELAY_US; README.md lists them.
+    """
+    path = library_path(version)
+    found = {"COLLECTIVE_NCCL_LIBRARY": path, "COLLECTIVE_CUDA_LIBRARY": path}
+    return found | {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}
+
+
+class Fake:
+    """A handle on the fake in this process; all handles of one version share its state.
+
+    Attributes:
+        library: the ctypes library.
+    """
+
+    def __init__(self, version: int = 22907) -> None:
+        self.library = ctypes.CDLL(library_path(version))
+        self.library.fake_knob.argtypes = [ctypes.c_char_p, ctypes.c_long]
+        self.library.fake_log_size.restype = ctypes.c_size_t
+        self.library.fake_log_read.restype = ctypes.c_size_t
+        self.library.fake_log_read.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self.library.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
+
+    def knob(self, name: str, value: int) -> None:
+        """Turn a knob while running, ``knob("delay_us", 0)``.
+
+        Raises:
+            KeyError: there is no such knob.
+        """
+        if self.library.fake_knob(name.upper().encode(), value):
+            raise KeyError(name)
+
+    @contextlib.contextmanager
+    def turned(self, name: str, value: int, back: int = 0) -> Iterator[None]:
+        """Turn a knob for the length of a block, then to ``back``."""
+        self.knob(name, value)
+        try:
+            yield
+        finally:
+            self.knob(name, back)
+
+    def log(self, containing: str = "") -> list[str]:
+        """Return the calls made so far, the oldest first: ``ncclAllReduce(sendbuff=0x…, …)``."""
+        room = self.library.fake_log_size() + 65536
+        text = ctypes.create_string_buffer(room)
+        used = self.library.fake_log_read(text, room)
+        lines = text.raw[:used].decode(errors="replace").splitlines()
+        return [line for line in lines if containing in line]
+
+    def clear_log(self) -> None:
+        self.library.fake_log_clear()
+
+    def reset_error(self) -> None:
+        """Forget the error that stays after a use of freed memory."""
+        self.library.fake_reset_error()
+
+    def cuda(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver.
+
+        Raises:
+            OSError: it did not return CUDA_SUCCESS; ``errno`` is its code.
+        """
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorName(code, ctypes.byref(text))
+            raise OSError(code, f"{name}: {(text.value or b'?').decode()}")
+
+    def context(self, device: int) -> int:
+        """Return the primary context of a device; it is kept for the life of the process."""
+        key = self.library._name, device
+        if key not in _contexts:
+            self.cuda("cuInit", 0)
+            found = ctypes.c_void_p()
+            self.cuda("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
+            assert found.value is not None
+            _contexts[key] = found.value
+        return _contexts[key]
+
+    @contextlib.contextmanager
+    def active(self, device: int) -> Iterator[None]:
+        """Make a device's context the current one of this thread for the length of a block."""
+        self.cuda("cuCtxPushCurrent_v2", self.context(device))
+        try:
+            yield
+        finally:
+            self.cuda("cuCtxPopCurrent_v2", None)
+
+    def stream(self, device: int) -> int:
+        """Return the handle of a new stream that does not synchronise with the legacy one."""
+        made = ctypes.c_void_p()
+        with self.active(device):
+            self.cuda("cuStreamCreate", ctypes.byref(made), 1)
+        assert made.value is not None
+        return made.value
+
+    def synchronize(self, stream: int, device: int = 0) -> None:
+        """Wait until all that is on the stream is done."""
+        with self.active(device):
+            self.cuda("cuStreamSynchronize", ctypes.c_void_p(stream))

@@ -1,0 +1,134 @@
+"""Ranks of ``nccl`` over the ABI fake, in processes of their own, and what its tests do on them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from fakes import compiler, environment
+
+from collective.backends.nccl import NcclBackend
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.cuda import Stream
+from collective.device_array import DeviceArray, PlainSpace
+from collective.dtypes import DType, from_numpy, named
+from collective.testing import RankPool
+from collective.world import World
+
+__all__ = ["FAR", "FakeNccl", "Place", "Run", "needs_compiler", "pools", "read", "side_by_side"]
+
+Run = Callable[..., Any]
+# A deadline in seconds that nothing gets to unless it hangs.
+FAR = 20.0
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
+
+
+class FakeNccl(NcclBackend):
+    """The transport on the fake, in processes that use nothing else.
+
+    Attributes:
+        version: of NCCL, as its code.
+        knobs: settings of the fake.
+        options: of the transport, beside those of its world.
+    """
+
+    version: ClassVar[int] = 22907
+    knobs: ClassVar[dict[str, int]] = {"delay_us": 200}
+    options: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> FakeNccl:
+        os.environ.update(environment(cls.version, **cls.knobs))
+        return super().connect(replace(world, options={**world.options, **cls.options}), timeout)
+
+
+class Place:
+    """One rank's transport, GPU and stream."""
+
+    def __init__(self, backend: Any, stream: Stream | None = None) -> None:
+        self.backend = getattr(backend, "_backend", backend)
+        self.rank, self.size = self.backend.rank, self.backend.size
+        self.device = self.backend.device
+        self.stream = stream or self.device.new_stream()
+
+    def on(self, stream: Stream) -> Place:
+        return Place(self.backend, stream)
+
+    def buffer(self, values: Any, dtype: str | None = None) -> Buffer:
+        """Return values on the GPU."""
+        array = np.asarray(values)
+        kind: DType = from_numpy(array.dtype) if dtype is None else named(dtype)
+        made = self.empty(array.size, kind)
+        made.array.fill_from_host(array.ravel().astype(kind.storage, copy=False))
+        return made
+
+    def empty(self, count: int, kind: DType | str) -> Buffer:
+        """Return room on the GPU."""
+        kind = named(kind) if isinstance(kind, str) else kind
+        nbytes = count * kind.itemsize
+        address, owner = PlainSpace().empty(nbytes, self.device, self.stream)
+        array = DeviceArray(address, (count,), kind.storage, self.device, self.stream, owner=owner)
+        return Buffer(array, kind)
+
+    def call(self, name: str, *args: Any, timeout: float = FAR) -> Any:
+        """Make a collective call as a communicator does, which records it."""
+        recorder, call = self.backend.channel.recorder, Call(name)
+        if recorder is not None:
+            recorder.begin(call)
+        result = getattr(self.backend, name)(*args, call, timeout)
+        if recorder is not None:
+            recorder.end()
+        return result
+
+    def finish(self, timeout: float = FAR) -> None:
+        """Wait for the stream, or raise what is wrong with it."""
+        self.backend.synchronize_event(self.stream.record(), "wait", timeout)
+
+
+def read(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """Return what is in a buffer of a GPU when its stream has got there."""
+    return np.array(buffer.array.to_host())
+
+
+def pools(kind: type[NcclBackend], timeout: float = 40.0) -> Iterator[Run]:
+    """Run functions on ranks that are processes, kept for a module: ``run(size, function, …)``."""
+    made: dict[int, RankPool] = {}
+
+    def run(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if size not in made:
+            made[size] = RankPool(size, kind, timeout=timeout)
+        return made[size].run(function, *args, **options)
+
+    try:
+        yield run
+    finally:
+        for pool in made.values():
+            pool.close()
+
+
+def side_by_side(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions in threads; return what they return, or raise what the first one raises."""
+    results: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,141 @@
+"""Threads with communicators of NCCL over the ABI fake, for the tests of `nccl`'s engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import fakes
+import numpy as np
+import pytest
+
+from collective import cuda
+from collective.backends.nccl.engine import NcclComm
+from collective.backends.nccl.library import Library, load
+from collective.errors import CollectiveTimeoutError
+
+__all__ = [
+    "DEADLINE_S",
+    "FLOAT32",
+    "NEW",
+    "OLD",
+    "OLDER",
+    "SUM",
+    "Array",
+    "Ranks",
+    "at",
+    "destroy",
+    "fresh",
+    "ranks",
+    "until",
+    "within",
+]
+
+T = TypeVar("T")
+
+NEW, OLD, OLDER = 22907, 21403, 21205  # with all; without split and all-to-all; blocking
+FLOAT32, SUM = 7, 0
+DEADLINE_S = 30.0
+
+Array = np.ndarray[Any, Any]
+
+
+def within(seconds: float = DEADLINE_S) -> Callable[[], None]:
+    end = time.monotonic() + seconds
+
+    def poll() -> None:
+        if time.monotonic() > end:
+            raise CollectiveTimeoutError("the test's deadline passed")
+
+    return poll
+
+
+class Ranks:
+    """Threads of this process, each with a device of the fake's, a stream and a communicator."""
+
+    def __init__(self, version: int) -> None:
+        self.fake = fakes.Fake(version)
+        self.library: Library = load(fakes.library_path(version))
+
+    def run(self, size: int, function: Callable[[int], T]) -> list[T]:
+        """Return what ``function(rank)`` returns in threads of their own."""
+        with ThreadPoolExecutor(size) as pool:
+            return [each.result() for each in [pool.submit(function, rank) for rank in range(size)]]
+
+    def create(self, size: int, **options: Any) -> list[NcclComm]:
+        unique_id = self.library.unique_id()
+
+        def one(rank: int) -> NcclComm:
+            return NcclComm.create(
+                self.library, unique_id, rank, size, cuda.device(rank), within(), **options
+            )
+
+        return self.run(size, one)
+
+    def stream(self, rank: int) -> int:
+        return self.fake.stream(rank)
+
+    def wait(self, stream: int, rank: int) -> None:
+        self.fake.synchronize(stream, rank)
+
+    def sums(self, comms: list[NcclComm]) -> list[list[float]]:
+        """Return each rank's result of an all-reduce of ``rank + 1``."""
+
+        def one(place: int) -> list[float]:
+            comm = comms[place]
+            x, out = np.full(3, comm.rank + 1, np.float32), np.zeros(3, np.float32)
+            ordinal = comm.device.ordinal
+            stream = self.stream(ordinal)
+            if comm.all_reduce(at(x), at(out), 3, FLOAT32, SUM, stream):
+                comm.settle(within())
+            self.wait(stream, ordinal)
+            return out.tolist()
+
+        return self.run(len(comms), one)
+
+
+def at(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def destroy(ranks: Ranks, comms: list[NcclComm]) -> None:
+    ranks.run(len(comms), lambda rank: comms[rank].destroy(within()))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ranks]]:
+    """Give ranks on the fake of a version; the driver is in the same library."""
+    made: list[fakes.Fake] = []
+
+    def start(version: int = NEW) -> Ranks:
+        for name, value in fakes.environment(version).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(cuda, "_devices", {})
+        ranks = Ranks(version)
+        made.append(ranks.fake)
+        ranks.fake.knob("host_pointers", 1)
+        ranks.fake.knob("delay_us", 0)
+        ranks.fake.clear_log()
+        return ranks
+
+    yield start
+    for fake in made:
+        for knob, value in (("host_pointers", 0), ("delay_us", 40), ("init_polls", 0)):
+            fake.knob(knob, value)
+
+
+@pytest.fixture
+def ranks(fresh: Callable[[int], Ranks]) -> Ranks:
+    return fresh(NEW)
+
+
+def until(look: Callable[[], T | None]) -> T:
+    poll = within()
+    while True:
+        found = look()
+        if found is not None:
+            return found
+        poll()

@@ -1,0 +1,586 @@
+"""The CUDA driver: devices, streams, events, copies and memory, over the ABI fake."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import fakes
+import numpy as np
+import pytest
+from gate import Gate
+
+from collective import cuda, cuda_driver, pinned
+from collective.errors import (
+    AllocationError,
+    BackendError,
+    BackendUnavailableError,
+    DeviceError,
+)
+
+POISON = fakes.POISON
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch):
+    for name, value in fakes.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cuda, "_devices", {})
+    found = fakes.Fake()
+    found.clear_log()
+    found.knob("delay_us", 0)
+    yield found
+    gc.collect()
+    found.knob("delay_us", 40)
+
+
+@pytest.fixture
+def device(fake: fakes.Fake) -> cuda.Device:
+    return cuda.device(0)
+
+
+@pytest.fixture
+def gate(fake: fakes.Fake):
+    found = Gate()
+    yield found
+    found.open()
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def run(code: str, **environment: str) -> str:
+    """Run Python in a process of its own; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- the driver ------------------------------------------------------------------------------
+
+
+def test_without_a_driver_there_are_no_gpus_and_the_error_has_a_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLLECTIVE_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
+    assert cuda.device_count() == 0
+    with pytest.raises(BackendUnavailableError, match=r"NVIDIA's driver.*nvidia-smi") as caught:
+        cuda.driver()
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_driver_that_shows_no_gpu_says_what_may_hide_them():
+    told = run(
+        "from collective import cuda\n"
+        "print(cuda.device_count())\n"
+        "try: cuda.device(0)\n"
+        "except ImportError as error: print(error)",
+        **fakes.environment(devices=0),
+    )
+    assert told.startswith("0\n")
+    assert re.search(r"no CUDA-capable device.*CUDA_VISIBLE_DEVICES", told)
+
+
+def test_the_driver_is_loaded_once_and_its_version_told(fake):
+    assert cuda.driver() is cuda.driver()
+    assert cuda.driver().version == 13000
+
+
+def test_the_package_does_not_load_the_driver():
+    code = (
+        "import collective\n"
+        "from collective import cuda_driver\n"
+        "print(cuda_driver._drivers, 'libfake' in open('/proc/self/maps').read())"
+    )
+    assert run(code, **fakes.environment()) == "{} False\n"
+
+
+def test_a_function_that_the_driver_lacks_is_missed_when_it_is_called(fake, monkeypatch):
+    prototypes = {**cuda_driver._PROTOTYPES, "cuNothing": ()}
+    monkeypatch.setattr(cuda_driver, "_PROTOTYPES", prototypes)
+    loaded = cuda_driver.Driver(fakes.library_path())
+    with pytest.raises(BackendUnavailableError, match=r"has no cuNothing.*Update it"):
+        loaded.cuNothing()  # type: ignore[attr-defined]
+
+
+def test_errors_carry_the_drivers_words_and_code(device):
+    with pytest.raises(BackendError, match=r"cuda:0.*invalid resource handle") as caught:
+        device.stream(0xDEAD0).record()
+    assert (caught.value.backend, caught.value.code) == ("cuda", 400)
+
+
+def test_a_broken_context_is_told_plainly():
+    code = (
+        "from gate import Gate\n"
+        "from collective import cuda\n"
+        "device = cuda.device(0)\n"
+        "stream, gate = device.new_stream(), Gate()\n"
+        "memory, host = cuda.allocate(device, 64, stream), cuda.pinned(64)\n"
+        "address = memory.address\n"
+        "gate.hold(stream)\n"
+        "del memory\n"
+        "cuda.copy(host.__array_interface__['data'][0], address, 64, stream)\n"
+        "try:\n"
+        "    gate.open()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error.code, error)\n"
+    )
+    told = run(code, **fakes.environment())
+    assert told.startswith("BackendError 700 ")
+    assert "broken the GPU's context" in told
+
+
+# -- devices ---------------------------------------------------------------------------------
+
+
+def test_a_device_is_one_object_and_knows_what_it_is(fake):
+    second = cuda.device(1)
+    assert cuda.device(1) is second
+    assert second.ordinal == 1
+    assert second.name == "Fake GPU 1"
+    assert second.bus_id == "0000:02:00.0"
+    assert second.memory_bytes == 1 << 32
+    assert str(second) == "cuda:1"
+
+
+@pytest.mark.parametrize("ordinal", [4, -1])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(fake, ordinal):
+    with pytest.raises(DeviceError, match=rf"cuda:{ordinal}: .* cuda:0 to cuda:3"):
+        cuda.device(ordinal)
+
+
+def test_active_restores_what_was_current_before(fake):
+    loaded = cuda.driver()
+    first, second = cuda.device(0), cuda.device(1)
+    assert loaded.current() == 0
+    with first.active():
+        assert loaded.current() == first.context
+        with second.active(), second.active():
+            assert loaded.current() == second.context
+        assert loaded.current() == first.context
+    assert loaded.current() == 0
+
+
+def test_active_restores_after_an_error(fake):
+    with pytest.raises(ZeroDivisionError), cuda.device(1).active():
+        raise ZeroDivisionError
+    assert cuda.driver().current() == 0
+
+
+def test_looking_at_a_device_makes_no_context(monkeypatch):
+    code = (
+        "import fakes\n"
+        "from collective import cuda\n"
+        "print(repr(cuda.device(0)), len(fakes.Fake().log('PrimaryCtxRetain')))\n"
+        "with cuda.device(0).active(): pass\n"
+        "with cuda.device(0).active(): pass\n"
+        "print(len(fakes.Fake().log('PrimaryCtxRetain')))\n"
+    )
+    told = run(code, **fakes.environment())
+    assert told == "Device(cuda:0, 'Fake GPU 0', 0000:01:00.0) 0\n1\n"
+
+
+# -- streams and events ------------------------------------------------------------------------
+
+
+def test_streams_are_equal_where_they_are_the_same_queue(device):
+    mine = device.new_stream()
+    assert device.stream(mine.handle) == mine
+    assert hash(device.stream(mine.handle)) == hash(mine)
+    assert device.stream(0) == device.stream(1) != device.stream(2)
+    assert device.stream(0) != cuda.device(1).stream(0)
+    assert device.stream(mine.handle) is device.stream(mine.handle)
+
+
+def test_an_event_is_done_when_the_work_before_it_is(fake, device, gate):
+    stream = device.new_stream()
+    gate.hold(stream)
+    event = stream.record()
+    assert not event.query()
+    assert not stream.query()
+    gate.open()
+    event.synchronize()
+    assert event.query()
+    stream.synchronize()
+    assert stream.query()
+
+
+def test_a_stream_waits_for_an_event_of_another_device(fake, gate):
+    first, second = cuda.device(0), cuda.device(1)
+    one, other = first.new_stream(), second.new_stream()
+    gate.hold(one)
+    event = one.record()
+    other.wait(event)
+    event.release()
+    assert not other.query()
+    gate.open()
+    other.synchronize()
+    assert one.query()
+
+
+def test_a_released_event_is_used_again_and_who_waits_for_it_is_not_misled(fake, device, gate):
+    stream, other = device.new_stream(), device.new_stream()
+    gate.hold(stream)
+    event = stream.record()
+    handle = event.handle
+    other.wait(event)
+    event.release()
+    event.release()  # once is enough
+    again = device.new_stream().record()
+    assert again.handle == handle
+    again.synchronize()
+    assert stream.record().handle != handle
+    assert not other.query()
+    gate.open()
+    other.synchronize()
+
+
+def test_a_released_event_is_no_more_the_callers(device):
+    event = device.new_stream().record()
+    event.release()
+    with pytest.raises(BackendError, match="invalid resource handle"):
+        event.query()
+
+
+def test_a_dropped_event_goes_back_to_the_pool(fake, device):
+    stream = device.new_stream()
+    for _ in range(50):
+        stream.record()
+    assert len(fake.log("cuEventCreate")) == 1
+
+
+def test_a_dropped_stream_is_destroyed_and_one_of_the_callers_is_not(fake, device):
+    mine = device.new_stream()
+    handle = mine.handle
+    device.stream(handle)
+    assert not fake.log("cuStreamDestroy")
+    del mine
+    assert len(fake.log("cuStreamDestroy")) == 1
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_default_streams_are_those_of_their_device_whatever_is_current(fake, handle, gate):
+    first, second = cuda.device(0), cuda.device(1)
+    stream = second.stream(handle)
+    with first.active():
+        gate.hold(stream)
+        event = stream.record()  # an event of another context would be refused
+        assert not event.query()
+        assert not stream.query()
+        assert first.stream(handle).query()
+        gate.open()
+        stream.synchronize()
+        assert event.query()
+        stream.wait(event)
+        assert cuda.driver().current() == first.context
+
+
+def test_threads_without_a_context_can_do_everything(fake, device):
+    stream = device.new_stream()
+    problems: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            for each in (stream, device.stream(0), device.stream(2), device.new_stream()):
+                memory = cuda.allocate(device, 64, each)
+                host = cuda.pinned(64)
+                host[:] = 7
+                cuda.copy(memory.address, address(host), 64, each)
+                cuda.copy_2d(address(host), 8, memory.address, 16, 4, 2, each)
+                event = each.record()
+                each.wait(event)
+                event.synchronize()
+                event.query()
+                each.query()
+                each.synchronize()
+                cuda.owner_of(memory.address)
+            assert cuda.driver().current() == 0
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert not problems
+
+
+def test_a_call_refused_for_want_of_a_context_is_made_again_with_one(device, monkeypatch):
+    """The real driver may ask for a context where the fake does not."""
+    loaded, stream = cuda.driver(), device.new_stream()
+    memory, host = cuda.allocate(device, 64, stream), cuda.pinned(64)
+    event = stream.record()
+
+    def strict(name: str) -> None:
+        real = getattr(loaded, name)
+
+        def function(*args: object) -> int:
+            return real(*args) if loaded.current() else cuda_driver.INVALID_CONTEXT
+
+        monkeypatch.setattr(loaded, name, function)
+
+    for name in (
+        "cuEventRecord cuEventQuery cuEventSynchronize cuStreamWaitEvent cuStreamQuery "
+        "cuStreamSynchronize cuMemcpyAsync cuMemcpy2DAsync_v2 cuPointerGetAttribute "
+        "cuMemFreeAsync cuMemAllocAsync cuMemHostAlloc"
+    ).split():
+        strict(name)
+    stream.record().release()
+    stream.wait(event)
+    cuda.copy(memory.address, address(host), 64, stream)
+    cuda.copy_2d(address(host), 8, memory.address, 16, 4, 2, stream)
+    stream.synchronize()
+    event.synchronize()
+    assert event.query()
+    assert stream.query()
+    assert cuda.owner_of(memory.address) == 0
+    assert loaded.current() == 0
+
+
+def test_an_override_is_of_its_thread_and_ends_with_its_body(device):
+    usual, other = device.new_stream(), device.new_stream()
+    seen = []
+    with cuda.on(other):
+        thread = threading.Thread(target=lambda: seen.append(cuda.in_force(usual)))
+        thread.start()
+        thread.join()
+        with cuda.on(usual):
+            assert cuda.in_force(other) is usual
+        assert cuda.in_force(usual) is other
+    assert cuda.in_force(usual) is usual
+    assert seen == [usual]
+
+
+# -- copies and memory -------------------------------------------------------------------------
+
+
+def test_a_copy_is_done_later_in_the_streams_order(fake, device, gate):
+    stream = device.new_stream()
+    memory = cuda.allocate(device, 1000, stream)
+    host, back = cuda.pinned(1000), cuda.pinned(1000)
+    host[:] = np.arange(1000) % 199
+    gate.hold(stream)
+    cuda.copy(memory.address, address(host), 1000, stream)
+    cuda.copy(address(back), memory.address, 1000, stream)
+    assert (back == POISON).all()  # read too early
+    gate.open()
+    stream.synchronize()
+    assert (back == host).all()
+
+
+def test_copy_2d_leaves_what_is_between_the_rows(device):
+    stream = device.new_stream()
+    source, target = cuda.pinned(60), cuda.pinned(60)
+    source[:], target[:] = np.arange(60), 99
+    cuda.copy_2d(address(target), 20, address(source), 15, 10, 3, stream)
+    stream.synchronize()
+    expected = np.full((3, 20), 99, np.uint8)
+    expected[:, :10] = source[:45].reshape(3, 15)[:, :10]
+    assert (target.reshape(3, 20) == expected).all()
+
+
+def test_copies_of_nothing_are_not_made(fake, device):
+    stream = device.new_stream()
+    cuda.copy(0, 0, 0, stream)
+    cuda.copy_2d(0, 4, 0, 4, 4, 0, stream)
+    cuda.copy_2d(0, 4, 0, 4, 0, 4, stream)
+    assert not fake.log("cuMemcpy")
+
+
+def test_the_owner_of_an_address_is_its_gpu(fake):
+    second = cuda.device(1)
+    memory = cuda.allocate(second, 16, second.new_stream())
+    assert cuda.owner_of(memory.address) == 1
+    assert cuda.owner_of(memory.address + 15) == 1
+    assert cuda.owner_of(address(cuda.pinned(16))) is None
+    assert cuda.owner_of(address(np.empty(16))) is None
+
+
+def test_memory_is_freed_in_the_order_of_the_streams_that_use_it(fake, device, gate):
+    stream, other = device.new_stream(), device.new_stream()
+    memory = cuda.allocate(device, 64, stream)
+    host = cuda.pinned(64)
+    stream.synchronize()
+    source = cuda.pinned(64)
+    source[:] = 5
+    cuda.copy(memory.address, address(source), 64, stream)
+    stream.synchronize()
+    gate.hold(other)
+    cuda.copy(address(host), memory.address, 64, other)
+    memory.used_on(other)
+    del memory
+    *_, waited, freed = fake.log("stream=")
+    assert waited.startswith(f"cuStreamWaitEvent(stream={stream.handle:#x}")
+    assert freed.startswith("cuMemFreeAsync")
+    assert not stream.query()
+    gate.open()
+    stream.synchronize()
+    other.synchronize()
+    assert (host == 5).all()
+
+
+def test_no_bytes_need_no_memory(fake, device):
+    memory = cuda.allocate(device, 0, device.new_stream())
+    assert (memory.address, memory.nbytes) == (0, 0)
+    del memory
+    assert not fake.log("cuMem")
+
+
+def test_an_exhausted_gpu_is_an_allocation_error(fake, device):
+    stream = device.new_stream()
+    with pytest.raises(AllocationError, match=r"cuda:0: 8589934592 bytes: out of memory"):
+        cuda.allocate(device, 8 << 30, stream)
+    assert cuda.allocate(device, 8, stream).address
+
+
+def test_gpus_without_memory_pools_allocate_and_free_all_the_same(fake, device, monkeypatch):
+    monkeypatch.setattr(device, "has_pools", False)
+    stream = device.new_stream()
+    memory = cuda.allocate(device, 64, stream)
+    assert cuda.owner_of(memory.address) == 0
+    del memory
+    assert not fake.log("Async")
+    assert len(fake.log("cuMemFree(")) == 1
+
+
+# -- pinned memory -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(fake: fakes.Fake, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pinned, "_pool", pinned._Pool())
+    return pinned._pool
+
+
+def test_pinned_memory_is_used_again_once_its_last_view_is_dropped(fake, pool):
+    first = cuda.pinned(5000)
+    where = address(first)
+    view = first[100:].view(np.uint16).reshape(-1, 2)
+    del first
+    assert address(cuda.pinned(5000)) != where
+    del view
+    assert address(cuda.pinned(8192)) == where  # of the same size class
+    assert len(fake.log("cuMemHostAlloc(bytes=8192")) == 2
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_pinned_blocks_are_powers_of_two(fake, pool, nbytes, block):
+    assert cuda.pinned(nbytes).shape == (nbytes,)
+    assert pool.nbytes == block
+    assert f"bytes={block}" in fake.log("cuMemHostAlloc")[0]
+
+
+def test_the_pool_is_bounded(fake, pool, monkeypatch):
+    monkeypatch.setattr(pinned, "_KEPT", 3 * 4096)
+    held = [cuda.pinned(1) for _ in range(5)]
+    held.clear()
+    assert pool.nbytes == 3 * 4096
+    assert len(fake.log("cuMemFreeHost")) == 2
+
+
+def test_large_blocks_are_not_kept(fake, pool, monkeypatch):
+    monkeypatch.setattr(pinned, "LARGEST", 1 << 16)
+    held = cuda.pinned((1 << 16) + 1)
+    assert "bytes=65537" in fake.log("cuMemHostAlloc")[0]
+    del held
+    assert pool.nbytes == 0
+    assert len(fake.log("cuMemFreeHost")) == 1
+
+
+def test_where_no_page_can_be_locked_memory_is_ordinary(fake, pool):
+    held = cuda.pinned(9000)
+    del held  # lies in the pool, and is given up before anything else
+    loaded = cuda.driver()
+    real, asked = loaded.cuMemHostAlloc, []
+
+    def refuse(*args: object) -> int:
+        asked.append(args)
+        return 2
+
+    loaded.cuMemHostAlloc = refuse
+    try:
+        found = cuda.pinned(100)
+    finally:
+        loaded.cuMemHostAlloc = real
+    assert len(asked) == 2
+    assert pool.nbytes == 0
+    assert found.shape == (100,)
+    assert cuda.owner_of(address(found)) is None
+    assert not pinned.is_pinned(found)
+    assert pinned.is_pinned(cuda.pinned(100)[3:7])
+
+
+def test_without_any_memory_pinned_is_an_allocation_error(fake, pool, monkeypatch):
+    def full(*_: object) -> np.ndarray:
+        raise MemoryError
+
+    monkeypatch.setattr(cuda.driver(), "cuMemHostAlloc", lambda *_: 2)
+    monkeypatch.setattr(np, "empty", full)
+    with pytest.raises(AllocationError, match="100 bytes"):
+        cuda.pinned(100)
+
+
+def test_pinned_memory_of_a_thread_makes_no_context_on_another_gpu():
+    code = (
+        "import fakes, threading\n"
+        "from collective import cuda\n"
+        "with cuda.device(2).active(): pass\n"
+        "thread = threading.Thread(target=lambda: cuda.pinned(10))\n"
+        "thread.start(), thread.join()\n"
+        "print(fakes.Fake().log('PrimaryCtxRetain'))\n"
+    )
+    assert run(code, **fakes.environment()) == "['cuDevicePrimaryCtxRetain(dev=2)']\n"
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+
+def _in_child(pipe) -> None:
+    told = []
+    device = cuda.device(0)  # known from before
+    for use in (
+        cuda.driver,
+        cuda.device_count,
+        device.new_stream,
+        device.stream(0).record,
+        lambda: cuda.pinned(10),
+        lambda: cuda.device(3),
+        lambda: cuda.allocate(device, 10, device.stream(1)),
+    ):
+        try:
+            use()
+            told.append("nothing")
+        except BackendError as error:
+            told.append(str(error))
+    pipe.send(told)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_cuda_does_not_work_there(fake):
+    device = cuda.device(0)
+    stream = device.new_stream()
+    held = [cuda.allocate(device, 10, stream), cuda.pinned(10), stream.record()]
+    device.stream(0).record()
+    device.stream(1)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_in_child, args=(theirs,))
+    child.start()
+    assert ours.poll(60)
+    told = ours.recv()
+    child.join()
+    assert child.exitcode == 0
+    assert len(told) == 7
+    assert all(re.search(r"fork.*'spawn'", text) for text in told), told
+    stream.synchronize()
+    assert held[2].query()  # the parent goes on

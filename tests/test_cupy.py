@@ -1,0 +1,282 @@
+"""CuPy's arrays, over memory of the ABI fake: seen where they are, and given back.
+
+CuPy itself is real. What needs CUDA's runtime (streams, allocation, kernels) is pretended;
+so its kernels and its memory pools are only tested where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+import weakref
+
+import numpy as np
+import pytest
+from fakes import Fake, FakeArray, current_stream
+from pretended_gpu import gpu
+
+from collective import cuda
+from collective.arrays import adapter_like, adapter_of
+from collective.device_array import DeviceArray
+from collective.dtypes import BY_NAME, FOREIGN
+from collective.errors import AllocationError, DtypeError
+
+cupy = pytest.importorskip("cupy")
+
+__all__ = ["gpu"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("gpu", "runtime")
+
+NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
+
+
+class Runtime:
+    """What CuPy asks CUDA's runtime for: the device and the stream that are current."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, int] = {}
+
+    def handle(self, ordinal: int) -> int:
+        return self.streams.get(ordinal, current_stream(ordinal))
+
+    def get_current_stream(self, ordinal: int = -1):
+        return types.SimpleNamespace(ptr=self.handle(self.device if ordinal < 0 else ordinal))
+
+    @contextlib.contextmanager
+    def using_device(self, ordinal: int):
+        before, self.device = self.device, ordinal
+        try:
+            yield
+        finally:
+            self.device = before
+
+    @contextlib.contextmanager
+    def using(self, handle: int, ordinal: int | None = None):
+        # CuPy refuses the stream of a device that is not current.
+        ordinal = self.device if ordinal is None else ordinal
+        assert ordinal == self.device
+        before = self.streams
+        self.streams = {**before, ordinal: handle}
+        try:
+            yield
+        finally:
+            self.streams = before
+
+    def empty(self, shape, dtype):
+        return over(FakeArray(shape, dtype, None, self.device, self.handle(self.device)))
+
+
+def over(x: FakeArray, dtype=None):
+    """Return CuPy over a FakeArray's memory."""
+    memory = cupy.cuda.UnownedMemory(x.address, max(x._nbytes, 1), x, device_id=x.device)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(x.shape, x.dtype if dtype is None else dtype, pointer, strides=x.strides)
+
+
+def of(values) -> cupy.ndarray:
+    x = FakeArray.of(values)
+    Fake().synchronize(x.stream)
+    return over(x)
+
+
+def values_of(x) -> np.ndarray:
+    return adapter_of(x).view(x)[0].to_host()
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    made = Runtime()
+
+    class Device:
+        def __init__(self, ordinal=None):
+            self.id = made.device if ordinal is None else ordinal
+
+        def __enter__(self):
+            self._context = made.using_device(self.id)
+            self._context.__enter__()
+
+        def __exit__(self, *error):
+            return self._context.__exit__(*error)
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", made.get_current_stream)
+    monkeypatch.setattr(cupy.cuda, "Device", Device)
+    monkeypatch.setattr(cupy.cuda, "ExternalStream", made.using)
+    monkeypatch.setattr(cupy.cuda, "Stream", types.SimpleNamespace(null=made.using(0)))
+    monkeypatch.setattr(cupy, "empty", made.empty)
+    return made
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_array_is_seen_where_it_is_and_comes_back_as_itself(name):
+    x = of(np.arange(12).astype(name).reshape(3, 4))
+    adapter = adapter_of(x)
+    assert adapter is adapter_like("cupy")
+    array, dtype = adapter.view(x)
+    assert type(array) is DeviceArray
+    assert dtype is BY_NAME[name]
+    assert array.address == x.data.ptr
+    assert adapter.wrap(array, dtype) is x
+    np.testing.assert_array_equal(array.to_host(), np.arange(12).astype(name).reshape(3, 4))
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_types_that_numpy_lacks(name):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind = getattr(ml_dtypes, name)
+    x = over(FakeArray.of(np.array([1.0, -2.0]).astype(kind).view(FOREIGN[name])), kind)
+    array, dtype = adapter_of(x).view(x)
+    assert dtype is BY_NAME[name]
+    assert array.dtype == dtype.storage
+    assert adapter_of(x).wrap(array, dtype) is x
+    part = adapter_of(x).wrap(array[1:], dtype)
+    assert part.dtype == kind
+    assert part.data.ptr == x.data.ptr + dtype.itemsize
+
+
+def test_types_that_this_cupy_lacks(monkeypatch):
+    def refuse(*_, **__):
+        raise TypeError("Unsupported dtype")
+
+    adapter = adapter_like("cupy")
+    made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    monkeypatch.setattr(cupy, "empty", refuse)
+    with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
+        adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    monkeypatch.setattr(cupy, "ndarray", type("ndarray", (), {"__init__": refuse}))
+    with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
+        adapter.wrap(made[1:], BY_NAME["float32"])
+
+
+@pytest.mark.parametrize(
+    "cut", [np.s_[::2], np.s_[:, 1], np.s_[::-1], np.s_[..., None], np.s_[0, 0:0]], ids=str
+)
+def test_strides_are_kept(cut):
+    values = np.arange(24.0).reshape(4, 6)
+    x = of(values)[cut]
+    array, dtype = adapter_of(x).view(x)
+    assert array.shape == x.shape
+    assert adapter_of(x).wrap(array, dtype) is x
+
+
+def test_the_stream_is_cupys_current_one_of_the_arrays_device(runtime, gpu: Fake):
+    x, y = of(np.zeros(3)), over(FakeArray((3,), device=1))
+    runtime.streams = {0: gpu.stream(0), 1: gpu.stream(1)}
+    for array, ordinal in ((x, 0), (y, 1)):
+        seen = adapter_of(array).view(array)[0]
+        assert seen.device is cuda.device(ordinal)
+        assert seen.stream.handle == runtime.streams[ordinal]
+        assert adapter_of(array).current_stream(seen.device) == seen.stream
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_new_arrays_are_cupys_own(runtime, ordinal):
+    dtype = BY_NAME["float64"]
+    adapter = adapter_like("cupy")
+    made = adapter.empty((2, 3), dtype, cuda.device(ordinal))
+    x = adapter.wrap(made, dtype)
+    assert x is made.owner
+    assert made.device is cuda.device(ordinal)
+    assert (x.shape, x.dtype) == ((2, 3), np.float64)
+    assert runtime.device == 0
+
+
+def test_new_arrays_are_on_cupys_current_device_if_no_other_is_named(runtime):
+    with runtime.using_device(2):
+        assert adapter_like("cupy").empty((3,), BY_NAME["int8"], None).device is cuda.device(2)
+
+
+def test_a_part_of_an_array_comes_back_over_the_same_memory():
+    x = of(np.arange(24.0).reshape(4, 6))
+    adapter = adapter_of(x)
+    array, dtype = adapter.view(x)
+    for part, expected in (
+        (array[1:3], x[1:3]),
+        (array.T, x.T),
+        (array[:, ::2], x[:, ::2]),
+        (array.ravel(), x.reshape(-1)),
+        (array[3, 5], x[3, 5]),
+    ):
+        back = adapter.wrap(part, dtype)
+        assert back.data.ptr == expected.data.ptr
+        assert back.data.mem is x.data.mem
+        assert (back.shape, back.strides) == (expected.shape, expected.strides)
+
+
+def test_memory_that_is_not_cupys_is_kept_alive():
+    x = FakeArray.of(np.arange(6.0))
+    watched = weakref.ref(x)
+    array, dtype = adapter_of(x).view(x)
+    back = adapter_like("cupy").wrap(array, dtype)
+    assert (back.data.ptr, back.strides) == (x.address, (8,))
+    assert back.data.device_id == 0
+    del x, array
+    gc.collect()
+    assert watched() is not None
+    assert values_of(back).tolist() == [0, 1, 2, 3, 4, 5]
+    del back
+    gc.collect()
+    assert watched() is None
+
+
+def test_copies_are_enqueued_on_the_stream_in_force(monkeypatch, runtime, gpu: Fake):
+    from collective.adapters.cupy import arrays
+
+    used = []
+
+    def elements(array, kind):
+        # Of CuPy, which has no kernels here, as NumPy, when the stream is done.
+        used.append((runtime.device, runtime.handle(runtime.device), kind))
+        gpu.synchronize(runtime.handle(runtime.device), runtime.device)
+        whole = FakeArray.__new__(FakeArray)
+        whole.__dict__.update(_block=array.address, _nbytes=4096)
+        return np.ndarray(array.shape, kind, whole.memory().data, 0, array.strides)
+
+    monkeypatch.setattr(arrays, "_over", elements)
+    x = over(FakeArray((1024,), np.float32, device=1)).reshape(32, 32).T
+    array, _ = adapter_of(x).view(x)
+    side = cuda.device(1).new_stream()
+    values = np.arange(1024, dtype=np.float32).reshape(32, 32)
+    with gpu.turned("delay_us", 20_000):
+        late = FakeArray.of(values, device=1, stream=side.handle)
+        with cuda.on(side):
+            array[...] = adapter_of(late).view(late)[0]
+            copied = array.copy()
+    assert used == [(1, side.handle, np.dtype("uint32"))] * 4
+    assert runtime.device == 0
+    np.testing.assert_array_equal(copied.to_host(), values)
+
+
+@pytest.mark.parametrize("handle", [0, 1])
+def test_the_legacy_stream_is_cupys_null_stream(runtime, handle):
+    adapter = adapter_like("cupy")
+    with cuda.on(cuda.device(0).stream(handle)):
+        made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    assert made.owner.data.mem._owner.stream == 0
+    assert runtime.streams == {}
+
+
+def test_cupy_without_memory_left(monkeypatch):
+    def fail(*_):
+        raise cupy.cuda.memory.OutOfMemoryError(10, 0, 0)
+
+    monkeypatch.setattr(cupy, "empty", fail)
+    with pytest.raises(AllocationError, match="cupy: no memory"):
+        adapter_like("cupy").empty((3,), BY_NAME["float32"], cuda.device(0))
+
+
+def test_a_place_tells_all_that_a_call_has_to_know():
+    x = of(np.zeros((4, 6), np.float32))
+    place = adapter_of(x).place
+    assert place(x) == place(x.reshape(4, 6))
+    others = [x[1:], x.reshape(6, 4), x.view(np.int32), of(np.zeros((4, 6), np.float32))]
+    assert len({place(other) for other in [x, *others]}) == 5
+    assert place(x.T) is place(x[:0]) is None
+
+
+def test_what_comes_from_host_memory_is_copied_to_the_gpu(monkeypatch):
+    copied = []
+    monkeypatch.setattr(cupy, "asarray", lambda x: copied.append(x) or x)
+    adapter_like("cupy").wrap(np.zeros(3, np.uint8), BY_NAME["bool"])
+    assert len(copied) == 1

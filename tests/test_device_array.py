@@ -1,0 +1,749 @@
+"""DeviceArray against NumPy, method by method, over the ABI fake."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import fakes
+import numpy as np
+import pytest
+from gate import Gate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collective import cuda, device_copies, pinned
+from collective.device_array import DeviceArray, PlainSpace
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+
+POISON = fakes.POISON
+DTYPES = ["bool", "uint8", "uint16", "float32", "int64", "complex128"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fakes.environment().items():
+            patch.setenv(name, value)
+        patch.setattr(cuda, "_devices", {})
+        found = fakes.Fake()
+        found.knob("delay_us", 0)
+        yield found
+        gc.collect()
+        found.knob("delay_us", 40)
+
+
+@pytest.fixture(scope="module")
+def device(fake) -> cuda.Device:
+    return cuda.device(0)
+
+
+@pytest.fixture(scope="module")
+def stream(device) -> cuda.Stream:
+    return device.new_stream()
+
+
+@pytest.fixture
+def gate(fake):
+    found = Gate()
+    yield found
+    found.open()
+
+
+def on_device(x: np.ndarray, stream: cuda.Stream, **options: Any) -> DeviceArray:
+    """Return an array with the values and the strides of a NumPy array, gaps included."""
+    low, high = np.lib.array_utils.byte_bounds(x) if x.size else (0, 0)
+    memory = cuda.allocate(stream.device, high - low, stream)
+    address = memory.address
+    if x.size:
+        address += x.__array_interface__["data"][0] - low
+    made = DeviceArray(
+        address, x.shape, x.dtype, stream.device, stream, strides=x.strides, owner=memory, **options
+    )
+    if x.size:
+        span = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low))
+        whole = DeviceArray(memory.address, (high - low,), np.uint8, stream.device, stream)
+        whole.fill_from_host(span)
+    return made
+
+
+def numbers(shape: tuple[int, ...] | int, dtype: Any = "float32") -> np.ndarray:
+    count = math.prod(shape) if isinstance(shape, tuple) else shape
+    return (np.arange(count) % 251).astype(dtype).reshape(shape)
+
+
+def same(found: DeviceArray, expected: np.ndarray) -> None:
+    assert type(found) is DeviceArray
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found.to_host(), expected)
+
+
+@st.composite
+def arrays(draw: Any, zero_strides: bool = False, max_dims: int = 4) -> np.ndarray:
+    """Views of any strides, with gaps between the elements."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=max_dims)))
+    steps = [draw(st.sampled_from([1, 1, 2, -1, -2])) for _ in shape]
+    order = draw(st.permutations(range(len(shape))))
+    whole = numbers(tuple(n * abs(step) for n, step in zip(shape, steps)), draw(DTYPE))
+    x = whole.transpose(np.argsort(order)).copy().transpose(order)
+    x = x[(*(slice(None, None, step) for step in steps), ...)]  # 0-d stays an array
+    if zero_strides and shape:
+        axis = draw(st.integers(0, len(shape) - 1))
+        if shape[axis]:
+            part = x[(slice(None),) * axis + (slice(0, 1),)]
+            x = np.broadcast_to(part, x.shape)
+    return x
+
+
+DTYPE = st.sampled_from(DTYPES)
+few = settings(max_examples=60, deadline=None)
+
+
+# -- what it is ------------------------------------------------------------------------------
+
+
+@few
+@given(x=arrays(zero_strides=True))
+def test_it_tells_of_itself_as_numpy_does(x, stream):
+    found = on_device(x, stream)
+    for name in "shape ndim size nbytes itemsize dtype".split():
+        assert getattr(found, name) == getattr(x, name), name
+    assert found.flags.c_contiguous == x.flags.c_contiguous
+    if not x.flags.c_contiguous:
+        assert found.strides == x.strides
+    assert found.flags.aligned
+    assert found.flags.carray == x.flags.c_contiguous
+    if x.ndim:
+        assert len(found) == len(x)
+
+
+def test_a_contiguous_array_is_made_in_a_step_without_copies(fake, device, stream):
+    fake.clear_log()
+    found = DeviceArray(4096, (2, 3), "float32", device, stream)
+    assert found.strides == (12, 4)
+    assert found.flags.carray
+    assert found.base is None
+    assert found.ravel().base is found
+    assert found.ravel().view(np.uint8)[3:7].base is found
+    assert not fake.log()
+
+
+def test_flags_of_what_is_odd_or_read_only(device, stream):
+    odd = DeviceArray(4097, (3,), "float32", device, stream)
+    assert not odd.flags.aligned
+    assert not odd.flags.carray
+    fixed = DeviceArray(4096, (3,), "float32", device, stream, writeable=False)
+    assert not fixed.flags.carray
+    assert not fixed[1:].flags.writeable
+    assert fixed.flags.c_contiguous
+
+
+def test_the_owner_lives_as_long_as_a_view_and_memory_of_its_own_is_told(fake, device, stream):
+    found = on_device(numbers(10), stream)
+    owner = found.owner
+    assert found.base is owner
+    assert not found.flags.owndata
+    copied = found.copy()
+    assert copied.flags.owndata
+    assert copied.base is None
+    assert copied[1:].base is copied
+    fake.clear_log()
+    view = copied[2:].reshape(2, 4)
+    del copied
+    gc.collect()
+    assert not fake.log("cuMemFreeAsync")
+    del view
+    assert len(fake.log("cuMemFreeAsync")) == 1
+
+
+# -- views -----------------------------------------------------------------------------------
+
+
+def keys(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    def one(length: int) -> st.SearchStrategy[Any]:
+        whole = st.slices(length)
+        return whole if not length else st.one_of(whole, st.integers(-length, length - 1))
+
+    full = st.tuples(*map(one, shape))
+    some = st.integers(0, len(shape)).flatmap(lambda n: st.tuples(*map(one, shape[:n])))
+    dotted = st.integers(0, len(shape)).flatmap(
+        lambda n: st.tuples(*map(one, shape[:n]), st.just(Ellipsis), *map(one, shape[n + 1 :]))
+    )
+    single = [one(shape[0])] if shape else []
+    return st.one_of(full, some, dotted, st.just(Ellipsis), *single)
+
+
+@few
+@given(data=st.data(), x=arrays())
+def test_indices_and_slices(data, x, stream):
+    key = data.draw(keys(x.shape))
+    found, expected = on_device(x, stream)[key], x[key]
+    same(found, np.asarray(expected))
+
+
+@pytest.mark.parametrize("key", [(0, 0, 0), 3, -4, (..., ...), None, True, [0, 1], "a", 1.0])
+def test_indices_that_numpy_refuses_or_that_are_not_views_are_refused(key, stream):
+    with pytest.raises(IndexError):
+        on_device(numbers((3, 2)), stream)[key]
+
+
+@few
+@given(data=st.data(), x=arrays())
+def test_reshape_is_a_view_where_numpys_is_and_a_copy_where_it_is(data, x, stream):
+    lengths = [n for n in range(1, x.size + 1) if x.size % n == 0] or [0]
+    first = data.draw(st.sampled_from(lengths))
+    second = data.draw(
+        st.sampled_from([n for n in lengths if not first or x.size // first % n == 0])
+    )
+    shape = (
+        data.draw(
+            st.sampled_from([(first, -1), (-1,), (first, second, -1), (1, -1, 1), (second, 1, -1)])
+        )
+        if x.size
+        else (0, 3)
+    )
+    mine = on_device(x, stream)
+    found, expected = mine.reshape(shape), x.reshape(shape)
+    same(found, expected)
+    assert np.may_share_memory(found, mine) == np.may_share_memory(expected, x)
+    same(mine.reshape(*shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_view"),
+    [((6, 2), True), ((3, 2, 2), True), ((1, 6, 1, 2), True), ((12,), False), ((4, 3), False)],
+)
+def test_axes_are_joined_and_cut_without_a_copy_where_they_can_be(shape, is_view, stream):
+    x = numbers((2, 3, 5))[:, :, :4:2]
+    mine = on_device(x, stream)
+    same(mine.reshape(shape), x.reshape(shape))
+    assert np.may_share_memory(mine.reshape(shape), mine) == is_view
+
+
+@pytest.mark.parametrize("shape", [(4,), (-1, 4), (-1, -1), (-2, 3), (0, -1)])
+def test_shapes_that_do_not_fit_are_refused(shape, stream):
+    with pytest.raises(ShapeError, match="6 elements"):
+        on_device(numbers((2, 3)), stream).reshape(shape)
+
+
+@few
+@given(x=arrays(zero_strides=True))
+def test_ravel(x, stream):
+    mine = on_device(x, stream)
+    found = mine.ravel()
+    same(found, x.ravel())
+    assert found.flags.c_contiguous
+    if x.size:
+        assert np.may_share_memory(found, mine) == np.may_share_memory(x.ravel(), x)
+
+
+@few
+@given(data=st.data(), x=arrays(zero_strides=True))
+def test_moveaxis_and_transpose(data, x, stream):
+    if x.ndim:
+        axes = st.lists(st.integers(0, x.ndim - 1), unique=True)
+        source = data.draw(axes)
+        goes = data.draw(st.permutations(range(x.ndim)))[: len(source)]
+        same(np.moveaxis(on_device(x, stream), source, goes), np.moveaxis(x, source, goes))
+        same(np.moveaxis(on_device(x, stream), -1, 0), np.moveaxis(x, -1, 0))
+    same(on_device(x, stream).T, x.T)
+
+
+@pytest.mark.parametrize(("source", "goes"), [(3, 0), (0, -4), ((0, 0), (1, 2)), ((0, 1), (2,))])
+def test_axes_that_are_not_there_are_refused(source, goes, stream):
+    with pytest.raises(ShapeError, match="moveaxis"):
+        np.moveaxis(on_device(numbers((2, 3, 4)), stream), source, goes)
+
+
+@few
+@given(x=arrays(), dtype=DTYPE)
+def test_view_of_another_dtype_is_numpys(x, dtype, stream):
+    found = on_device(x, stream)
+    if x.dtype == bool or dtype == "bool":
+        dtype = "uint8"  # other bytes are no truth values
+    try:
+        expected = x.view(dtype)
+    except (ValueError, TypeError):
+        with pytest.raises(ShapeError, match="last axis"):
+            found.view(dtype)
+        return
+    got = found.view(dtype)
+    assert (got.shape, got.dtype, got.size) == (expected.shape, expected.dtype, expected.size)
+    assert got.to_host().tobytes() == expected.tobytes()
+
+
+@few
+@given(data=st.data(), x=arrays())
+def test_split(data, x, stream):
+    if not x.ndim:
+        return
+    axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
+    cuts = data.draw(st.lists(st.integers(0, 6), max_size=3))
+    for found, expected in zip(
+        np.split(on_device(x, stream), cuts, axis), np.split(x, cuts, axis), strict=True
+    ):
+        same(found, expected)
+    for found, expected in zip(
+        np.split(on_device(x, stream), max(x.shape[axis], 1), axis),
+        np.split(x, max(x.shape[axis], 1), axis),
+        strict=True,
+    ):
+        same(found, expected)
+
+
+def test_a_split_that_does_not_come_out_even_is_refused(stream):
+    with pytest.raises(ShapeError, match="3 rows do not make 2"):
+        np.split(on_device(numbers((3, 2)), stream), 2)
+
+
+# -- assignment and copies -------------------------------------------------------------------
+
+
+@few
+@given(data=st.data(), source=arrays(zero_strides=True))
+def test_assignment_between_any_strides(data, source, stream):
+    target = data.draw(arrays().filter(lambda x: x.ndim == source.ndim)) if source.ndim else None
+    steps = [data.draw(st.sampled_from([1, 2, -1])) for _ in source.shape]
+    whole = np.full(tuple(n * abs(step) for n, step in zip(source.shape, steps)), 17).astype(
+        source.dtype
+    )
+    order = data.draw(st.permutations(range(source.ndim)))
+    whole = whole.transpose(order).copy().transpose(np.argsort(order))
+    key = tuple(slice(None, None, step) for step in steps)
+    mine, theirs = on_device(whole, stream), on_device(source, stream)
+    mine[key] = theirs
+    whole[key] = source
+    same(mine, whole)  # and nothing between the elements was touched
+    del target
+
+
+@few
+@given(data=st.data(), x=arrays())
+def test_assignment_repeats_as_numpys_broadcasting(data, x, stream):
+    lead = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    shape = lead + tuple(data.draw(st.integers(0, 5)) if n == 1 else n for n in x.shape)
+    mine, expected = on_device(numbers(shape, x.dtype), stream), numbers(shape, x.dtype)
+    mine[...] = on_device(x, stream)
+    expected[...] = x
+    same(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [((3,), (2,)), ((2,), (2, 3)), ((), (2,)), ((1, 3), (2, 3))]
+)
+def test_shapes_that_do_not_repeat_are_refused(there, here, stream):
+    with pytest.raises(ShapeError, match="does not fit into"):
+        on_device(numbers(there), stream)[...] = on_device(numbers(here), stream)
+
+
+def test_a_row_that_repeats_costs_few_copies(fake, stream):
+    target = on_device(numbers((1000, 64)), stream)
+    source = on_device(numbers((1, 64)), stream)
+    fake.clear_log()
+    target[...] = source
+    assert len(fake.log("cuMemcpy")) <= 11
+
+
+@pytest.mark.parametrize(
+    ("change", "copies"),
+    [
+        (lambda x: x, 1),
+        (lambda x: x[:, :5], 1),
+        (lambda x: x[::2], 1),
+        (lambda x: x.T, 20),
+        (lambda x: x[::-1], 20),
+        (lambda x: x[:, ::3], 1),
+    ],
+    ids=["all", "columns", "rows", "transposed", "reversed", "every third column"],
+)
+def test_strided_copies_are_made_of_few_copies(fake, stream, change, copies):
+    x = numbers((20, 30))
+    source = change(on_device(x, stream))
+    stream.synchronize()
+    fake.clear_log()
+    source.copy()
+    assert len(fake.log("cuMemcpy")) == copies
+
+
+def test_what_both_go_through_backwards_is_one_copy(fake, stream):
+    target, source = on_device(numbers((4, 5)), stream), on_device(numbers((4, 6)), stream)
+    fake.clear_log()
+    target[::-1] = source[::-1, 1:]
+    assert len(fake.log("cuMemcpy")) == 1
+    same(target, numbers((4, 6))[:, 1:])
+
+
+def test_rows_further_apart_than_the_device_skips_are_copied_one_by_one(fake, stream, monkeypatch):
+    x = numbers((20, 30))
+    source = on_device(x, stream)[:, :5]
+    monkeypatch.setattr(stream.device, "max_pitch", 119)
+    fake.clear_log()
+    same(source.copy(), x[:, :5])
+    assert not fake.log("cuMemcpy2D")
+
+
+@pytest.mark.parametrize("key", [slice(2, 9), slice(0, 7), slice(None, None, -1)])
+def test_overlapping_elements_are_read_before_they_are_written(key, stream):
+    x = numbers(12)
+    mine = on_device(x, stream)
+    start, stop = (0, 7) if key.start == 2 else (2, 9) if key.start == 0 else (0, 12)
+    mine[start:stop] = mine[key]
+    x[start:stop] = x[key].copy()
+    same(mine, x)
+
+
+def test_an_array_assigned_to_itself_costs_nothing(fake, stream):
+    mine = on_device(numbers(12), stream)
+    fake.clear_log()
+    mine[...] = mine
+    mine[2:] = mine[2:]
+    assert not fake.log()
+
+
+@few
+@given(data=st.data(), first=arrays(zero_strides=True))
+def test_concatenate(data, first, stream):
+    if not first.ndim:
+        return
+    axis = data.draw(st.integers(-first.ndim, first.ndim - 1))
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    at = axis % first.ndim
+    parts = [
+        numbers((*first.shape[:at], length, *first.shape[at + 1 :]), first.dtype)
+        for length in lengths
+    ]
+    parts.append(first)
+    mine = [on_device(part, stream) for part in parts]
+    expected = np.concatenate(parts, axis)
+    same(np.concatenate(mine, axis), expected)
+    out = on_device(np.zeros_like(expected.T.copy().T), stream)
+    assert np.concatenate(mine, axis, out=out) is out
+    same(out, expected)
+    same(np.concatenate(mine, axis=None), np.concatenate(parts, axis=None))
+
+
+def test_concatenate_refuses_what_does_not_fit(device, stream):
+    a, b = on_device(numbers((2, 3)), stream), on_device(numbers((2, 4)), stream)
+    with pytest.raises(ShapeError, match="beside axis 0"):
+        np.concatenate([a, b])
+    with pytest.raises(ShapeError, match="beside axis 0"):
+        np.concatenate([a, a.ravel()])
+    with pytest.raises(ShapeError, match="out has shape"):
+        np.concatenate([a, b], 1, out=a)
+    with pytest.raises(ShapeError, match="axis 2"):
+        np.concatenate([a, a], 2)
+    with pytest.raises(DtypeError, match="float32 and int32"):
+        np.concatenate([a, a.view(np.int32)])
+    with pytest.raises(DeviceError, match=r"ndarray .*to_host"):
+        np.concatenate([a, numbers((2, 3))])
+    with pytest.raises(DeviceError, match=r"out: ndarray"):
+        np.concatenate([a, a], out=numbers((4, 3)))
+
+
+@few
+@given(data=st.data())
+def test_may_share_memory_compares_bounds(data, stream):
+    x = numbers((6, 8))
+    mine = on_device(x, stream)
+    one, other = (data.draw(keys(x.shape)) for _ in range(2))
+    a, b = x[one], x[other]
+    if a.size and b.size and isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        found = np.may_share_memory(mine[one], mine[other])
+        assert found == np.may_share_memory(a, b)
+        assert np.shares_memory(mine[one], mine[other]) == found
+    assert not np.may_share_memory(mine, x)
+    assert not np.may_share_memory(x, mine)
+    assert not np.may_share_memory(mine[3:3], mine)
+
+
+def test_the_other_functions(stream):
+    x = numbers((4, 6))
+    mine = on_device(x, stream)
+    assert np.atleast_1d(mine[1, 2]).shape == (1,)
+    assert np.atleast_1d(mine) is mine
+    like = np.empty_like(mine[:, 1:])
+    assert (like.shape, like.dtype, like.flags.owndata) == ((4, 5), np.float32, True)
+    other = np.empty_like(mine, dtype=np.uint8, shape=(3,))
+    assert (other.shape, other.dtype) == ((3,), np.uint8)
+    np.copyto(mine[0], mine[1])
+    same(mine[0], x[1])
+    assert [part.shape for part in mine] == [(6,)] * 4
+
+
+@pytest.mark.parametrize("function", [np.sum, np.stack, np.array_split])
+def test_functions_that_are_not_there_are_type_errors_not_copies(function, stream):
+    with pytest.raises(TypeError, match="no implementation found"):
+        function(on_device(numbers((4, 6)), stream), *([2] if function is np.array_split else []))
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [np.asarray, np.array, bool, lambda x: np.add.at(np.zeros(3), [0], x), lambda x: x.__array__()],
+    ids=["asarray", "array", "bool", "ufunc.at", "__array__"],
+)
+def test_nothing_is_copied_to_the_host_silently(use: Callable[[Any], Any], stream):
+    with pytest.raises((DeviceError, TypeError)):
+        use(on_device(numbers(3), stream))
+
+
+def test_asarray_says_what_to_do(stream):
+    with pytest.raises(DeviceError, match=r"cuda:0.*to_host\(\)"):
+        np.asarray(on_device(numbers(3), stream))
+
+
+@pytest.mark.parametrize("other", [numbers(3), 1.0, np.float32(2)])
+def test_there_is_no_arithmetic(other, stream):
+    mine = on_device(numbers(3), stream)
+    with pytest.raises(TypeError):
+        mine + other
+    with pytest.raises(TypeError):
+        other * mine
+
+
+@pytest.mark.parametrize("value", [1.0, numbers(3), [1, 2, 3]])
+def test_host_values_are_not_assigned(value, stream):
+    with pytest.raises(DeviceError, match="fill_from_host"):
+        on_device(numbers(3), stream)[:] = value
+
+
+def test_assignment_refuses_other_dtypes_devices_and_what_is_read_only(stream):
+    mine = on_device(numbers(3), stream)
+    with pytest.raises(DtypeError, match="float32 from int32"):
+        mine[:] = mine.view(np.int32)
+    far = on_device(numbers(3), cuda.device(1).new_stream())
+    with pytest.raises(DeviceError, match="cuda:0 from cuda:1"):
+        mine[:] = far
+    fixed = on_device(numbers(3), stream, writeable=False)
+    with pytest.raises(InvalidArgumentError, match="read-only"):
+        fixed[:] = mine
+    with pytest.raises(InvalidArgumentError, match="read-only"):
+        fixed.fill_from_host(numbers(3))
+    with pytest.raises(InvalidArgumentError, match="read-only"):
+        mine.broadcast_to((2, 3))[:] = mine
+
+
+# -- the host ---------------------------------------------------------------------------------
+
+
+@few
+@given(x=arrays(zero_strides=True), data=st.data())
+def test_to_host_fills_what_is_given(x, data, stream):
+    out = data.draw(st.sampled_from([np.zeros(x.shape, x.dtype), np.zeros(x.T.shape, x.dtype).T]))
+    assert on_device(x, stream).to_host(out) is out
+    np.testing.assert_array_equal(out, x)
+
+
+@few
+@given(x=arrays(), y=arrays())
+def test_fill_from_host_takes_any_strides(x, y, stream):
+    mine = on_device(x, stream)
+    values = np.resize(y.real.astype(x.dtype), x.T.shape).T
+    mine.fill_from_host(values)
+    same(mine, values)
+
+
+def test_the_host_side_must_fit(stream):
+    mine = on_device(numbers((2, 3)), stream)
+    for use in (mine.fill_from_host, mine.to_host):
+        with pytest.raises(ShapeError, match=r"\(3, 2\) on the host"):
+            use(numbers((3, 2)))
+        with pytest.raises(DtypeError, match="int64 on the host"):
+            use(numbers((2, 3), "int64"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 129, 1000])
+@pytest.mark.parametrize("locked", [False, True])
+def test_long_copies_go_in_steps_and_short_ones_in_one(fake, stream, monkeypatch, size, locked):
+    monkeypatch.setattr(device_copies, "_STEP", 64)
+    fake.knob("delay_us", 20)
+    x = numbers(size, "uint8")
+    mine = on_device(np.zeros(size, "uint8"), stream)
+    source = cuda.pinned(size) if locked else np.empty(size, "uint8")
+    source[:] = x
+    fake.clear_log()
+    mine.fill_from_host(source)
+    source[:] = 0  # it may be used again
+    assert len(fake.log("cuMemcpy")) == ((size > 0) if locked else -(-size // 64))
+    out = cuda.pinned(size) if locked else np.zeros(size, "uint8")
+    mine.to_host(out)
+    fake.knob("delay_us", 0)
+    np.testing.assert_array_equal(out, x)
+
+
+def test_what_is_new_on_the_host_is_page_locked_unless_it_is_large(stream, monkeypatch):
+    mine = on_device(numbers(1000), stream)
+    assert pinned.is_pinned(mine.to_host())
+    monkeypatch.setattr(device_copies, "LARGEST", 1000)
+    assert not pinned.is_pinned(mine.to_host())
+
+
+def test_to_host_waits_for_the_work_on_its_stream(stream, gate, device):
+    import threading
+
+    mine, other = on_device(numbers(100), stream), on_device(numbers(100)[::-1], stream)
+    gate.hold(stream)
+    mine[...] = other
+    got: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: got.append(mine.to_host()))
+    thread.start()
+    thread.join(0.05)
+    assert not got
+    gate.open()
+    thread.join()
+    np.testing.assert_array_equal(got[0], numbers(100)[::-1])
+
+
+def test_a_failed_copy_leaves_no_block_in_flight(fake, stream, gate, monkeypatch):
+    """Given back too early, the block would be overwritten by the copy that still runs."""
+    monkeypatch.setattr(device_copies, "_STEP", 4096)
+    mine = on_device(numbers(3000), stream)
+    order: list[str] = []
+
+    def fails(event: cuda.Event) -> None:
+        order.append("failed")
+        raise KeyboardInterrupt
+
+    class Watched:
+        def __del__(self) -> None:
+            order.append("dropped")
+
+    monkeypatch.setattr(device_copies, "_finish", fails)
+    real = cuda.Stream.synchronize
+    monkeypatch.setattr(
+        cuda.Stream, "synchronize", lambda self: (order.append("synchronized"), real(self))[1]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        mine.to_host(np.empty(3000, np.float32))
+    assert order == ["failed", "synchronized"]
+
+
+# -- streams ----------------------------------------------------------------------------------
+
+
+def peek(array: DeviceArray) -> np.ndarray:
+    """Return the bytes as they are now, whatever is under way."""
+    memory = np.ctypeslib.ctypes.c_uint8 * array.nbytes
+    return np.ctypeslib.as_array(memory.from_address(array.address)).copy()
+
+
+def test_an_assignment_is_done_later_on_the_stream(stream, gate):
+    target, source = on_device(numbers((4, 6)), stream), on_device(numbers((6, 4)), stream)
+    gate.hold(stream)
+    target[...] = source.T
+    assert (peek(target) == POISON).all()
+    gate.open()
+    same(target, numbers((6, 4)).T)
+
+
+def test_another_stream_sees_the_elements_only_after_an_event(device, stream, gate):
+    other = device.new_stream()
+    source = on_device(numbers(16), stream)
+    early, late = cuda.pinned(64), cuda.pinned(64)
+    target = source.allocate(16)
+    gate.hold(stream)
+    target[...] = source
+    cuda.copy(early.__array_interface__["data"][0], target.address, 64, other)
+    other.synchronize()
+    other.wait(stream.record())
+    cuda.copy(late.__array_interface__["data"][0], target.address, 64, other)
+    gate.open()
+    other.synchronize()
+    assert (early == POISON).all()
+    np.testing.assert_array_equal(late.view(np.float32), numbers(16))
+
+
+def test_arrays_of_two_streams_are_ordered_both_ways(device, stream, gate):
+    other = device.new_stream()
+    source, target = on_device(numbers(16), other), on_device(numbers(16)[::-1], stream)
+    written = on_device(numbers(16) + 1, other)
+    later = on_device(numbers(16) + 2, other)
+    gate.hold(other)
+    source[...] = written  # late
+    target[...] = source  # must wait for it
+    assert not stream.query()
+    gate.open()
+    same(target, numbers(16) + 1)
+    gate.hold(stream)
+    target[...] = source
+    source[...] = later  # must not come before
+    assert not other.query()
+    gate.open()
+    other.synchronize()
+    same(target, numbers(16) + 1)
+
+
+def test_an_override_takes_the_work_and_new_memory_to_its_stream(fake, device, stream, gate):
+    side = device.new_stream()
+    mine = on_device(numbers((3, 4)), stream)
+    gate.hold(stream)
+    with cuda.on(side):
+        assert mine.in_force is side
+        fake.clear_log()
+        made = mine.T.ravel()
+        copied = mine.to_host()
+        assert mine.__cuda_array_interface__["stream"] == side.handle
+    assert made.stream is side
+    assert not fake.log(f"stream={stream.handle:#x}")
+    np.testing.assert_array_equal(copied, numbers((3, 4)))
+    assert mine.stream is mine.in_force is stream
+    gate.open()
+
+
+# -- spaces and protocols ---------------------------------------------------------------------
+
+
+class Told(PlainSpace):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def empty(self, nbytes: int, device: cuda.Device, stream: cuda.Stream) -> tuple[int, Any]:
+        self.calls.append(("empty", nbytes, device, stream))
+        return super().empty(nbytes, device, stream)
+
+    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
+        self.calls.append(("assign", dst.shape, src.strides))
+        super().assign(dst, src)
+
+
+def test_a_frameworks_space_makes_the_memory_and_the_strided_copies(device, stream):
+    space = Told()
+    mine = on_device(numbers((3, 4)), stream, space=space)
+    flat = mine.T.ravel()
+    assert space.calls == [("empty", 48, device, stream), ("assign", (4, 3), (4, 16))]
+    assert flat.space is flat[1:].reshape(11, 1).copy().space is space
+    space.calls.clear()
+    mine[...] = flat.reshape(3, 4)  # nothing has gaps
+    assert not space.calls
+
+
+def test_cuda_array_interface(stream, device):
+    x = numbers((4, 6))
+    mine = on_device(x, stream, writeable=False)
+    assert mine.__cuda_array_interface__ == {
+        "shape": (4, 6),
+        "typestr": "<f4",
+        "data": (mine.address, True),
+        "version": 3,
+        "strides": None,
+        "stream": stream.handle,
+    }
+    part = mine[:, ::2].__cuda_array_interface__
+    assert (part["shape"], part["strides"]) == ((4, 3), (24, 8))
+    assert mine[2:2].__cuda_array_interface__["data"][0] == 0
+    default = DeviceArray(mine.address, (3,), "int8", device, device.stream(0))
+    assert default.__cuda_array_interface__["stream"] == 1
+
+
+def test_dlpack_lends_the_memory(stream):
+    from collective import dlpack
+
+    mine = on_device(numbers((4, 6), "int16"), stream)[:, ::2]
+    assert mine.__dlpack_device__() == (2, 0)
+    lent = dlpack.take(mine.__dlpack__(max_version=(1, 0)))
+    assert (lent.address, lent.shape, lent.strides) == (mine.address, (4, 3), (12, 4))

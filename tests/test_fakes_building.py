@@ -1,0 +1,89 @@
+"""The ABI fake: how it is built, and how processes end that use it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fakes import build, compiler, environment, library_path
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
+
+NOT_INITIALIZED = 3
+
+
+def test_builds_are_kept_by_version_and_sources():
+    assert build(22907) == build(22907) != build(21403)
+    assert environment(delay_us=3) == {
+        "COLLECTIVE_NCCL_LIBRARY": library_path(),
+        "COLLECTIVE_CUDA_LIBRARY": library_path(),
+        "FAKE_DELAY_US": "3",
+    }
+
+
+def test_without_a_compiler_the_message_says_so(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="no C compiler"):
+        build.__wrapped__(22907)
+
+
+def test_the_definitions_fit_the_real_headers():
+    header = os.environ.get("FAKE_REAL_HEADERS")  # folders with cuda.h and nccl.h
+    if not header:
+        pytest.skip("needs FAKE_REAL_HEADERS=folder:folder with cuda.h and nccl.h")
+    folder = os.path.dirname(sys.modules["fakes"].__file__)
+    sources = [os.path.join(folder, n) for n in os.listdir(folder) if n.endswith(".c")]
+    command = [*compiler(), "-std=c11", "-fsyntax-only", "-Werror", "-DREAL_HEADERS"]
+    subprocess.run([*command, *(f"-I{d}" for d in header.split(":")), *sources], check=True)
+
+
+_AT_EXIT = """
+import sys; sys.path.insert(0, {tests!r})
+import numpy as np
+from fakes import Fake, FakeArray
+fake = Fake()
+arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(5)]
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["fake.knob('hold', 1); FakeArray.of(np.zeros(9))", "fake.knob('delay_us', 3000)", ""],
+    ids=["held", "slow", "plain"],
+)
+def test_the_interpreter_ends_whatever_streams_do(then):
+    script = _AT_EXIT.format(tests=os.path.dirname(__file__), then=then)
+    done = subprocess.run([sys.executable, "-c", script], timeout=20, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def in_python(script, **variables):
+    head = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import ctypes, os\n"
+    head += "from fakes import Fake; fake = Fake(); fake.cuda('cuInit', 0)\n"
+    command = [sys.executable, "-W", "ignore", "-c", head + script]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_forked_child_is_told_that_it_cannot():
+    script = """
+child = os.fork()
+if not child:
+    os._exit(fake.library.cuInit(0))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert in_python(script) == [str(NOT_INITIALIZED)]
+
+
+def test_devices_are_those_that_are_visible():
+    script = """
+count, bus = ctypes.c_int(), ctypes.create_string_buffer(20)
+fake.cuda("cuDeviceGetCount", ctypes.byref(count))
+fake.cuda("cuDeviceGetPCIBusId", bus, 20, 0)
+print(count.value, bus.value.decode())
+"""
+    assert in_python(script, FAKE_DEVICES="8", CUDA_VISIBLE_DEVICES="5,2") == ["2", "0000:06:00.0"]

@@ -1,0 +1,360 @@
+"""The ABI fake's communicators: how they are made, divided and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import subprocess
+
+import fakes
+import numpy as np
+import pytest
+from fakes import FakeArray, compiler, library_path
+from fakes.raw import (
+    DTYPES,
+    IN_PROGRESS,
+    INVALID_ARGUMENT,
+    INVALID_USAGE,
+    MAX,
+    SUCCESS,
+    SUM,
+    SYSTEM_ERROR,
+    Config,
+    Nccl,
+    NcclError,
+    Rank,
+    UniqueId,
+    in_processes,
+    in_threads,
+)
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
+
+FLOAT64, INT32 = DTYPES["float64"], DTYPES["int32"]
+DIED = 86
+
+
+@pytest.fixture
+def nccl():
+    made = Nccl()
+    made.context(0)
+    yield made
+    for name, usual in {"init_polls": 0, "init_error": 0, "remote_error_at": 0}.items():
+        made.knob(name, usual)
+    made.knob("fault_rank", -1)
+    made.knob("multi_rank_gpu", 0)
+    made.knob("lazy_connect", 2)
+
+
+def leftovers(pid=None):
+    """Return the files of communicators whose unique id this process, or another, has made."""
+    prefix = f"fake-nccl-{pid or os.getpid()}-"
+    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+
+
+def sums(rank, comm=None, count=10):
+    """All-reduce the rank's number, plus 1; the result's first element."""
+    send, recv = rank.array(np.full(count, rank.rank + 1.0)), rank.empty(count, "f8")
+    rank.call("AllReduce", send, recv, count, FLOAT64, SUM, comm=comm)
+    return recv.get()[0]
+
+
+def number(nccl, name, comm):
+    answer = ctypes.c_int(-1)
+    nccl.call(name, comm, answer)
+    return answer.value
+
+
+# Init
+
+
+def test_init_in_one_thread_over_all_devices(nccl):
+    comms = (ctypes.c_void_p * 3)()
+    devices = (ctypes.c_int * 3)(2, 0, 1)
+    pointer = ctypes.POINTER(ctypes.c_void_p)
+    nccl.call("CommInitAll", ctypes.cast(comms, pointer), 3, devices)
+    arrays = [FakeArray.of(np.full(4, n + 1.0), device=d) for n, d in enumerate(devices)]
+    with nccl.group():
+        for comm, a in zip(comms, arrays):
+            nccl.call("AllReduce", a.address, a.address, 4, FLOAT64, SUM, comm, a.stream)
+    assert [a.get().tolist() for a in arrays] == [[6.0] * 4] * 3
+    assert [number(nccl, "CommCuDevice", c) for c in comms] == [2, 0, 1]
+    assert [number(nccl, "CommUserRank", c) for c in comms] == [0, 1, 2]
+    assert {number(nccl, "CommCount", c) for c in comms} == {3}
+    for comm in comms:
+        nccl.call("CommDestroy", comm)
+    assert not leftovers()
+
+
+def test_ranks_of_one_thread_meet_in_a_group(nccl):
+    identity = nccl.unique_id()
+    ranks = [Rank(nccl, identity, r, 2, r) for r in range(2)]
+    comms = [ctypes.c_void_p() for _ in ranks]
+    with nccl.group():
+        for rank, comm in zip(ranks, comms):
+            unique = UniqueId.from_buffer_copy(identity)
+            with nccl.active(rank.device):
+                nccl.call("CommInitRank", comm, 2, unique, rank.rank)
+    assert [nccl.state(c) for c in comms] == [SUCCESS] * 2
+
+
+def test_init_without_blocking_is_in_progress_until_all_are_there(nccl):
+    identity = nccl.unique_id()
+    ranks = [Rank(nccl, identity, r, 2, r) for r in range(2)]
+    first = ranks[0].init(blocking=False)
+    assert nccl.state(first.comm) == IN_PROGRESS
+    with pytest.raises(NcclError, match="before the previous operation") as caught:
+        number(nccl, "CommCount", first.comm)
+    assert caught.value.code == INVALID_ARGUMENT
+    ranks[1].init(blocking=False)
+    assert [r.poll() for r in ranks] == [SUCCESS] * 2
+    nccl.call("CommFinalize", ranks[0].comm)
+    assert ranks[0].poll() == SUCCESS
+    for rank in ranks:
+        rank.destroy()
+
+
+def test_init_can_stay_in_progress_and_be_aborted(nccl):
+    nccl.knob("init_polls", 5)
+    rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init(blocking=False)
+    assert [nccl.state(rank.comm) for _ in range(4)] == [IN_PROGRESS] * 4
+    assert rank.poll() == SUCCESS
+    rank.destroy()
+    nccl.knob("init_polls", -1)
+    rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init(blocking=False)
+    assert [nccl.state(rank.comm) for _ in range(20)] == [IN_PROGRESS] * 20
+    rank.abort()
+    alone = Rank(nccl, nccl.unique_id(), 0, 2, 0).init(blocking=False)
+    alone.abort()
+    assert not leftovers()
+    with pytest.raises(NcclError, match="destroyed or unknown"):
+        nccl.state(rank.comm)
+
+
+def test_init_fails_where_it_should(nccl):
+    nccl.knob("init_error", SYSTEM_ERROR)
+    with pytest.raises(NcclError, match="FAKE_INIT_ERROR") as caught:
+        Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
+    assert caught.value.code == SYSTEM_ERROR
+    rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init(blocking=False)
+    assert rank.poll() == SYSTEM_ERROR
+    rank.abort()
+    nccl.knob("init_error", 0)
+    with pytest.raises(NcclError, match="Invalid rank"):
+        Rank(nccl, nccl.unique_id(), 2, 2, 0).init()
+    with pytest.raises(NcclError, match="not a unique id"):
+        Rank(nccl, bytes(128), 0, 1, 0).init()
+    comm, config = ctypes.c_void_p(), Config.of(blocking=True)
+    config.magic = 1
+    unique = UniqueId.from_buffer_copy(nccl.unique_id())
+    with pytest.raises(NcclError, match="NCCL_CONFIG_INITIALIZER"):
+        nccl.call("CommInitRankConfig", comm, 1, unique, 0, config)
+
+
+def on_device_0(rank):
+    rank.device = 0
+    if rank.nccl.library.fake_knob(b"MULTI_RANK_GPU", 0):
+        raise AssertionError
+    with pytest.raises(NcclError) as caught:
+        rank.init()
+    return caught.value.code, caught.value.text
+
+
+def as_another_host(rank):
+    os.environ["NCCL_HOSTID"] = f"host{rank.rank}"
+    rank.device = 0
+    rank.stream = rank.nccl.stream(0)
+    return sums(rank.init())
+
+
+def test_two_ranks_on_one_gpu_are_refused_unless_allowed(nccl):
+    for code, text in in_threads(2, on_device_0, init=False):
+        assert code == INVALID_USAGE
+        assert "Duplicate GPU detected : rank 0 and rank 1" in text
+    nccl.knob("multi_rank_gpu", 1)
+
+    def allowed(rank):
+        rank.device, rank.stream = 0, rank.nccl.stream(0)
+        return sums(rank.init())
+
+    assert in_threads(2, allowed, init=False) == [3.0] * 2
+    assert in_processes(2, as_another_host, init=False) == [3.0] * 2
+
+
+# Communicators from communicators
+
+
+def split_and_use(rank):
+    """Split by odd and even, in reversed order; rank 4 of 5 stays out."""
+    nccl, made = rank.nccl, ctypes.c_void_p()
+    color = -1 if rank.rank == 4 else rank.rank % 2
+    nccl.call("CommSplit", rank.comm, color, -rank.rank, made, None)
+    assert sums(rank) == 10.0 if rank.size == 4 else True
+    if made.value is None:
+        return None
+    new = number(nccl, "CommUserRank", made), number(nccl, "CommCount", made)
+    return *new, sums(rank, comm=made.value)
+
+
+def test_split(nccl):
+    expected = [(1, 2, 4.0), (1, 2, 6.0), (0, 2, 4.0), (0, 2, 6.0)]
+    assert in_threads(4, split_and_use) == expected
+    assert not leftovers()
+
+
+def test_split_leaves_out_who_has_no_color(nccl):
+    def work(rank):
+        made = ctypes.c_void_p()
+        rank.nccl.call("CommSplit", rank.comm, (-1, 0, 0)[rank.rank], 0, made, None)
+        return made.value and sums(rank, comm=made.value)
+
+    assert in_threads(3, work) == [None, 5.0, 5.0]
+
+
+def test_a_split_without_blocking_is_polled_on_the_parent(nccl):
+    identity = nccl.unique_id()
+    ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
+    assert [r.poll() for r in ranks] == [SUCCESS] * 2
+    made = [ctypes.c_void_p() for _ in ranks]
+    nccl.call("CommSplit", ranks[0].comm, 0, 0, made[0], None)
+    assert nccl.state(ranks[0].comm) == IN_PROGRESS
+    assert made[0].value is None
+    nccl.call("CommSplit", ranks[1].comm, 0, 0, made[1], None)
+    assert [r.poll() for r in ranks] == [SUCCESS] * 2
+    assert [number(nccl, "CommUserRank", m) for m in made] == [0, 1]
+
+
+@pytest.mark.parametrize("aborts", [0, 1])
+def test_shrink_goes_on_without_the_excluded(nccl, aborts):
+    def work(rank):
+        if rank.rank == 1:
+            return None
+        if aborts:  # an operation that rank 1 never comes to
+            stuck = rank.array(np.ones(3))
+            rank.nccl.knob("lazy_connect", 0)
+            rank.call("AllReduce", stuck, stuck, 3, FLOAT64, SUM)
+        made, excluded = ctypes.c_void_p(), (ctypes.c_int * 1)(1)
+        rank.nccl.call("CommShrink", rank.comm, excluded, 1, made, None, aborts)
+        total = sums(rank, comm=made.value)
+        rank.destroy()
+        return number(rank.nccl, "CommUserRank", made), total
+
+    assert in_threads(3, work) == [(0, 4.0), None, (1, 4.0)]
+
+
+def test_the_excluded_must_not_call_shrink(nccl):
+    rank = Rank(nccl, nccl.unique_id(), 0, 2, 0)
+    other = Rank(nccl, rank.identity, 1, 2, 1).init(blocking=False)
+    rank.init()
+    other.poll()
+    made, excluded = ctypes.c_void_p(), (ctypes.c_int * 1)(0)
+    with pytest.raises(NcclError, match="in the list of excluded"):
+        nccl.call("CommShrink", rank.comm, excluded, 1, made, None, 0)
+    rank.abort()
+    other.abort()
+
+
+# Memory, registration, windows
+
+
+def test_windows_need_memory_of_nccl_and_all_ranks():
+    def work(rank):
+        nccl, memory = rank.nccl, ctypes.c_void_p()
+        with nccl.active(rank.device):
+            nccl.call("MemAlloc", memory, 8192)
+        window, none, handle = (ctypes.c_void_p() for _ in range(3))
+        nccl.call("CommWindowRegister", rank.comm, memory, 8192, window, 1)
+        plain = rank.empty(4096, "u1")
+        at = plain.address + -plain.address % 4096
+        if at == plain.address:
+            nccl.call("CommWindowRegister", rank.comm, at, 16, none, 0)
+        else:
+            nccl.call("CommWindowRegister", rank.comm, memory, 16, none, 0)
+        with pytest.raises(NcclError, match="aligned"):
+            nccl.call("CommWindowRegister", rank.comm, memory.value + 8, 8, none, 0)
+        nccl.call("CommRegister", rank.comm, memory, 8192, handle)
+        nccl.call("CommDeregister", rank.comm, handle)
+        with pytest.raises(NcclError, match="unknown handle"):
+            nccl.call("CommDeregister", rank.comm, handle)
+        nccl.call("CommWindowDeregister", rank.comm, window)
+        nccl.call("MemFree", memory)
+        with pytest.raises(NcclError, match="not of ncclMemAlloc"):
+            nccl.call("MemFree", memory)
+        return bool(window.value)
+
+    assert in_threads(2, work) == [True, True]
+
+
+# Versions
+
+
+SINCE = {
+    2403: "ncclCommAbort",
+    2703: "ncclSend",
+    21104: "ncclRedOpCreatePreMulSum",
+    21304: "ncclGetLastError",
+    21403: "ncclCommFinalize",
+    21801: "ncclCommSplit",
+    21901: "ncclMemAlloc",
+    22703: "ncclCommShrink",
+    22803: "ncclAlltoAll",
+}
+
+
+@pytest.mark.parametrize("version", [2708, 21403, 22907])
+def test_a_version_has_the_functions_of_its_time(version):
+    library = ctypes.CDLL(library_path(version))
+    said = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(said))
+    assert said.value == version
+    there = {name: hasattr(library, name) for name in SINCE.values()}
+    assert there == {name: version >= since for since, name in SINCE.items()}
+
+
+@pytest.mark.parametrize("version", [2306, 21003, 21304, 21801, 21903, 22203, 22703])
+def test_the_versions_between_compile(version):
+    folder = pathlib.Path(fakes.__file__).parent
+    command = [*compiler(), "-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    sources = map(str, folder.glob("*.c"))
+    subprocess.run([*command, f"-DNCCL_FAKE_VERSION={version}", *sources], check=True)
+
+
+def test_an_old_version_has_no_bfloat16_and_no_avg():
+    nccl = Nccl(2708)
+    nccl.context(0)
+    comm = ctypes.c_void_p()
+    code = nccl.library.ncclCommInitRank(
+        ctypes.byref(comm), 1, UniqueId.from_buffer_copy(nccl.unique_id()), 0
+    )
+    assert code == SUCCESS
+    memory = ctypes.c_uint64()
+    with nccl.active(0):
+        nccl.cuda("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(64))
+    reduce_all = nccl.library.ncclAllReduce
+    stream = nccl.stream(0)
+    codes = [
+        reduce_all(memory.value, memory.value, 4, dtype, op, comm, stream)
+        for dtype, op in ((INT32, SUM), (INT32, 4), (9, SUM), (10, SUM))
+    ]
+    assert codes == [SUCCESS] + [INVALID_ARGUMENT] * 3
+    nccl.synchronize(stream)
+
+
+# The log
+
+
+def test_the_log_says_what_was_called_in_which_order(nccl):
+    rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
+    array = rank.array(np.ones(4))
+    nccl.clear_log()
+    with nccl.group():
+        rank.call("AllReduce", array, array, 4, FLOAT64, MAX)
+    names = [line.split("(")[0] for line in nccl.log("nccl")]
+    assert names == ["ncclGroupStart", "ncclAllReduce", "ncclGroupEnd"]
+    expected = (
+        f"sendbuff={array.address:#x}, recvbuff={array.address:#x}, count=4, datatype=8, op=2"
+    )
+    assert expected in nccl.log("ncclAllReduce")[0]
+    assert f"stream={rank.stream:#x}" in nccl.log("ncclAllReduce")[0]
+    rank.destroy()

@@ -1,0 +1,553 @@
+"""The ``nccl`` transport over the ABI fake, when things go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from fakes import Fake, library_path
+from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
+
+from collective import ops
+from collective.backend import Failure
+from collective.backends.nccl import NcclBackend
+from collective.call import Call
+from collective.errors import (
+    AllocationError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DeviceError,
+    MismatchError,
+    PeerLostError,
+)
+from collective.testing import RankDiedError, RanksFailedError
+from collective.world import World
+
+pytestmark = needs_compiler
+
+SUM = ops.as_op("sum")
+# What is promised, and what a busy machine may add to it.
+PROMISED_S, NOISE_S = 3.0, 5.0
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(FakeNccl)
+
+
+def adds(place: Place, timeout: float = FAR, x: Any = None) -> Any:
+    # To make one waits for the stream.
+    x = x or place.buffer(np.ones(4))
+    place.call("all_reduce", x, x, SUM, False, timeout=timeout)
+    return x
+
+
+def error_of(function: Any) -> BaseException:
+    """Return what a function raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the test looks at it
+        function()
+    return caught.value
+
+
+def broken(place: Place, within: float = PROMISED_S + NOISE_S) -> BaseException:
+    """Wait until the transport is broken; return what a call raises then."""
+    end = time.monotonic() + within
+    while place.backend.channel.failure is None:
+        assert time.monotonic() < end, "it did not break"
+        time.sleep(0.005)
+    return error_of(lambda: adds(place))
+
+
+# -- deadlines --------------------------------------------------------------------------
+
+
+def absent(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    place.backend.barrier(Call("barrier"), FAR)
+    if place.rank == 1:
+        return str(broken(place))
+    # The program is ahead of the GPU: the calls return, and the first of them never ends.
+    x = place.buffer(np.ones(4))
+    since = time.monotonic()
+    for _ in range(20):
+        adds(place, 1.0, x)
+    assert time.monotonic() - since < 0.5
+    error = error_of(lambda: place.finish(timeout=FAR))
+    assert time.monotonic() - since < 1.0 + PROMISED_S + NOISE_S
+    if isinstance(error, CollectiveTimeoutError):
+        assert error.ranks == (1,)
+    later = error_of(lambda: adds(place))
+    assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError))
+    # The kernel that waited has ended, and the stream goes on.
+    place.stream.synchronize()
+    return str(error)
+
+
+def test_a_deadline_names_who_has_not_come(nccl: Run) -> None:
+    for text in nccl(3, absent):
+        assert "waited 1 s for rank 1: rank 1 last did its call 1, all_reduce()" in text
+
+
+def connecting(comm: Any) -> str:
+    """The first call waits on the host until all ranks are in it."""
+    place = Place(comm)
+    if place.rank == 1:
+        return str(broken(place))
+    since = time.monotonic()
+    error = error_of(lambda: adds(place, timeout=0.5))
+    assert time.monotonic() - since < 0.5 + PROMISED_S + NOISE_S
+    return str(error)
+
+
+def test_a_deadline_of_the_first_call(nccl: Run) -> None:
+    for text in nccl(2, connecting):
+        assert "waited 0.5 s for rank 1" in text
+
+
+def nobody_receives(comm: Any) -> str:
+    place = Place(comm)
+    if place.rank == 1:
+        return str(broken(place))
+    x = place.buffer(np.ones(3))
+    return str(error_of(lambda: place.backend.send(x, 1, 0, 0.5)))
+
+
+def test_a_deadline_of_a_message(nccl: Run) -> None:
+    for text in nccl(2, nobody_receives):
+        assert "waited 0.5 s for rank 1" in text
+
+
+def other_lengths(comm: Any) -> str:
+    place = Place(comm)
+    x = place.buffer(np.ones(3 + place.rank))
+    if place.rank == 0:
+        return str(error_of(lambda: place.backend.send(x, 1, 0, FAR)))
+    return str(error_of(lambda: place.backend.recv(x, 0, 0, FAR)))
+
+
+def test_a_message_of_another_length(nccl: Run) -> None:
+    for text in nccl(2, other_lengths):
+        assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in text
+
+
+# -- calls that differ --------------------------------------------------------------------
+
+
+def different(comm: Any) -> str:
+    place = Place(comm)
+    for _ in range(12):
+        adds(place)
+    place.finish()
+    x = place.buffer(np.ones(4))
+    if place.rank == 0:
+        place.call("broadcast", x, 0)
+    # Both run ahead, until they hear of it.
+    with contextlib.suppress(MismatchError):
+        for _ in range(12):
+            adds(place, x=x)
+    return str(broken(place))
+
+
+def test_different_calls_are_told_apart_after_they_have_returned(nccl: Run) -> None:
+    for text in nccl(2, different):
+        assert re.search(
+            r"made different calls \(their call 13\):\s+rank 0: broadcast\(\).*"
+            r"\s+rank 1: all_reduce\(\)", text
+        ), text  # fmt: skip
+
+
+def mixed(comm: Any) -> str:
+    """One has its array on the GPU and the other in the host's memory."""
+    place = Place(comm)
+    adds(place)
+    if place.rank == 0:
+        adds(place, timeout=1.0)
+        return str(broken(place))
+    return str(error_of(lambda: place.backend.barrier(Call("barrier"), 5.0)))
+
+
+def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
+    for text in nccl(2, mixed):
+        assert "waited 1 s for rank 1" in text
+
+
+# -- peers that go ------------------------------------------------------------------------
+
+
+def dies(comm: Any, message: bool) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    since = time.monotonic()
+    if message:
+        x = place.buffer(np.ones(3))
+        error = error_of(lambda: place.backend.recv(x, 1, 0, FAR))
+    else:
+        error = error_of(lambda: (adds(place), place.finish()))
+    assert time.monotonic() - since < PROMISED_S + NOISE_S
+    place.stream.synchronize()
+    assert isinstance(error, PeerLostError), error
+    assert error.ranks == (1,)
+    return str(error)
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_killed_peer(nccl: Run, message: bool) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        nccl(3, dies, message)
+    assert [rank for rank, error in sorted(caught.value.errors.items())] == [1]
+    assert isinstance(caught.value.errors[1], RankDiedError)
+
+
+def leaves(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        place.backend.close()
+        return "left"
+    error = error_of(lambda: (adds(place), place.finish()))
+    assert isinstance(error, PeerLostError), error
+    return str(error)
+
+
+def test_a_peer_that_left(nccl: Run) -> None:
+    texts = nccl(3, leaves)
+    assert all("rank 1 has closed its communicator" in texts[rank] for rank in (0, 2))
+
+
+def leaves_in_time(comm: Any) -> None:
+    """Who has done its part may go: the others' calls end well."""
+    place = Place(comm)
+    if place.rank == 0:
+        x = place.buffer(np.full(3, 7))
+        place.call("broadcast", x, 0)
+        place.backend.close()
+    else:
+        x = place.buffer(np.zeros(3, np.int64))
+        place.call("broadcast", x, 0)
+        assert read(x).tolist() == [7] * 3
+
+
+def test_close_waits_for_what_is_under_way(nccl: Run) -> None:
+    nccl(2, leaves_in_time)
+
+
+def closes_alone(comm: Any) -> float:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    place.backend.barrier(Call("barrier"), FAR)
+    since = time.monotonic()
+    if place.rank == 0:
+        adds(place)  # to which nobody comes
+        place.backend.close()
+        place.stream.synchronize()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if "nccl" in name], names
+    return time.monotonic() - since
+
+
+def test_close_with_work_that_nobody_joins(nccl: Run) -> None:
+    assert max(nccl(2, closes_alone)) < 2.0 + PROMISED_S + NOISE_S
+
+
+# -- aborts and errors --------------------------------------------------------------------
+
+
+def aborted(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        failure = Failure("failed", 1, "Traceback: no good\n")
+        threading.Timer(0.2, lambda: place.backend.abort(failure)).start()
+        return str(broken(place))
+    since = time.monotonic()
+    adds(place)
+    error = error_of(place.finish)
+    assert time.monotonic() - since < 0.2 + PROMISED_S + NOISE_S
+    place.stream.synchronize()
+    on_host = error_of(lambda: place.backend.barrier(Call("barrier"), FAR))
+    assert isinstance(on_host, CommunicatorAbortedError)
+    return str(error)
+
+
+def test_an_abort_ends_what_waits_on_the_gpus_and_the_host(nccl: Run) -> None:
+    for text in nccl(2, aborted):
+        assert "no good" in text
+
+
+def host_times_out(comm: Any) -> str:
+    """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 0:
+        error = error_of(lambda: place.backend.barrier(Call("barrier"), 0.5))
+        assert isinstance(error, CollectiveTimeoutError)
+        return str(error_of(lambda: adds(place)))
+    return str(broken(place))
+
+
+def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
+    for text in nccl(3, host_times_out):
+        assert "waited 0.5 s" in text
+
+
+def remote_error(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        Fake().knob("remote_error_at", 1)
+    for _ in range(3):
+        try:
+            adds(place)
+        except Exception:
+            break
+    return str(broken(place))
+
+
+def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
+    texts = nccl(2, remote_error)
+    assert all("ncclRemoteError" in text for text in texts), texts
+
+
+def not_enough(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        Fake().knob("alloc_fail_at", 1)
+    error = error_of(lambda: place.backend.empty_device(1 << 20, Call("empty"), FAR))
+    assert isinstance(error, AllocationError), error
+    adds(place)  # it stays usable
+    place.finish()
+    return str(error)
+
+
+def test_no_memory_on_one_rank(nccl: Run) -> None:
+    for text in nccl(3, not_enough):
+        assert "there is not enough on that of rank 1" in text
+
+
+# -- what the ranks bring -------------------------------------------------------------------
+
+
+class OneGpu(FakeNccl):
+    """Two ranks with one GPU."""
+
+    options: ClassVar[dict[str, str]] = {"device": "0"}
+
+
+class SharedGpu(OneGpu):
+    """The same where NCCL is told that they are on different hosts."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        os.environ["NCCL_HOSTID"] = f"host{world.rank}"
+        return super().connect(world, timeout)
+
+
+class NoLibrary(FakeNccl):
+    """Rank 1 has no NCCL."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == 1:
+            os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
+        return made
+
+
+class NoDriver(FakeNccl):
+    """Rank 0 has no GPU."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == 0:
+            os.environ["COLLECTIVE_CUDA_LIBRARY"] = "/nowhere/libcuda.so.1"
+        return made
+
+
+class OtherVersion(FakeNccl):
+    """Rank 1 has another version."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == 1:
+            os.environ["COLLECTIVE_NCCL_LIBRARY"] = library_path(21903)
+        return made
+
+
+class Version27(FakeNccl):
+    version = 2708
+
+
+class Version210(FakeNccl):
+    version = 21003
+
+
+class Version219(FakeNccl):
+    version = 21903
+
+
+class Version227(FakeNccl):
+    version = 22703
+
+
+def cannot(comm: Any, kind: type[BaseException]) -> str:
+    """Make a call that is refused on every rank, and another on the host."""
+    backend = comm._backend
+    # Whoever has no GPU has no array on one either; all ranks are in the call all the same.
+    texts = set()
+    for _ in range(2):
+        error = error_of(lambda: backend._open("all_reduce()", FAR))
+        assert isinstance(error, kind), error
+        texts.add(str(error))
+    assert len(texts) == 1
+    backend.barrier(Call("barrier"), FAR)
+    return texts.pop()
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "text"),
+    [
+        (NoLibrary, BackendUnavailableError, r"all_reduce\(\): rank 1: nccl: .*/nowhere/libnccl"),
+        (NoDriver, BackendUnavailableError, r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda"),
+        (OneGpu, DeviceError, r"ranks 0 and 1 use the same GPU \S+ \(Duplicate GPU\).*_DEVICE"),
+        (OtherVersion, BackendUnavailableError, r"2\.19\.3 on rank 1; NCCL 2\.29\.7 on rank 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_everywhere(
+    transport: type[NcclBackend], kind: type[BaseException], text: str
+) -> None:
+    for run in pools(transport):
+        for told in run(2, cannot, kind):
+            assert re.search(text, told), told
+
+
+def works(comm: Any) -> None:
+    place = Place(comm)
+    x = adds(place)
+    assert read(x).tolist() == [place.size] * 4
+    got = place.empty(4, "float64")
+    peer = 1 - place.rank
+    place.backend.sendrecv(place.buffer(np.full(4, 1.0 * place.rank)), peer, got, peer, 0, FAR)
+    assert read(got).tolist() == [peer] * 4
+    dst = place.empty(5, "float64")
+    place.call(
+        "all_gather", place.buffer(np.arange(3.0) if place.rank else np.ones(2)), dst, [2, 3]
+    )
+    assert read(dst).tolist() == [1, 1, 0, 1, 2]
+    array = place.backend.empty_device(100, Call("empty"), FAR)
+    assert array.nbytes == 100
+    assert place.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
+
+
+@pytest.mark.parametrize("transport", [SharedGpu, Version27, Version210, Version219, Version227])
+def test_versions_and_arrangements_that_work(transport: type[FakeNccl]) -> None:
+    for run in pools(transport):
+        run(2, works if transport.version >= 21003 else without_avg)
+
+
+def without_avg(comm: Any) -> None:
+    place = Place(comm)
+    x = adds(place)
+    assert read(x).tolist() == [place.size] * 4
+    assert not place.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
+    assert not place.backend.supports("all_reduce", ops.premul_sum(2.0), x.dtype, False)
+    got = place.empty(2, "int64")
+    peer = 1 - place.rank
+    place.backend.sendrecv(place.buffer(np.full(2, place.rank)), peer, got, peer, 0, FAR)
+    assert read(got).tolist() == [peer] * 2
+
+
+def old_and_late(comm: Any) -> str:
+    place = Place(comm)
+    adds(place)
+    place.finish()
+    if place.rank == 1:
+        return str(broken(place))
+    adds(place, timeout=1.0)
+    return str(broken(place))
+
+
+def test_a_deadline_in_a_version_that_blocks() -> None:
+    for run in pools(Version27):
+        for text in run(2, old_and_late):
+            assert "waited 1 s for rank 1" in text
+
+
+# -- ranks that are threads -----------------------------------------------------------------
+
+
+def as_threads(comm: Any) -> None:
+    """Be three ranks in one process, with a GPU each."""
+    job = f"threads-{os.getpid()}-{time.monotonic_ns()}"
+
+    def world(rank: int) -> World:
+        options = {"host": "threads", "device": str(rank)}
+        return World(rank, 3, rank, 3, "here", "none", job, store=None, options=options)  # type: ignore[arg-type]
+
+    def rank_of(rank: int) -> None:
+        backend = NcclBackend.connect(world(rank), FAR)
+        place = Place(backend)
+        assert place.device.ordinal == rank
+        assert backend.capabilities.in_process
+        x = adds(place)
+        assert read(x).tolist() == [3] * 4
+        got = place.empty(2, "int64")
+        to, source = (rank + 1) % 3, (rank - 1) % 3
+        backend.sendrecv(place.buffer(np.full(2, rank)), to, got, source, 0, FAR)
+        assert read(got).tolist() == [source] * 2
+        if rank == 2:
+            backend.abort(Failure("failed", 2, "no good\n"))
+        assert "no good" in str(broken(place))
+        backend.close()
+
+    side_by_side(*(lambda rank=rank: rank_of(rank) for rank in range(3)))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if "nccl" in name], names
+
+
+def test_ranks_that_are_threads(nccl: Run) -> None:
+    nccl(1, as_threads)
+
+
+def dropped(comm: Any) -> None:
+    """A transport that is not closed leaves no thread."""
+    job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
+    options = {"host": "threads"}
+    world = World(0, 1, 0, 1, "here", "none", job, store=None, options=options)  # type: ignore[arg-type]
+    backend = NcclBackend.connect(world, FAR)
+    adds(Place(backend))
+    del backend
+    import gc
+
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if "nccl" in name], names
+
+
+def test_a_transport_that_is_dropped(nccl: Run) -> None:
+    nccl(1, dropped)

@@ -1,0 +1,367 @@
+"""NCCL's library: that the table is what nccl.h says, and how it is found and loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import pytest
+
+from collective.backends.nccl import library as libraries
+from collective.backends.nccl import prototypes
+from collective.backends.nccl.library import Library, find, install_command, load
+from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
+from collective.dtypes import BY_NAME
+from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# -- the header -----------------------------------------------------------------------------------
+
+
+def wheel() -> Path | None:
+    """Return the folder of an installed wheel of NVIDIA's, if there is one."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    places = list((spec and spec.submodule_search_locations) or ())
+    return Path(places[0]) if places else None
+
+
+@pytest.fixture(scope="module")
+def header() -> str:
+    named = os.environ.get("NCCL_HEADER")
+    folder = wheel()
+    path = Path(named) if named else folder and folder / "include" / "nccl.h"
+    if path is None:
+        pytest.skip("no nccl.h: install nvidia-nccl-cu13, or name the file in NCCL_HEADER")
+    text = path.read_text()
+    return re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+
+
+def enum(header: str, name: str) -> dict[str, int]:
+    """Return the names and values of an enum that the header spells out."""
+    body = re.search(r"typedef\s+enum\s*\{([^{}]*)\}\s*" + name + r"\s*;", header)
+    assert body is not None, name
+    return {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)\s*[,}\s]", body[1])}
+
+
+def constant(header: str, name: str) -> int:
+    found = re.search(rf"#define\s+{name}\s+(-?\w+)", header)
+    assert found is not None, name
+    return int(found[1], 0)
+
+
+def ctype(spelt: str) -> object:
+    """Return what our table has for a type of the header."""
+    if "*" in spelt or re.search(r"ncclComm_t|ncclWindow_t|cudaStream_t", spelt):
+        return ctypes.c_char_p if spelt == "const char*" else ctypes.c_void_p
+    words = spelt.replace("const", "").split()
+    enums = ("ncclResult_t", "ncclDataType_t", "ncclRedOp_t", "ncclScalarResidence_t")
+    return {
+        "int": ctypes.c_int,
+        "size_t": ctypes.c_size_t,
+        "ncclUniqueId": UniqueId,
+        **dict.fromkeys(enums, ctypes.c_int),
+    }[words[0]]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_prototype_is_that_of_the_header(header: str, name: str) -> None:
+    found = re.search(rf"([\w ]+[\w*])\s+{name}\s*\(([^)]*)\)\s*;", header)
+    assert found is not None, f"{name} is not declared"
+    # The parameters' names, which every pointer's star may be attached to.
+    declared = [re.sub(r"\w+$", "", each.strip()) for each in found[2].split(",") if each.strip()]
+    result = re.sub(r"\s+", " ", found[1]).strip()
+    assert [ctype(each) for each in declared] == list(FUNCTIONS[name].arguments)
+    assert ctype(result) == FUNCTIONS[name].result
+
+
+def test_codes_are_those_of_the_header(header: str) -> None:
+    results = enum(header, "ncclResult_t")
+    results.pop("ncclNumResults")
+    assert {code: name for name, code in results.items()} == prototypes.RESULTS
+    types = enum(header, "ncclDataType_t")
+    ours = {f"nccl{name.title()}": code for name, code in prototypes.DTYPES.items()}
+    assert ours.items() <= types.items()
+    assert types["ncclNumTypes"] == len(prototypes.ITEMSIZES)
+    ops = re.search(r"typedef\s+enum\s*\{([^{}]*)\}\s*ncclRedOp_t", header)
+    assert ops is not None
+    codes = {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)\b", ops[1])}
+    assert {f"nccl{name.title()}": code for name, code in prototypes.OPS.items()}.items() <= (
+        codes.items()
+    )
+    assert enum(header, "ncclScalarResidence_t")["ncclScalarHostImmediate"] == (
+        prototypes.SCALAR_ON_HOST
+    )
+    assert constant(header, "NCCL_SPLIT_NOCOLOR") == prototypes.NO_COLOR
+    assert constant(header, "NCCL_SHRINK_ABORT") == prototypes.SHRINK_ABORT
+    assert constant(header, "NCCL_WIN_COLL_SYMMETRIC") == prototypes.WINDOW_SYMMETRIC
+    assert constant(header, "NCCL_UNIQUE_ID_BYTES") == ctypes.sizeof(UniqueId)
+
+
+def test_configuration_begins_as_the_headers_struct(header: str) -> None:
+    struct = re.search(r"typedef\s+struct\s+ncclConfig_v\d+\s*\{([^}]*)\}", header)
+    assert struct is not None
+    spelt = [" ".join(line.split()) for line in struct[1].split(";") if line.strip()]
+    declared = [(line.split()[-1].lstrip("*"), " ".join(line.split()[:-1])) for line in spelt]
+    kinds = {
+        "size_t": ctypes.c_size_t,
+        "unsigned int": ctypes.c_uint,
+        "int": ctypes.c_int,
+        "const char": ctypes.c_char_p,
+    }
+    ours = [(name, kind) for name, kind in prototypes.Config._fields_]
+    assert [(name, kinds[kind]) for name, kind in declared][: len(ours)] == ours
+    config = prototypes.new_config(blocking=0)
+    assert config.size == ctypes.sizeof(prototypes.Config)
+    assert config.magic == constant(header, "NCCL_API_MAGIC")
+    assert config.blocking == 0
+    assert (config.minCTAs, config.netName) == (-(2**31), None)
+
+
+# -- versions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(23203, "2.32.3"), (21005, "2.10.5"), (2708, "2.7.8"), (2804, "2.8.4")]
+)
+def test_version_in_words(code: int, text: str) -> None:
+    assert version_text(code) == text
+
+
+def loaded(version: int) -> Library:
+    path = fakes.library_path(version)
+    return Library(ctypes.CDLL(path), path)
+
+
+def test_a_new_version_has_all() -> None:
+    found = loaded(22907)
+    assert (found.version, found.text) == (22907, "2.29.7")
+    assert all(found.features().values())
+    assert found.op("avg") == 4
+    assert [found.dtype(BY_NAME[name]) for name in ("bfloat16", "float16", "int64")] == [9, 6, 4]
+    assert [found.dtype(BY_NAME[name]) for name in ("bool", "int16", "complex64")] == [None] * 3
+    assert found.op("band") is None
+
+
+def test_an_old_version_says_what_it_lacks_and_which_has_it() -> None:
+    found = loaded(21403)
+    lacking = {name for name, there in found.features().items() if not there}
+    assert lacking == {"split", "register", "fp8", "shrink", "windows", "alltoall"}
+    with pytest.raises(UnsupportedError, match=r"ncclCommSplit: NCCL 2\.14\.3 .* 2\.18\.1 brings"):
+        found.function("ncclCommSplit")
+    with pytest.raises(UnsupportedError, match=r"2\.28\.3 brings it.* pip install nvidia-nccl-cu"):
+        found.function("ncclAlltoAll")
+
+
+def test_a_very_old_version_averages_not() -> None:
+    found = loaded(2804)
+    assert found.op("avg") is None
+    assert found.dtype(BY_NAME["bfloat16"]) is None
+    assert not found.has("ncclCommInitRankConfig")
+
+
+def test_each_function_came_when_the_table_says() -> None:
+    # Of the fake, which was written from NCCL's release notes: the table is not its source.
+    for version in (2804, 21403, 21904, 22703, 22907):
+        found = loaded(version)
+        has = {name for name in FUNCTIONS if found.has(name)}
+        assert has == {name for name, each in FUNCTIONS.items() if each.since <= version}, version
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_loaded", {})
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_in_wheel", lambda: None)
+    monkeypatch.setattr(libraries, "_of_system", lambda: None)
+    monkeypatch.setattr(libraries, "_SONAME", "libnccl-that-is-not-there.so.2")
+
+
+def test_the_named_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fakes.library_path()
+    monkeypatch.setenv("COLLECTIVE_NCCL_LIBRARY", path)
+    assert load().path == find() == path
+    assert load() is load()
+    old = fakes.library_path(21403)
+    assert load(old).text == "2.14.3"  # an argument is stronger
+
+
+def test_a_library_that_is_named_wrongly_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_in_wheel", fakes.library_path)  # which would do
+    monkeypatch.setenv("COLLECTIVE_NCCL_LIBRARY", "/no/such/libnccl.so.2")
+    assert find() is None
+    with pytest.raises(BackendUnavailableError, match=r"names, /no/such/libnccl\.so\.2, cannot be"):
+        load()
+
+
+def test_the_wheel_comes_before_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / "libnccl.so.2"
+    there.touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    monkeypatch.setattr(libraries, "_in_wheel", lambda: None)
+    assert find() == str(there)
+    monkeypatch.setattr(libraries, "_in_wheel", fakes.library_path)
+    assert find() == load().path == fakes.library_path()
+
+
+def test_the_wheel_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "nvidia" / "nccl"
+    (package / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    program = "from collective.backends.nccl.library import find; print(find())"
+
+    def found() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    path = package / "lib" / "libnccl.so.2"
+    assert found() != str(path)
+    path.touch()
+    assert found() == str(path)
+
+
+def test_no_library_says_where_it_looked_and_how_one_comes(absent: None) -> None:
+    assert find() is None
+    with pytest.raises(BackendUnavailableError) as caught:
+        load()
+    for said in (
+        "no package nvidia-nccl-cu12 or -cu13 is installed",
+        "libnccl-that-is-not-there.so.2: cannot open",
+        "pip install nvidia-nccl-cu1",
+        "COLLECTIVE_NCCL_LIBRARY=",
+    ):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("driver", "package"), [(13000, "cu13"), (12040, "cu12")])
+def test_the_command_fits_the_driver(
+    monkeypatch: pytest.MonkeyPatch, driver: int, package: str
+) -> None:
+    class Cuda:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, version: object) -> int:
+            ctypes.cast(version, ctypes.POINTER(ctypes.c_int))[0] = driver  # type: ignore
+            return 0
+
+    monkeypatch.setattr(libraries.ctypes, "CDLL", Cuda)
+    assert install_command() == f"pip install nvidia-nccl-{package}"
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (1, "ncclUnhandledCudaError, 1; NCCL 2.29.7). NCCL_DEBUG=INFO"),
+        (2, "ncclSystemError, 2; NCCL 2.29.7). NCCL_DEBUG=INFO has NCCL say"),
+        (5, "NCCL_DEBUG=WARN"),
+        (6, "The reason is in what the other ranks say"),
+    ],
+)
+def test_codes_become_errors_with_a_remedy(code: int, said: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        loaded(22907).check(code, "ncclAllReduce of rank 1")
+    assert str(caught.value).startswith("ncclAllReduce of rank 1: ")
+    assert said in str(caught.value)
+    assert (caught.value.code, caught.value.backend) == (code, "nccl")
+
+
+def test_success_and_in_progress_are_no_errors() -> None:
+    for code in (0, 7):
+        loaded(22907).check(code, "ncclAllReduce")
+
+
+def test_unique_ids_are_unique() -> None:
+    found = loaded(22907)
+    made = {found.unique_id() for _ in range(3)}
+    assert {len(each) for each in made} == {128}
+    assert len(made) == 3
+
+
+# -- the real library, where it is installed ------------------------------------------------------
+
+
+@pytest.fixture
+def real() -> Callable[[str], str]:
+    folder = wheel()
+    path = os.environ.get("NCCL_LIBRARY") or (folder and folder / "lib" / "libnccl.so.2")
+    if path is None:
+        pytest.skip("no NCCL: install nvidia-nccl-cu13, or name the file in NCCL_LIBRARY")
+
+    def run(program: str) -> str:
+        # In a process of its own: it is not to be had in this one again.
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(ROOT),
+                "COLLECTIVE_NCCL_LIBRARY": str(path),
+                "NCCL_SOCKET_IFNAME": "lo",
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_real_library_has_all_and_answers(real: Callable[[str], str]) -> None:
+    said = real(
+        "from collective.backends.nccl.library import load\n"
+        "from collective.backends.nccl.prototypes import FUNCTIONS\n"
+        "found = load()\n"
+        "due = {n for n, each in FUNCTIONS.items() if each.since <= found.version}\n"
+        "print(len(found.unique_id()), due ^ {n for n in FUNCTIONS if found.has(n)})\n"
+    )
+    assert said.splitlines()[-1] == "128 set()"
+
+
+def test_the_real_library_without_a_gpu_fails_with_our_error(real: Callable[[str], str]) -> None:
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU here")
+    said = real(
+        "import contextlib\n"
+        "from collective.backends.nccl.engine import NcclComm\n"
+        "from collective.backends.nccl.library import load\n"
+        "from collective.errors import BackendError\n"
+        "class NoDevice:\n"
+        "    ordinal = 0\n"
+        "    def active(self): return contextlib.nullcontext()\n"
+        "found = load()\n"
+        "try:\n"
+        "    NcclComm.create(found, found.unique_id(), 0, 1, NoDevice(), lambda: None)\n"
+        "except BackendError as error:\n"
+        "    print(error.code, error)\n"
+    )
+    assert re.search(r"^1 ncclCommInitRankConfig of rank 0: unhandled cuda error", said, re.M), said

@@ -1,0 +1,244 @@
+"""The ``nccl`` transport over the ABI fake: what happens when, on which stream.
+
+The fake does work on streams late, and fills what is to be written with poison until then: who
+reads without having waited reads poison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from fakes import POISON, Fake
+from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
+
+from collective import cuda, ops
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.device_array import DeviceArray
+
+pytestmark = needs_compiler
+
+SUM = ops.as_op("sum")
+SLOW_US, FAST_US = 100_000, 200
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(FakeNccl)
+
+
+def connect(place: Place) -> None:
+    """Make the communicator, so that later calls do not wait for the other ranks."""
+    x = place.buffer(np.ones(1))
+    place.call("all_reduce", x, x, SUM, False)
+    place.finish()
+    place.backend.barrier(Call("barrier"), FAR)
+
+
+def peek(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """Return what is in memory now, without waiting for anything."""
+    import ctypes
+
+    raw = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
+    return np.ctypeslib.as_array(raw).copy().view(buffer.dtype.storage)
+
+
+def as_on(buffer: Buffer, stream: Any) -> Buffer:
+    """Return the same memory as used on another stream."""
+    array = buffer.array
+    made = DeviceArray(array.address, array.shape, array.dtype, array.device, stream, owner=array)
+    return Buffer(made, buffer.dtype)
+
+
+def returns_at_once(comm: Any) -> None:
+    place = Place(comm)
+    connect(place)
+    src, dst = place.buffer(np.full(100, 1.0)), place.empty(100, "float64")
+    place.finish()
+    with Fake().turned("delay_us", SLOW_US, back=FAST_US):
+        since = time.monotonic()
+        place.call("all_reduce", src, dst, SUM, False)
+        assert time.monotonic() - since < SLOW_US / 2e6
+        assert peek(dst).view(np.uint8).tolist() == [POISON] * 800
+        # The caller's stream comes after it, and other streams do where they wait for that.
+        other = place.device.new_stream()
+        other.wait(place.stream.record())
+        assert read(as_on(dst, other)).tolist() == [place.size] * 100
+
+
+def test_a_call_returns_when_it_is_enqueued(nccl: Run) -> None:
+    nccl(2, returns_at_once)
+
+
+def follows_the_caller(comm: Any) -> None:
+    """What is on the caller's stream before the call is done before it, and after it after."""
+    place = Place(comm)
+    connect(place)
+    first, second = (place.buffer(np.full(50, place.rank + n)) for n in (0, 10))
+    x, got = place.empty(50, "int64"), place.empty(50, "int64")
+    place.finish()
+    with Fake().turned("delay_us", 20_000, back=FAST_US):
+        cuda.copy(x.address, first.address, x.nbytes, place.stream)
+        place.call("all_reduce", x, x, SUM, False)
+        cuda.copy(got.address, x.address, x.nbytes, place.stream)
+        cuda.copy(x.address, second.address, x.nbytes, place.stream)
+        place.call("all_reduce", x, x, SUM, False)
+        assert read(got).tolist() == [sum(range(place.size))] * 50
+        assert read(x).tolist() == [sum(range(place.size)) + 10 * place.size] * 50
+
+
+def test_calls_take_their_turn_on_the_callers_stream(nccl: Run) -> None:
+    nccl(3, follows_the_caller)
+
+
+def in_force(comm: Any) -> None:
+    """Within ``cuda.on`` the other stream is used."""
+    place = Place(comm)
+    connect(place)
+    side = place.backend.side_stream(place.device)
+    assert side is place.backend.side_stream(place.device)
+    assert side is not place.backend.side_stream(place.device, "messages")
+    x = place.buffer(np.ones(10))
+    place.finish()
+    fake = Fake()
+    fake.clear_log()
+    with cuda.on(side):
+        place.call("all_reduce", x, x, SUM, False)
+    assert f"{side.handle:#x}" in fake.log("ncclAllReduce")[-1]
+    place.stream.wait(side.record())
+    assert read(x).tolist() == [place.size] * 10
+    # There are not more of them than that, however many tags there are.
+    kept = [place.backend.side_stream(place.device, tag) for tag in range(1000)]
+    assert len(place.backend._sides) <= 128
+    assert place.backend.side_stream(place.device, 999) is kept[-1]
+
+
+def test_streams_beside_the_callers(nccl: Run) -> None:
+    nccl(2, in_force)
+
+
+def in_background(comm: Any) -> None:
+    """A call on a side stream and work on the caller's run side by side."""
+    place = Place(comm)
+    connect(place)
+    side = place.backend.side_stream(place.device)
+    x, y = place.buffer(np.ones(10)), place.buffer(np.full(10, 5.0))
+    side.wait(place.stream.record())
+    with cuda.on(side):
+        place.call("all_reduce", x, x, SUM, False)
+    done = side.record()
+    place.call("broadcast", y, 0)
+    place.backend.synchronize_event(done, "wait", FAR)
+    assert peek(x).tolist() == [place.size] * 10
+    assert read(y).tolist() == [5.0] * 10
+
+
+def test_a_call_in_the_background(nccl: Run) -> None:
+    nccl(2, in_background)
+
+
+def messages_wait(comm: Any) -> None:
+    """A message is sent after what is before it on the stream, and read after it has come."""
+    place = Place(comm)
+    peer = 1 - place.rank
+    source, x = place.buffer(np.full(20, place.rank + 1)), place.buffer(np.zeros(20, np.int64))
+    got, copy = place.empty(20, "int64"), place.empty(20, "int64")
+    place.finish()
+    with Fake().turned("delay_us", 20_000, back=FAST_US):
+        for turn in range(3):
+            cuda.copy(x.address, source.address, x.nbytes, place.stream)
+            if turn == 2:
+                place.backend.sendrecv(x, peer, got, peer, 0, FAR)
+            else:
+                steps = [
+                    lambda: place.backend.send(x, peer, 0, FAR),
+                    lambda: place.backend.recv(got, peer, 0, FAR),
+                ]
+                for step in steps if place.rank == turn else reversed(steps):
+                    step()
+            cuda.copy(copy.address, got.address, got.nbytes, place.stream)
+            assert read(copy).tolist() == [peer + 1] * 20
+
+
+def test_messages_take_their_turn_on_the_callers_stream(nccl: Run) -> None:
+    nccl(2, messages_wait)
+
+
+def beside_collectives(comm: Any) -> None:
+    """A receive that is asked for before a collective, and sent before or after it.
+
+    MPI_Irecv, MPI_Allreduce, MPI_Wait: the collective must not come behind the message, nor the
+    message behind a collective that its sender makes after it.
+    """
+    place = Place(comm)
+    connect(place)
+    x = place.buffer(np.ones(10))
+    if place.rank == 0:
+        side = place.on(place.device.new_stream())
+        one, two = (side.buffer(np.full(5, n)) for n in (1, 2))
+        two_on = as_on(two, place.device.new_stream())
+        place.finish()
+
+        def late() -> None:
+            place.backend.send(two_on, 1, 2, FAR)
+
+        def main() -> None:
+            place.backend.send(one, 1, 1, FAR)
+            place.call("all_reduce", x, x, SUM, False)
+
+        side_by_side(late, main)
+    else:
+        streams = [place.device.new_stream() for _ in range(2)]
+        got = [place.on(stream).empty(5, "int64") for stream in streams]
+        before = place.stream.record()
+
+        def first() -> None:
+            time.sleep(0.1)  # its note comes, and nobody has asked for it yet
+            streams[0].wait(before)
+            place.backend.recv(got[0], 0, 1, FAR)
+
+        def second(after: Any) -> None:
+            streams[1].wait(after)
+            place.backend.recv(got[1], 0, 2, FAR)
+
+        place.call("all_reduce", x, x, SUM, False)
+        after = place.stream.record()
+        side_by_side(first, lambda: second(after))
+        assert [read(each).tolist() for each in got] == [[1] * 5, [2] * 5]
+    assert read(x).tolist() == [2] * 10
+
+
+def test_messages_beside_collectives(nccl: Run) -> None:
+    nccl(2, beside_collectives)
+
+
+def keeps_nothing(comm: Any) -> None:
+    """Events go back to the pool, and the thread goes to sleep."""
+    place = Place(comm)
+    connect(place)
+    x = place.buffer(np.ones(10))
+    for _ in range(100):
+        place.call("all_reduce", x, x, SUM, False)
+    place.finish()
+    watch = place.backend._watch
+    end = time.monotonic() + FAR
+    while watch._new or watch._pending or not watch.asleep:
+        assert time.monotonic() < end, "it goes on looking"
+        time.sleep(0.01)
+    assert watch.unfinished() is None
+    made = len(place.device.events)
+    for _ in range(3):
+        place.call("all_reduce", x, x, SUM, False)
+        place.finish()
+    assert len(place.device.events) <= made + 1
+
+
+def test_what_is_over_is_let_go(nccl: Run) -> None:
+    nccl(2, keeps_nothing)

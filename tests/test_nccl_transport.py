@@ -1,0 +1,555 @@
+"""The ``nccl`` transport over the ABI fake: every method, groups, messages, memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
+
+from collective import ops
+from collective.backend import ANY_SOURCE
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.dtypes import from_numpy, named
+from collective.errors import UnsupportedError
+
+pytestmark = needs_compiler
+
+SIZES = (1, 2, 3, 4)
+CALL = Call("test")
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(FakeNccl)
+
+
+def numbers(rank: int, count: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """Return what a rank contributes: small whole numbers, which every type holds exactly."""
+    return ((np.arange(count) * 7 + rank * 3) % 5 + 1).astype(dtype)
+
+
+# -- collectives ------------------------------------------------------------------------
+
+
+def reduces(comm: Any, op: str, dtype: str, count: int, in_place: bool) -> None:
+    place = Place(comm)
+    size, rank, reducer = place.size, place.rank, ops.as_op(op)
+    every = np.stack([numbers(r, count, dtype) for r in range(size)])
+    fold = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max, "avg": np.mean}[op]
+    expected = fold(every, axis=0).astype(dtype)
+    src = place.buffer(every[rank])
+    dst = src if in_place else place.empty(count, src.dtype)
+    place.call("all_reduce", src, dst, reducer, False)
+    np.testing.assert_array_equal(read(dst), expected)
+    for root in range(size):
+        src = place.buffer(every[rank])
+        dst = src if in_place else place.empty(count, src.dtype)
+        place.call("reduce", src, dst if rank == root else None, reducer, root, False)
+        if rank == root:
+            np.testing.assert_array_equal(read(dst), expected)
+        elif not in_place:
+            np.testing.assert_array_equal(read(src), every[rank])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 1000])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("sum", "float32"), ("prod", "int64"), ("min", "uint8"), ("max", "float64"),
+     ("avg", "float64"), ("sum", "float16"), ("sum", "int8"), ("max", "uint64")],
+)  # fmt: skip
+def test_reduce_and_all_reduce(nccl: Run, op: str, dtype: str, count: int, in_place: bool) -> None:
+    nccl(4 if dtype == "float64" else 3, reduces, op, dtype, count, in_place, shared=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_of_every_size(nccl: Run, size: int) -> None:
+    nccl(size, reduces, "sum", "float32", 17, False, shared=True)
+
+
+def scales(comm: Any) -> None:
+    place = Place(comm)
+    for factor in (0.5, 2.0, 0.5):
+        src, dst = place.buffer(np.ones(5)), place.empty(5, "float64")
+        place.call("all_reduce", src, dst, ops.premul_sum(factor * (place.rank + 1)), False)
+        expected = sum(factor * (rank + 1) for rank in range(place.size))
+        np.testing.assert_array_equal(read(dst), np.full(5, expected))
+
+
+def test_premul_sum_with_a_factor_a_rank(nccl: Run) -> None:
+    nccl(3, scales, shared=True)
+
+
+def reduces_parts(comm: Any, counts: list[int]) -> None:
+    place = Place(comm)
+    every = [numbers(rank, sum(counts)) for rank in range(place.size)]
+    src = place.buffer(every[place.rank])
+    dst = place.empty(counts[place.rank], src.dtype)
+    place.call("reduce_scatter", src, dst, counts, ops.as_op("sum"), False)
+    start = sum(counts[: place.rank])
+    expected = sum(every)[start : start + counts[place.rank]]
+    np.testing.assert_array_equal(read(dst), expected)
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [3, 0, 5], [0, 0, 0], [0, 0, 1]])
+def test_reduce_scatter(nccl: Run, counts: list[int]) -> None:
+    nccl(3, reduces_parts, counts, shared=True)
+
+
+def moves(comm: Any, counts: list[int], dtype: str) -> None:
+    place = Place(comm)
+    rank, size, kind = place.rank, place.size, named(dtype)
+    every = [numbers(each, counts[each], dtype) for each in range(size)]
+    whole, start = np.concatenate(every), sum(counts[:rank])
+    src, dst = place.buffer(every[rank]), place.empty(sum(counts), kind)
+    place.call("all_gather", src, dst, counts)
+    np.testing.assert_array_equal(read(dst), whole)
+    dst = place.buffer(np.zeros_like(whole))
+    mine = dst.part(start, start + counts[rank])
+    mine.array.fill_from_host(every[rank])
+    place.call("all_gather", mine, dst, counts)  # in place
+    np.testing.assert_array_equal(read(dst), whole)
+    for root in range(size):
+        dst = place.empty(sum(counts), kind) if rank == root else None
+        place.call("gather", src, dst, counts, root)
+        if dst is not None:
+            np.testing.assert_array_equal(read(dst), whole)
+        given = place.buffer(whole) if rank == root else None
+        piece = place.empty(counts[rank], kind)
+        place.call("scatter", given, piece, counts, root)
+        np.testing.assert_array_equal(read(piece), every[rank])
+        shared = place.buffer(whole if rank == root else np.zeros_like(whole))
+        place.call("broadcast", shared, root)
+        np.testing.assert_array_equal(read(shared), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "uint16"])
+@pytest.mark.parametrize("counts", [[4, 4, 4], [3, 0, 5], [0, 0, 0]])
+def test_moves(nccl: Run, counts: list[int], dtype: str) -> None:
+    nccl(3, moves, counts, dtype, shared=True)
+
+
+def exchanges(comm: Any, table: list[list[int]]) -> None:
+    place = Place(comm)
+    rank, size = place.rank, place.size
+    sends, receives = table[rank], [table[source][rank] for source in range(size)]
+
+    def pieces(source: int) -> list[np.ndarray[Any, Any]]:
+        return np.split(numbers(source, sum(table[source])), np.cumsum(table[source])[:-1])
+
+    src, dst = place.buffer(numbers(rank, sum(sends))), place.empty(sum(receives), "float32")
+    place.call("all_to_all", src, dst, sends, receives)
+    np.testing.assert_array_equal(
+        read(dst), np.concatenate([pieces(source)[rank] for source in range(size)])
+    )
+
+
+@pytest.mark.parametrize(
+    "table",
+    # The second looks even to rank 0, and to nobody else.
+    [
+        [[2] * 3] * 3,
+        [[2, 2, 2], [2, 0, 5], [2, 1, 0]],
+        [[0] * 3] * 3,
+        [[0, 3, 0], [0] * 3, [0] * 3],
+    ],
+)
+def test_all_to_all(nccl: Run, table: list[list[int]]) -> None:
+    nccl(3, exchanges, table, shared=True)
+
+
+def refuses(comm: Any) -> None:
+    place = Place(comm)
+    backend, kind = place.backend, named("float32")
+    able = [
+        (op, dtype)
+        for op in (*ops.NAMES,)
+        for dtype in ("float32", "bfloat16", "int32", "bool", "uint16", "complex64")
+        if backend.supports("all_reduce", ops.as_op(op), named(dtype), False)
+    ]
+    assert able == [
+        (op, dtype)
+        for op in ("sum", "prod", "min", "max", "avg")
+        for dtype in ("float32", "bfloat16", "int32")
+    ]
+    assert not backend.supports("all_reduce", ops.as_op("sum"), kind, True)
+    assert not backend.supports("scan", ops.as_op("sum"), kind, False)
+    assert not backend.supports("reduce", ops.user_op(max), kind, False)
+    assert backend.supports("reduce", ops.premul_sum(2.0), kind, False)
+    assert not backend.supports("reduce", ops.premul_sum(2.0), named("complex64"), False)
+    x = place.buffer(np.ones(3, np.float32))
+    for call in (
+        lambda: place.call("all_reduce", x, x, ops.as_op("band"), False),
+        lambda: place.call("scan", x, x, ops.as_op("sum")),
+    ):
+        with pytest.raises(UnsupportedError, match="host's memory"):
+            call()
+
+
+def test_what_nccl_lacks_is_known(nccl: Run) -> None:
+    nccl(2, refuses)
+
+
+def batches(comm: Any) -> None:
+    place = Place(comm)
+    size, one = place.size, ops.as_op("sum")
+    buffers = [place.buffer(numbers(place.rank, n)) for n in (5, 1, 300)]
+    with place.backend.batch():
+        for each in buffers:
+            place.call("all_reduce", each, each, one, False)
+        with place.backend.batch():
+            place.call("broadcast", buffers[1], size - 1)
+    for each, n in zip(buffers[::2], (5, 300)):
+        np.testing.assert_array_equal(read(each), sum(numbers(r, n) for r in range(size)))
+    with place.backend.batch():
+        pass
+
+
+def test_batches(nccl: Run) -> None:
+    nccl(3, batches, shared=True)
+
+
+# -- the host plane ---------------------------------------------------------------------
+
+
+class NoGpu(FakeNccl):
+    """Ranks where neither CUDA nor NCCL can be loaded."""
+
+    options: ClassVar[dict[str, str]] = {"devices": "cpu, cuda"}
+
+    @classmethod
+    def connect(cls, world: Any, timeout: float) -> Any:
+        import os
+
+        made = super().connect(world, timeout)
+        os.environ["COLLECTIVE_CUDA_LIBRARY"] = os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/none"
+        return made
+
+
+def on_host(comm: Any) -> None:
+    backend, size, rank = comm._backend, comm.size, comm.rank
+    x = Buffer(numbers(rank, 9), from_numpy(np.dtype("float32")))
+    total = Buffer.empty(9, x.dtype)
+    backend.all_reduce(x, total, ops.as_op("sum"), True, CALL, FAR)
+    np.testing.assert_array_equal(total.array, sum(numbers(r, 9) for r in range(size)))
+    backend.scan(x, total, ops.as_op("sum"), CALL, FAR)
+    backend.barrier(CALL, FAR)
+    backend.agree(CALL, FAR)
+    backend.sendrecv(x, (rank + 1) % size, total, (rank - 1) % size, 3, FAR)
+    np.testing.assert_array_equal(total.array, numbers((rank - 1) % size, 9))
+    assert backend.empty(64, CALL, FAR).nbytes == 64
+    assert comm.all_reduce(np.ones(3)).tolist() == [size] * 3
+    half = comm.split(rank % 2)
+    assert half.all_reduce(np.ones(1)).item() == half.size
+
+
+def test_host_memory_needs_no_gpu() -> None:
+    for run in pools(NoGpu):
+        run(3, on_host)
+
+
+# -- groups -----------------------------------------------------------------------------
+
+
+def grouped(comm: Any) -> None:
+    place = Place(comm)
+    ranks = [3, 1] if place.rank in (1, 3) else [0, 2]
+    mine = Place(place.backend.group(ranks, FAR))
+    both = place.buffer(np.full(4, 10.0 * place.rank))
+    mine.call("all_reduce", both, both, ops.as_op("sum"), False)
+    np.testing.assert_array_equal(read(both), np.full(4, 10.0 * sum(ranks)))
+    start = mine.buffer(np.full(2, float(place.rank)))
+    mine.call("broadcast", start, 0)
+    assert read(start)[0] == ranks[0]
+    # Next to it the parent works on, and its messages do not mix with the group's.
+    one, other = place.buffer(np.full(2, place.rank)), place.empty(2, "int64")
+    peer = ranks[1 - ranks.index(place.rank)]
+    mine.backend.sendrecv(one, 1 - mine.rank, other, 1 - mine.rank, 0, FAR)
+    assert read(other).tolist() == [peer] * 2
+    place.call("all_reduce", one, one, ops.as_op("sum"), False)
+    assert read(one).tolist() == [6, 6]
+    mine.backend.close()
+    mine.backend.close()
+
+
+def test_groups_side_by_side(nccl: Run) -> None:
+    nccl(4, grouped)
+
+
+def shrinks(comm: Any, used: bool) -> None:
+    place = Place(comm)
+    if used:
+        x = place.buffer(np.ones(2))
+        place.call("all_reduce", x, x, ops.as_op("sum"), False)
+    if place.rank == 1:
+        return
+    less = Place(place.backend.shrink([1], FAR))
+    assert (less.rank, less.size) == ([0, None, 1][place.rank], 2)
+    assert (less.backend._comm is not None) is used
+    x = less.buffer(np.ones(2))
+    less.call("all_reduce", x, x, ops.as_op("sum"), False)
+    assert read(x).tolist() == [2, 2]
+    less.backend.close()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_shrink(nccl: Run, used: bool) -> None:
+    nccl(3, shrinks, used)
+
+
+# -- messages ---------------------------------------------------------------------------
+
+
+def out_of_order(comm: Any) -> None:
+    place = Place(comm)
+    tags = [5, 0, 2**31 - 1, 7, 2**40, -9]
+    sent = {tag: numbers(at, 3 + at) for at, tag in enumerate(tags)}
+
+    def send(tag: int) -> None:
+        mine = place.on(place.device.new_stream())
+        mine.backend.send(mine.buffer(sent[tag]), 1, tag, FAR)
+        mine.finish()
+
+    if place.rank == 0:
+        side_by_side(*(lambda tag=tag: send(tag) for tag in tags))
+    else:
+        for tag in reversed(tags):
+            got = place.empty(sent[tag].size, "float32")
+            assert place.backend.recv(got, 0, tag, FAR) == 0
+            np.testing.assert_array_equal(read(got), sent[tag])
+
+
+def test_tags_out_of_order(nccl: Run) -> None:
+    nccl(2, out_of_order)
+
+
+def in_order(comm: Any) -> None:
+    place = Place(comm)
+    for number in range(30):
+        if place.rank == 0:
+            place.backend.send(place.buffer(np.full(number, number)), 1, 4, FAR)
+        else:
+            got = place.empty(number, "int64")
+            place.backend.recv(got, 0, 4, FAR)
+            assert read(got).tolist() == [number] * number
+
+
+def test_messages_of_one_tag_come_in_order_also_empty_ones(nccl: Run) -> None:
+    nccl(2, in_order, shared=True)
+
+
+def rings(comm: Any) -> None:
+    place = Place(comm)
+    rank, size = place.rank, place.size
+    for step in range(1, size + 1):
+        for count in (1, 5000):
+            to, source = (rank + step) % size, (rank - step) % size
+            x, got = place.buffer(np.full(count, rank)), place.empty(count, "int64")
+            place.backend.sendrecv(x, to, got, source, 1, FAR)
+            assert read(got).tolist() == [source] * count
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rings(nccl: Run, size: int) -> None:
+    nccl(size, rings, shared=True)
+
+
+def uneven_sendrecv(comm: Any) -> None:
+    """Nothing goes one way, something the other; the peers use plain calls."""
+    place = Place(comm)
+    some, nothing = place.buffer(np.arange(3)), place.empty(0, "int64")
+    if place.rank == 0:
+        got = place.empty(0, "int64")
+        place.backend.sendrecv(some, 1, got, 1, 2, FAR)
+        place.backend.sendrecv(nothing, 1, some, 1, 2, FAR)
+        assert read(some).tolist() == [7, 8, 9]
+    else:
+        got = place.empty(3, "int64")
+        place.backend.recv(got, 0, 2, FAR)
+        place.backend.send(nothing, 0, 2, FAR)
+        assert read(got).tolist() == [0, 1, 2]
+        place.backend.recv(nothing, 0, 2, FAR)
+        place.backend.send(place.buffer(np.arange(7, 10)), 0, 2, FAR)
+
+
+def test_sendrecv_meets_plain_calls(nccl: Run) -> None:
+    nccl(2, uneven_sendrecv)
+
+
+def many_at_once(comm: Any) -> None:
+    """All pairs and several tags at once, in threads that each wait for their message."""
+    place = Place(comm)
+    rank, size, tags = place.rank, place.size, range(3)
+    others = [peer for peer in range(size) if peer != rank]
+
+    def content(src: int, dst: int, tag: int, turn: int) -> np.ndarray[Any, Any]:
+        return np.full(10 + tag, 1000 * src + 100 * dst + 10 * tag + turn)
+
+    def send(dst: int, tag: int) -> None:
+        mine = place.on(place.device.new_stream())
+        for turn in range(3):
+            mine.backend.send(mine.buffer(content(rank, dst, tag, turn)), dst, tag, FAR)
+        mine.finish()
+
+    def recv(src: int, tag: int) -> None:
+        mine = place.on(place.device.new_stream())
+        for turn in range(3):
+            expected = content(src, rank, tag, turn)
+            got = mine.empty(expected.size, "int64")
+            mine.backend.recv(got, src, tag, FAR)
+            np.testing.assert_array_equal(read(got), expected)
+
+    side_by_side(
+        *(lambda p=p, t=t: send(p, t) for p in others for t in tags),
+        *(lambda p=p, t=t: recv(p, t) for p in others for t in tags),
+    )
+
+
+def test_all_pairs_and_tags_at_once(nccl: Run) -> None:
+    nccl(3, many_at_once)
+
+
+def two_threads_exchange(comm: Any) -> None:
+    """Two exchanges of the same two ranks, each holding a turn in both directions."""
+    place = Place(comm)
+    peer = 1 - place.rank
+
+    def exchange(tag: int) -> None:
+        mine = place.on(place.device.new_stream())
+        for turn in range(20):
+            x, got = mine.buffer(np.full(50, place.rank + 10 * turn)), mine.empty(50, "int64")
+            mine.backend.sendrecv(x, peer, got, peer, tag, FAR)
+            assert read(got)[0] == peer + 10 * turn
+
+    side_by_side(lambda: exchange(1), lambda: exchange(2))
+
+
+def test_exchanges_in_two_threads(nccl: Run) -> None:
+    nccl(2, two_threads_exchange)
+
+
+def from_anybody(comm: Any) -> None:
+    place = Place(comm)
+    if place.rank:
+        place.backend.send(place.buffer(np.full(2, place.rank)), 0, 0, FAR)
+        place.finish()
+        return
+    seen = []
+    for _ in range(place.size - 1):
+        got = place.empty(2, "int64")
+        source = place.backend.recv(got, ANY_SOURCE, 0, FAR)
+        assert read(got).tolist() == [source] * 2
+        seen.append(source)
+    assert sorted(seen) == [1, 2]
+
+
+def test_any_source(nccl: Run) -> None:
+    nccl(3, from_anybody)
+
+
+def asks_later(comm: Any) -> None:
+    """A message behind work that waits for another message of the same direction.
+
+    Rank 1's stream for tag 1 gets to its call only when tag 2 has been received: were tag 1
+    issued before it is ready, tag 2 would wait behind it for ever.
+    """
+    place = Place(comm)
+    if place.rank == 0:
+        first, second = (place.on(place.device.new_stream()) for _ in range(2))
+        side_by_side(
+            lambda: place.backend.send(first.buffer(np.full(3, 1)), 1, 1, FAR),
+            lambda: place.backend.send(second.buffer(np.full(3, 2)), 1, 2, FAR),
+        )
+        return
+    got = [place.empty(3, "int64") for _ in range(2)]
+    late = place.device.new_stream()
+
+    def second() -> None:
+        time.sleep(0.05)
+        place.backend.recv(got[1], 0, 2, FAR)
+        late.wait(place.stream.record())
+
+    def first() -> None:
+        mine = place.on(late)
+        one = mine.empty(3, "int64")
+        place.backend.recv(one, 0, 1, FAR)
+        assert read(one).tolist() == [1] * 3
+
+    side_by_side(second, first)
+    assert read(got[1]).tolist() == [2] * 3
+
+
+def test_receives_in_two_threads(nccl: Run) -> None:
+    nccl(2, asks_later)
+
+
+# -- memory -----------------------------------------------------------------------------
+
+
+def allocates(comm: Any) -> None:
+    place = Place(comm)
+    backend = place.backend
+    array = backend.empty_device(4096 * 8, CALL, FAR)
+    assert (array.nbytes, array.dtype, array.device) == (4096 * 8, np.uint8, place.device)
+    x = Buffer(array.view(np.float64), named("float64"))
+    x.array.fill_from_host(np.full(4096, place.rank + 1.0))
+    place.call("all_reduce", x, x, ops.as_op("sum"), False)
+    assert read(x)[-1] == sum(range(1, place.size + 1))
+    assert backend.empty_device(0, CALL, FAR).nbytes == 0
+    kept = backend.empty_device(64, CALL, FAR)
+    del array, x
+    gc.collect()
+    end = time.monotonic() + FAR
+    while len(backend._blocks._out) > 1 or backend._blocks._dropped:
+        assert time.monotonic() < end, "it was not given back"
+        time.sleep(0.002)
+    backend.close()
+    # Arrays stay valid until they are dropped, and go without a communicator.
+    kept.fill_from_host(np.arange(64, dtype=np.uint8))
+    assert kept.to_host()[-1] == 63
+    del kept
+    gc.collect()
+    assert not backend._blocks._out
+    assert not backend._blocks._dropped
+
+
+def test_memory_for_all_ranks(nccl: Run) -> None:
+    nccl(2, allocates)
+
+
+# -- other host planes ------------------------------------------------------------------
+
+
+class OverGloo(FakeNccl):
+    """With a host plane that has a monitor of its own."""
+
+    options: ClassVar[dict[str, str]] = {"host": "gloo"}
+
+
+def over_gloo(comm: Any) -> None:
+    place = Place(comm)
+    assert place.backend.channel is place.backend._plane.channel
+    assert place.backend.capabilities.across_hosts
+    reduces(comm, "sum", "float32", 100, False)
+    out_of_order(comm)
+    many_at_once(comm)
+    x = place.buffer(np.ones(2))
+    half = Place(place.backend.group([1, 0], FAR))
+    half.call("all_reduce", x, x, ops.as_op("sum"), False)
+    assert read(x).tolist() == [2, 2]
+    half.backend.close()
+
+
+def test_over_gloo() -> None:
+    pytest.importorskip("torch")
+    for run in pools(OverGloo):
+        run(2, over_gloo)

@@ -1,0 +1,14 @@
+"""Arrays of GPUs on transports of the CPU: the public suite, and what is particular."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from on_gpu import StagedShm
+
+from collective.testing import parametrize_with_checks
+
+
+@parametrize_with_checks(StagedShm, sizes=(2, 3))
+def test_staged(check: Callable[[], None]) -> None:
+    check()
