@@ -314,7 +314,8 @@ class Backend(ABC):
     ) -> Work[Any] | None:
         """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
 
-        ``src`` and ``dst`` do not overlap.
+        ``src`` and ``dst`` do not overlap. ``call`` has a shape only if all ranks have arrays of
+        that shape and cut them alike.
         """
         all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
         return None

@@ -119,7 +119,6 @@ class Calls:
         """Run a collective on arrays of a GPU; see :meth:`_go`."""
         device, current = near.device, near.stream
         stream = self._backend.side_stream(device) if async_op else current
-
         enqueue = within(stream, run)
         if not async_op:
             # Between calls in the background that go through the host this one has its turn.
@@ -252,11 +251,14 @@ class Calls:
         array: Any = view.array
         # It may be the result of a call that is still in the background.
         self._lane.drain(self.timeout)
+        if self._enqueues:
+            array.stream.wait_for(self._backend.side_stream(array.device))
         return View(Staged(view.adapter, array.device), array.to_host(), view.dtype)
 
     def _check_device(self, what: str, array: Any) -> None:
         mine = self._backend.device
-        if mine is not None and array.device is not mine:
+        # What is empty may not know where it is.
+        if mine is not None and array.device is not mine and array.size:
             raise DeviceError(
                 f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
                 f"cuda:{mine.ordinal} {self._who}. Copy it there, or choose another GPU with "

@@ -132,7 +132,7 @@ class Repeated:
             return None
         source: Any = prepared[0].array
         target: Any = prepared[1].array
-        source.stream = target.stream = adapter.current_stream(source.device)
+        source.stream = target.stream = adapter.current_stream(source.device, source.stream)
         return prepared
 
     def _keep_on_gpu(

@@ -283,11 +283,15 @@ class Collectives(Backend):
         if isinstance(array, _ndarray):
             return self._host.all_to_all(src, dst, send_counts, recv_counts, call, timeout)
         comm = self._comm or self._open(call, timeout)
-        # Always grouped messages, which is what ncclAlltoAll is made of: whether the pieces of
-        # all ranks are even cannot be seen from one rank's.
         sends, receives = (_in_bytes(counts, src.dtype) for counts in (send_counts, recv_counts))
         to: Any = dst.array
-        if any(sends) or any(receives):
+        if call.shape is not None and _even(sends):
+            if sends[0]:
+                self._enqueue(
+                    array, call, timeout,
+                    comm.all_to_all, array.address, to.address, sends[0], _BYTE,
+                )  # fmt: skip
+        elif any(sends) or any(receives):
             self._enqueue(
                 array, call, timeout,
                 comm.all_to_all_v, array.address, sends, to.address, receives, _BYTE,
