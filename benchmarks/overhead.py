@@ -73,7 +73,7 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
             sides = [_prepared(library, operation, nbytes) for library in (raw, ours)]
             for _, check in sides:
                 check()
-            seconds = _turns(ours, [call for call, _ in sides], rounds, turn)
+            seconds = turns(ours._comm, [call for call, _ in sides], rounds, turn)
             for _, check in sides:
                 check()
             half = 0.5 if operation == "send_recv" else 1.0
@@ -128,9 +128,15 @@ def _prepared(library: Library, operation: str, nbytes: int) -> tuple[Any, Any]:
     return call, check
 
 
-def _turns(clock: Ours, calls: Sequence[Any], rounds: int, turn: float) -> list[list[float]]:
-    """Return the seconds a call that each side took, turn by turn."""
-    comm = clock._comm
+def turns(comm: Any, calls: Sequence[Any], rounds: int, turn: float) -> list[list[float]]:
+    """Return the seconds a call that each side took, turn by turn.
+
+    Args:
+        comm: has the ranks begin a turn together, and knows the slowest one's time.
+        calls: one a side.
+        rounds: how many turns each side gets.
+        turn: seconds that one is to last.
+    """
     iterations = []
     for call in calls:
         for _ in range(5):

@@ -1,0 +1,312 @@
+"""What a call of ours adds to the same call of NCCL, on the host: ``python benchmarks/nccl.py``.
+
+One rank, so that nobody waits for a peer, and calls that only enqueue: what is measured is the
+time until a call returns. One side is NCCL's function through ctypes with its arguments ready,
+the other our call on an array; they take turns in one process, as in ``overhead.py``.
+
+Without ``--real`` the library is the ABI fake of the tests (delay 0, no log), which enqueues too,
+and PyTorch's tensors are stand-ins that only say that they are on a GPU. So figures are those of
+our code, whatever NCCL itself takes. ``--real`` takes the installed NCCL, a GPU, PyTorch or CuPy,
+and CuPy's own binding as a third side.
+
+``--layers`` tells where the time goes: NCCL's function, our engine, the transport, the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from overhead import turns
+from report import Observer, duration, print_table, write
+
+_TESTS = Path(__file__).resolve().parent.parent / "tests"
+# What was promised: microseconds added to the raw binding.
+_ADDED_US = 6.0
+_COUNT = 1024
+_FLOAT32, _SUM, _BYTES = 7, 0, 4 * _COUNT
+
+Call = Callable[[], object]
+
+
+class _Alone:
+    """What :func:`overhead.turns` asks of the ranks, where there is one: a common start."""
+
+    def __init__(self, stream: Any) -> None:
+        self.barrier: Call = stream.synchronize
+
+    def all_reduce(self, seconds: Any, op: str) -> Any:
+        return seconds
+
+
+class _Bench:
+    """A communicator of one rank, and NCCL underneath it."""
+
+    def __init__(self, stream: Any) -> None:
+        import collective
+        from collective import cuda
+
+        self.comm = collective.init("nccl")
+        self.device = cuda.device(0)
+        self.stream = stream
+        x = _device_array(self)
+        self.comm.all_reduce(x, out=x)  # makes NCCL's communicator
+        self.engine: Any = self.comm._backend._comm
+        self.library = self.engine.library
+
+    def raw(self, x: int, y: int) -> dict[str, Call]:
+        """Return NCCL's own calls on two addresses."""
+        comm, stream, function = self.engine.handle, self.stream.handle, self.library.function
+        fold, copy, join = map(function, ("ncclAllReduce", "ncclBroadcast", "ncclAllGather"))
+
+        def all_reduce(to: int) -> Call:
+            return lambda: fold(x, to, _COUNT, _FLOAT32, _SUM, comm, stream)
+
+        return {
+            "all_reduce(x, out=x)": all_reduce(x),
+            "all_reduce(x, out=y)": all_reduce(y),
+            "all_reduce(x)": all_reduce(y),
+            "broadcast(x, out=x)": lambda: copy(x, x, _BYTES, 1, 0, comm, stream),
+            "all_gather(x, counts=, out=y)": lambda: join(x, y, _BYTES, 1, comm, stream),
+        }
+
+    def ours(self, x: Any, y: Any) -> dict[str, Call]:
+        """Return the same on two arrays."""
+        comm, counts = self.comm, [_COUNT]
+        return {
+            "all_reduce(x, out=x)": lambda: comm.all_reduce(x, out=x),
+            "all_reduce(x, out=y)": lambda: comm.all_reduce(x, out=y),
+            "all_reduce(x)": lambda: comm.all_reduce(x),
+            "broadcast(x, out=x)": lambda: comm.broadcast(x, out=x),
+            "all_gather(x, counts=, out=y)": lambda: comm.all_gather(x, counts=counts, out=y),
+        }
+
+    def asynchronous(self, x: Any, y: Any) -> dict[str, Call]:
+        """Return the same with ``async_op=True``, and ``wait()``."""
+        comm, counts = self.comm, [_COUNT]
+        return {
+            "all_reduce(x, out=x)": lambda: comm.all_reduce(x, out=x, async_op=True).wait(),
+            "all_reduce(x, out=y)": lambda: comm.all_reduce(x, out=y, async_op=True).wait(),
+            "all_reduce(x)": lambda: comm.all_reduce(x, async_op=True).wait(),
+            "broadcast(x, out=x)": lambda: comm.broadcast(x, out=x, async_op=True).wait(),
+            "all_gather(x, counts=, out=y)": lambda: comm.all_gather(
+                x, counts=counts, out=y, async_op=True
+            ).wait(),
+        }
+
+    def layers(self, x: Any, x_address: int) -> dict[str, Call]:
+        """Return an all-reduce in place at each of our layers, the lowest first."""
+        from collective.buffer import Buffer
+        from collective.call import Call as Header
+        from collective.dtypes import BY_NAME
+        from collective.ops import as_op
+
+        engine, stream, backend = self.engine, self.stream.handle, self.comm._backend
+        dtype, op = BY_NAME["float32"], as_op("sum")
+        buffer = Buffer(_device_array(self), dtype)
+        header = Header("all_reduce", dtype, (_COUNT,), op="sum")
+        return {
+            "NCCL's function": self.raw(x_address, x_address)["all_reduce(x, out=x)"],
+            "engine (NcclComm.all_reduce)": lambda: engine.all_reduce(
+                x_address, x_address, _COUNT, _FLOAT32, _SUM, stream
+            ),
+            "transport (event, watch)": lambda: backend.all_reduce(
+                buffer, buffer, op, False, header, 300.0
+            ),
+            "call (recorder, arrays)": lambda: self.comm.all_reduce(x, out=x),
+        }
+
+
+def _device_array(bench: _Bench) -> Any:
+    from collective import cuda
+    from collective.device_array import DeviceArray
+
+    memory = cuda.allocate(bench.device, _BYTES, bench.stream)
+    return DeviceArray(
+        memory.address, (_COUNT,), "float32", bench.device, bench.stream, owner=memory
+    )
+
+
+def _stand_in(bench: _Bench) -> Callable[[], Any]:
+    """Have a build of PyTorch for the CPU make tensors that say that they are on a GPU."""
+    import torch
+
+    from collective import cuda
+    from collective.adapters.torch import cuda_arrays
+
+    class Tensor(torch.Tensor):
+        # Or each attribute would go through Python.
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+            raise NotImplementedError(f"{function}: it only says where it is")
+
+        def data_ptr(self) -> int:
+            address: int = self.address
+            return address
+
+    def allocate(shape: Any, kind: Any, device: Any) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            Tensor, shape, dtype=kind, device=f"cuda:{device.ordinal}"
+        )
+        made.memory = cuda.allocate(device, made.nbytes, bench.stream)
+        made.address = made.memory.address
+        return made
+
+    handle = bench.stream.handle
+    cuda_arrays._current_handle = lambda ordinal: handle
+    cuda_arrays._allocate = allocate
+    return lambda: allocate((_COUNT,), torch.float32, bench.device)
+
+
+def _makers(bench: _Bench, real: bool) -> dict[str, Callable[[], Any]]:
+    """Return what makes arrays of each kind that can be had here."""
+    found: dict[str, Callable[[], Any]] = {"DeviceArray": lambda: _device_array(bench)}
+    try:
+        import torch
+
+        if not real:
+            found["torch (stand-in)"] = _stand_in(bench)
+        elif torch.cuda.is_available():
+            found["torch"] = lambda: torch.zeros(_COUNT, device="cuda:0")
+    except ImportError:
+        pass
+    if real:
+        try:
+            import cupy
+
+            found["cupy"] = lambda: cupy.zeros(_COUNT, "float32")
+        except ImportError:
+            pass
+    return found
+
+
+def _address(x: Any) -> int:
+    from collective.arrays import adapter_of
+
+    address: int = adapter_of(x).view(x)[0].address
+    return address
+
+
+def _cupys() -> Callable[[int, int, int], Call] | None:
+    """Return what makes CuPy's all-reduce of two addresses on a stream, None without CuPy."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return None
+    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    code, op = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+    return lambda x, y, stream: lambda: comm.allReduce(x, y, _COUNT, code, op, stream)
+
+
+def measure(real: bool, quick: bool) -> dict[str, Any]:
+    """Return the figures: one record an operation, kind of array and way of calling."""
+    from collective import cuda
+
+    # The default stream, which PyTorch and CuPy work on as well.
+    device = cuda.device(0)
+    stream = device.stream(0) if real else device.new_stream()
+    bench = _Bench(stream)
+    alone, rounds, turn = _Alone(stream), *((3, 0.01) if quick else (15, 0.05))
+    rival = _cupys() if real else None
+    records, layers = [], []
+    for kind, make in _makers(bench, real).items():
+        x, y = make(), make()
+        raw = bench.raw(_address(x), _address(y))
+        ways = {"sync": bench.ours(x, y), "async": bench.asynchronous(x, y)}
+        for way, calls in ways.items():
+            for operation, call in calls.items():
+                sides = [raw[operation], call]
+                if rival is not None and operation.startswith("all_reduce"):
+                    to = x if "out=x" in operation else y
+                    sides.append(rival(_address(x), _address(to), stream.handle))
+                times = turns(alone, sides, rounds, turn)
+                medians = [statistics.median(each) for each in times]
+                records.append(
+                    {
+                        "operation": operation,
+                        "arrays": kind,
+                        "way": way,
+                        "raw": medians[0],
+                        "ours": medians[1],
+                        "added": statistics.median(b - a for a, b in zip(*times[:2])),
+                        "ratio": statistics.median(b / a for a, b in zip(*times[:2])),
+                        "cupy": medians[2] if len(medians) > 2 else None,
+                    }
+                )
+        steps = bench.layers(x, _address(x))
+        times = turns(alone, list(steps.values()), rounds, turn)
+        for name, each in zip(steps, times):
+            layers.append({"arrays": kind, "layer": name, "seconds": statistics.median(each)})
+    found = {"library": bench.library.text, "records": records, "layers": layers}
+    bench.comm.close()
+    return found
+
+
+def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
+    """Print the tables of a run."""
+    about = run["machine"]
+    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 1 rank\n")
+    which = "NCCL" if run["real"] else "the ABI fake of NCCL"
+    rows = [
+        [
+            record["operation"], record["arrays"], record["way"], duration(record["raw"]),
+            duration(record["ours"]), f"{record['added'] * 1e6:.2f}", f"{record['ratio']:.1f}",
+            duration(record["cupy"]) if record["cupy"] is not None else "–",
+            "kept" if record["added"] * 1e6 <= _ADDED_US else "missed",
+        ]
+        for record in run["records"]
+    ]  # fmt: skip
+    header = ["operation", "arrays", "way", "raw µs", "ours µs", "added µs", "ratio", "CuPy µs"]
+    title = f"per call on the host, over {which} {run['library']}; {_ADDED_US:g} µs may be added"
+    print_table(title, [*header, "verdict"], rows, markdown)
+    if layers:
+        rows, before = [], 0.0
+        for each in run["layers"]:
+            first = each["layer"].startswith("NCCL")
+            more = each["seconds"] - (0.0 if first else before)
+            before = each["seconds"]
+            rows.append(
+                [each["layer"], each["arrays"], duration(before), f"{more * 1e6:.2f}"]
+            )  # fmt: skip
+        header = ["layer", "arrays", "µs", "adds µs"]
+        print_table("all_reduce(x, out=x), layer by layer", header, rows, markdown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="What a call adds to NCCL's own, on the host.")
+    parser.add_argument("--real", action="store_true", help="NCCL on a GPU, and CuPy's binding")
+    parser.add_argument("--layers", action="store_true", help="show where the time goes, too")
+    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="print FILE")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    options = parser.parse_args(arguments)
+    if options.earlier is not None:
+        run = json.loads(options.earlier.read_text())
+    else:
+        if not options.real:
+            sys.path.insert(0, str(_TESTS))
+            from fakes import compiler, environment
+
+            if compiler() is None:
+                raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
+            os.environ.update(environment(delay_us=0, log=0, poison=0))
+        observer = Observer()
+        run = {"real": options.real, **measure(options.real, options.quick)}
+        run["machine"] = observer.machine()
+        write(options.json, run)
+    show(run, options.layers, options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,412 @@
+"""Calls of a communicator over ``nccl`` on the ABI fake: what is on which stream, and when."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from fakes import Fake, FakeArray
+from gpu_programs import (
+    FAR,
+    MAKERS,
+    Gpus,
+    calls_of_nccl,
+    copied,
+    error_of,
+    held,
+    is_poison,
+    new_stream,
+    of_device,
+    of_fake,
+    ordinal_of,
+    peek,
+    read,
+    settled,
+    until,
+    warm,
+)
+from nccl_places import Run, needs_compiler, pools
+
+from collective.errors import CollectiveTimeoutError
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(Gpus)
+
+
+def mine(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
+    """Return what a rank contributes."""
+    return np.arange(count, dtype=np.float32) + 10 * comm.rank
+
+
+def total(comm: Any, count: int = 6) -> list[float]:
+    return (np.arange(count) * comm.size + 10 * sum(range(comm.size))).tolist()
+
+
+# -- calls that return when they are enqueued -------------------------------------------------
+
+
+def on_the_callers(comm: Any, kind: str) -> None:
+    make = MAKERS[kind]
+    warm(comm)
+    a = new_stream(comm)
+    x, y = make(comm, mine(comm), a), make(comm, np.zeros(6, np.float32), a)
+    settled(comm)
+    with held() as fake:
+        fake.clear_log()
+        assert comm.all_reduce(x, out=y) is y
+        assert is_poison(y), peek(y)
+        (call,) = calls_of_nccl()
+        assert re.search(rf"stream={a:#x}\b", call), call
+        after = copied(comm, y, a)
+        assert is_poison(after)
+    Fake().synchronize(a, ordinal_of(comm))
+    assert peek(y).tolist() == peek(after).tolist() == total(comm)
+    assert read(x).tolist() == mine(comm).tolist()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_call_is_enqueued_on_the_callers_stream(nccl: Run, kind: str) -> None:
+    nccl(2, on_the_callers, kind, shared=True)
+
+
+def new_results(comm: Any, kind: str) -> None:
+    """Results that the library allocates are on the caller's stream, too."""
+    make = MAKERS[kind]
+    warm(comm)
+    a = new_stream(comm)
+    x = make(comm, mine(comm), a)
+    settled(comm)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "reduce": lambda: comm.reduce(x, root=1),
+        "all_gather": lambda: comm.all_gather(x),
+        "gather": lambda: comm.gather(x, root=1),
+        "reduce_scatter": lambda: comm.reduce_scatter(x),
+        "all_to_all": lambda: comm.all_to_all(x),
+        "broadcast": lambda: comm.broadcast(x, root=0),
+        "scatter": lambda: comm.scatter(x if comm.rank == 0 else None, like=x),
+    }
+    everyone = np.stack([np.arange(6) + 10 * rank for rank in range(comm.size)])
+    each = 6 // comm.size
+    piece = slice(comm.rank * each, (comm.rank + 1) * each)
+    expected = {
+        "all_reduce": everyone.sum(0),
+        "reduce": everyone.sum(0),
+        "all_gather": everyone.ravel(),
+        "gather": everyone.ravel(),
+        "reduce_scatter": everyone.sum(0)[piece],
+        "all_to_all": everyone[:, piece].ravel(),
+        "broadcast": everyone[0],
+        "scatter": everyone[0][piece],
+    }
+    for name, call in calls.items():
+        with held():
+            got = call()
+            if got is None:
+                assert name in ("reduce", "gather")
+                assert comm.rank != 1
+                continue
+            if not (name == "broadcast" and comm.rank == 0):
+                assert is_poison(got), name
+        if name != "scatter" or comm.rank == 0:
+            Fake().synchronize(a, ordinal_of(comm))  # for nothing but the caller's
+            assert peek(got).tolist() == expected[name].tolist(), name
+        else:
+            assert read(got).tolist() == expected[name].tolist(), name
+    settled(comm)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_results_are_ready_on_the_callers_stream(nccl: Run, kind: str) -> None:
+    nccl(2, new_results, kind, shared=True)
+
+
+def written_late(comm: Any) -> None:
+    """What is on the stream before the call is seen by it."""
+    warm(comm)
+    a = new_stream(comm)
+    x = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
+    with held():
+        x.set(mine(comm))
+        y = comm.all_reduce(x)
+        x.set(np.full(6, -1, np.float32))
+        z = comm.all_reduce(x)
+        x.set(np.full(6, -2, np.float32))
+    assert read(y).tolist() == total(comm)
+    assert read(z).tolist() == [-comm.size] * 6
+    assert read(x).tolist() == [-2] * 6
+
+
+def test_a_call_sees_what_was_enqueued_before_it(nccl: Run) -> None:
+    nccl(3, written_late, shared=True)
+
+
+def apart(comm: Any, async_op: bool) -> None:
+    """The input is on one stream and the output on another, as __cuda_array_interface__ says."""
+    warm(comm)
+    a, b = new_stream(comm), new_stream(comm)
+    x = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
+    y = of_fake(comm, np.full(6, 5, np.float32), b)
+    settled(comm)
+    with held():
+        x.set(mine(comm))
+        before = copied(comm, y, b)
+        work = comm.all_reduce(x, out=y, async_op=async_op)
+        if async_op:
+            work.wait()
+        after = copied(comm, y, b)
+        last = copied(comm, y, a)
+    settled(comm)
+    assert read(before).tolist() == [5] * 6
+    assert read(last).tolist() == total(comm)
+    assert read(after).tolist() == total(comm), "the output's own stream did not wait"
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_output_on_another_stream(nccl: Run, async_op: bool) -> None:
+    nccl(2, apart, async_op, shared=True)
+
+
+def leaves_apart(comm: Any, async_op: bool) -> None:
+    """A structure whose arrays are on streams of their own."""
+    warm(comm)
+    streams = [new_stream(comm) for _ in range(3)]
+    leaves = [FakeArray((4,), "float32", device=ordinal_of(comm), stream=s) for s in streams]
+    with held():
+        for number, leaf in enumerate(leaves):
+            leaf.set(np.full(4, number + 10 * comm.rank, np.float32))
+        got = comm.all_reduce(leaves, out=leaves, async_op=async_op)
+        if async_op:
+            got = got.wait()
+        copies = [copied(comm, leaf, s) for leaf, s in zip(leaves, streams)]
+    settled(comm)
+    expected = [[sum(n + 10 * r for r in range(comm.size))] * 4 for n in range(3)]
+    assert [read(each).tolist() for each in leaves] == expected
+    assert [read(each).tolist() for each in copies] == expected
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_structure_of_arrays_on_several_streams(nccl: Run, async_op: bool) -> None:
+    nccl(2, leaves_apart, async_op, shared=True)
+
+
+def two_streams(comm: Any) -> None:
+    """Calls on two streams of the program are each ordered on their own."""
+    warm(comm)
+    a, b = new_stream(comm), new_stream(comm)
+    x, y = of_fake(comm, mine(comm), a), of_fake(comm, 100 + mine(comm), b)
+    for turn in range(5):
+        comm.all_reduce(x, out=x)
+        comm.all_reduce(y, out=y)
+        assert turn >= 0
+    assert read(x).tolist() == [(10 + 2 * i) * 2.0**4 for i in range(6)]
+    assert read(y).tolist() == [(210 + 2 * i) * 2.0**4 for i in range(6)]
+
+
+def test_calls_on_several_streams(nccl: Run) -> None:
+    nccl(2, two_streams, shared=True)
+
+
+# -- calls in the background --------------------------------------------------------------------
+
+
+def waits_on_the_gpu(comm: Any, kind: str) -> None:
+    make = MAKERS[kind]
+    warm(comm)
+    a = new_stream(comm)
+    x, y = make(comm, np.zeros(6, np.float32), a), make(comm, np.zeros(6, np.float32), a)
+    settled(comm)
+    with held() as fake:
+        fake.clear_log()
+        source = of_fake(comm, mine(comm), a)
+        cuda_copy(comm, x, source, a)
+        work = comm.all_reduce(x, out=y, async_op=True)
+        (call,) = calls_of_nccl()
+        assert not re.search(rf"stream={a:#x}\b", call), call
+        assert not work.done()
+        assert work.exception() is None
+        assert work.wait(timeout=0.5) is y
+        assert "running" in repr(work)
+        after = copied(comm, y, a)
+        assert is_poison(y)
+        assert is_poison(after)
+        assert isinstance(error_of(work.synchronize, timeout=0.05), CollectiveTimeoutError)
+    Fake().synchronize(a, ordinal_of(comm))
+    assert peek(after).tolist() == total(comm)
+    assert work.done()
+    assert work.synchronize() is work.wait() is y
+    assert work.exception() is None
+    settled(comm)
+
+
+def cuda_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
+    from collective import cuda
+
+    cuda.copy(dst.address, src.address, 24, comm._backend.device.stream(stream))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_wait_orders_the_callers_stream_and_not_the_host(nccl: Run, kind: str) -> None:
+    nccl(2, waits_on_the_gpu, kind, shared=True)
+
+
+def host_waits(comm: Any) -> None:
+    warm(comm)
+    x = of_fake(comm, mine(comm))
+    with Fake().turned("delay_us", 50_000, back=300):
+        work = comm.all_reduce(x, async_op=True)
+        assert peek(work.synchronize()).tolist() == total(comm)
+        assert work.done()
+    # A wait for a stream that is current in another thread orders that.
+    with held():
+        work = comm.all_reduce(x, out=x, async_op=True)
+    thread_got: list[Any] = []
+    thread = threading.Thread(target=lambda: thread_got.append(work.synchronize(FAR)))
+    thread.start()
+    thread.join()
+    assert peek(thread_got[0]).tolist() == total(comm)
+
+
+def test_synchronize_waits_on_the_host(nccl: Run) -> None:
+    nccl(2, host_waits, shared=True)
+
+
+def in_order(comm: Any) -> None:
+    """Several at once, each of which takes the result of the one before it."""
+    warm(comm)
+    a = new_stream(comm)
+    x = of_fake(comm, np.ones(4, np.float32), a)
+    strided = of_fake(comm, np.ones((4, 6), np.float32)[:, ::2], a)
+    settled(comm)
+    with held():
+        works = [comm.all_reduce(x, out=x, async_op=True) for _ in range(6)]
+        gathered = comm.all_gather(x, async_op=True)
+        turned = comm.all_reduce(strided, out=strided, async_op=True)
+        along = comm.all_gather(strided, axis=1, async_op=True)
+        assert not any(work.done() for work in (*works, gathered, turned, along))
+        along.wait()  # the last one: so all are
+        copy = copied(comm, x, a)
+    Fake().synchronize(a, ordinal_of(comm))
+    assert peek(copy).tolist() == [comm.size**6] * 4
+    assert all(work.done() for work in (*works, gathered, turned, along))
+    assert peek(gathered.wait()).tolist() == [comm.size**6] * 4 * comm.size
+    assert peek(strided).tolist() == [[comm.size] * 3] * 4
+    assert peek(along.wait()).tolist() == [[comm.size] * 3 * comm.size] * 4
+    between = strided.memory().view(np.uint32)[1::2]
+    assert set(between.tolist()) == {0xCBCBCBCB}, "it wrote between the elements"
+
+
+def test_several_calls_in_the_background_come_in_order(nccl: Run) -> None:
+    nccl(3, in_order, shared=True)
+
+
+def mixed_with_others(comm: Any) -> None:
+    """A call that is not in the background, between some that are, and one on the host."""
+    warm(comm)
+    a = new_stream(comm)
+    x, y = of_fake(comm, mine(comm), a), of_fake(comm, mine(comm), a)
+    with held():
+        first = comm.all_reduce(x, out=x, async_op=True)
+        comm.all_reduce(y, out=y)
+        second = comm.all_reduce(x, out=x, async_op=True)
+        comm.barrier()
+        assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+        third = comm.barrier(async_op=True)
+        third.wait(FAR)
+        assert not first.done()
+        second.wait()
+        first.wait()
+    assert read(y).tolist() == total(comm)
+    assert read(x).tolist() == [comm.size * each for each in total(comm)]
+
+
+def test_calls_of_all_kinds_beside_each_other(nccl: Run) -> None:
+    nccl(2, mixed_with_others, shared=True)
+
+
+def first_of_all(comm: Any) -> None:
+    """A communicator's first call may be in the background: it returns without the peers."""
+    child = comm.dup()
+    x = of_fake(comm, mine(comm))
+    if comm.rank:
+        comm.recv_object(0)  # rank 0 has made its call, and come back
+    work = child.all_reduce(x, async_op=True)
+    again = child.all_reduce(x, out=x, async_op=True)
+    if comm.rank == 0:
+        assert not work.done()
+        for rank in range(1, comm.size):
+            comm.send_object(None, rank)
+    got = work.wait()
+    assert read(again.wait()).tolist() == total(comm)
+    settled(comm)
+    assert peek(got).tolist() == total(comm)
+    child.close()
+
+
+def test_the_first_call_in_the_background(nccl: Run) -> None:
+    nccl(3, first_of_all, shared=True)
+
+
+# -- what is dropped while it is in use ---------------------------------------------------------
+
+
+def drops(comm: Any, kind: str, async_op: bool) -> None:
+    make = MAKERS[kind]
+    warm(comm)
+    rank, size = comm.rank, comm.size
+    a = new_stream(comm)
+
+    def x() -> Any:
+        return make(comm, np.ones((4 * size, 2), np.float32), a)
+
+    def strided() -> Any:
+        return of_fake(comm, np.ones((4 * size, 4), np.float32)[:, ::2], a)
+
+    calls = [
+        lambda: comm.all_reduce(x(), async_op=async_op),
+        lambda: comm.all_reduce(strided(), out=strided(), async_op=async_op),
+        lambda: comm.all_reduce([x(), x()], async_op=async_op),
+        lambda: comm.reduce(x(), root=1, async_op=async_op),
+        lambda: comm.broadcast(x(), root=1, async_op=async_op),
+        lambda: comm.broadcast({"a": x(), "b": strided()}, root=0, async_op=async_op),
+        lambda: comm.all_gather(x(), async_op=async_op),
+        lambda: comm.all_gather(strided(), axis=1, async_op=async_op),
+        lambda: comm.gather([x(), x()], root=0, async_op=async_op),
+        lambda: comm.scatter(x() if rank == 0 else None, async_op=async_op),
+        lambda: comm.reduce_scatter(x(), async_op=async_op),
+        lambda: comm.reduce_scatter(strided(), axis=1, async_op=async_op),
+        lambda: comm.all_to_all(x(), async_op=async_op),
+        lambda: comm.all_to_all([x(), x()], async_op=async_op),
+        lambda: comm.scan(x(), async_op=async_op),
+    ]
+    settled(comm)
+    for number, call in enumerate(calls):
+        with Fake().turned("delay_us", 3000, back=300):
+            call()
+            gc.collect()
+            # Memory that was freed too early is somebody else's now, and written to.
+            taken = [x() for _ in range(4)]
+            del taken
+        try:
+            settled(comm)
+        except (AssertionError, OSError) as error:
+            raise AssertionError(f"call {number}: {error}") from error
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_arrays_and_works_dropped_before_their_end(nccl: Run, kind: str, async_op: bool) -> None:
+    nccl(2, drops, kind, async_op, shared=True)
