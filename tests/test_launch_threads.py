@@ -190,4 +190,4 @@ def test_another_transport_is_refused_with_the_remedy(run):
 def test_a_list_by_device_that_names_threads_is_fine(run):
     done = run("import collective\nprint(collective.init('cpu:threads,cuda:nccl').backend)\n")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] threads", "[1] threads"]
+    assert sorted(done.stdout.splitlines()) == ["[0] nccl", "[1] nccl"]

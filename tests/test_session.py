@@ -65,7 +65,8 @@ def test_one_rank_works_with_nothing_configured():
         ("threads", "threads"),
         ("shm", "shm"),
         ("auto", "threads"),
-        ("cpu:shm,cuda:nonsense", "shm"),
+        ("cpu:shm,cuda:nccl", "nccl"),
+        ("cpu:shm,cuda:shm", "shm"),
         ("cpu:auto", "threads"),
     ],
 )

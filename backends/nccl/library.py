@@ -129,7 +129,8 @@ class Library:
 
     def dtype(self, dtype: DType) -> int | None:
         """Return NCCL's code of an element type, None if this library cannot reduce it."""
-        if dtype.name == "bfloat16" and not self.has("bfloat16"):
+        feature = "fp8" if dtype.name.startswith("float8") else dtype.name
+        if feature in FEATURES and not self.has(feature):
             return None
         return DTYPES.get(dtype.name)
 

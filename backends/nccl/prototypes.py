@@ -67,6 +67,8 @@ DTYPES = {
     "float32": 7,
     "float64": 8,
     "bfloat16": 9,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 11,
 }
 #: Bytes an element, by NCCL's code; the last two are the types of 8 bits.
 ITEMSIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)

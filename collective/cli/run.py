@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from collective.config import settings
+from collective.config import by_device, settings
 from collective.launch import launch
 
 if TYPE_CHECKING:
@@ -54,14 +54,16 @@ def execute(options: argparse.Namespace) -> int:
         if value is not None
     }
     arguments = ["-m"] * options.module + program
-    if "backend" in found and found["backend"].value == "threads":
+    named = str(found["backend"].value) if "backend" in found else ""
+    on_host = by_device(named).get("cpu", named)
+    if on_host == "threads":
         os.environ.update(variables)
         # Here and not above: it brings NumPy and the transports along.
         from collective import launch_threads
 
         return launch_threads.main([str(options.n), *arguments])
-    wanted = {found[key].value for key in ("backend", "across") if key in found}
-    return launch(arguments, options.n, variables, mpi=bool(wanted & {"mpi", "cpu:mpi"}))
+    across = found["across"].value if "across" in found else ""
+    return launch(arguments, options.n, variables, mpi="mpi" in (on_host, across))
 
 
 def _size(text: str) -> int:
