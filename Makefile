@@ -3,6 +3,7 @@
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
 #                 transport: make demo BACKEND=gloo (mpi, threads)
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
+#   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make clean    remove all that was built
@@ -28,7 +29,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
 
-.PHONY: demo test check format lint types bench clean
+.PHONY: demo test test-gpu check format lint types bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -37,6 +38,12 @@ demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 
 test: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
+
+# With what is installed where the GPU is: .venv has no PyTorch for GPUs.
+GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
+RANKS ?= 2
+test-gpu:
+	@"$(GPU_PYTHON)" tests/gpu/run.py --ranks "$(RANKS)"
 
 # The tests last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,13 @@ def _prepared(library: Library, operation: str, nbytes: int) -> tuple[Any, Any]:
     return call, check
 
 
-def turns(comm: Any, calls: Sequence[Any], rounds: int, turn: float) -> list[list[float]]:
+def turns(
+    comm: Any,
+    calls: Sequence[Any],
+    rounds: int,
+    turn: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
     """Return the seconds a call that each side took, turn by turn.
 
     Args:
@@ -136,26 +142,27 @@ def turns(comm: Any, calls: Sequence[Any], rounds: int, turn: float) -> list[lis
         calls: one a side.
         rounds: how many turns each side gets.
         turn: seconds that one is to last.
+        clock: what tells the time.
     """
     iterations = []
     for call in calls:
         for _ in range(5):
             call()
-        took = _block(comm, call, 5)
+        took = _block(comm, call, 5, clock)
         iterations.append(min(20000, max(3, int(turn / max(took, 1e-7)))))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for times, call, count in zip(seconds, calls, iterations):
-            times.append(_block(comm, call, count))
+            times.append(_block(comm, call, count, clock))
     return seconds
 
 
-def _block(comm: Any, call: Any, count: int) -> float:
+def _block(comm: Any, call: Any, count: int, clock: Callable[[], float]) -> float:
     comm.barrier()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(count):
         call()
-    mine = (time.perf_counter() - start) / count
+    mine = (clock() - start) / count
     slowest: float = comm.all_reduce(np.array([mine]), op="max").item()
     return slowest
 

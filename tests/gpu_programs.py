@@ -19,16 +19,20 @@ from nccl_places import FakeNccl
 from collective import cuda
 from collective.arrays import adapter_like
 from collective.device_array import DeviceArray
-from collective.dtypes import from_numpy, named
+from collective.dtypes import FOREIGN, from_numpy, named
+from collective.world import World
 
 __all__ = [
     "FAR",
     "MAKERS",
     "Both",
+    "Framework",
     "Gpus",
     "calls_of_nccl",
     "copied",
+    "enqueue_copy",
     "error_of",
+    "framework",
     "held",
     "is_poison",
     "new_stream",
@@ -37,6 +41,7 @@ __all__ = [
     "ordinal_of",
     "peek",
     "read",
+    "room",
     "settled",
     "until",
     "warm",
@@ -54,6 +59,12 @@ class Gpus(FakeNccl):
     """``nccl`` alone: ranks with a GPU each."""
 
     knobs: ClassVar[dict[str, int]] = {"delay_us": 300}
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> FakeNccl:
+        # The arrays of this process are in the memory of the library of this version.
+        Fake.__init__.__defaults__ = (cls.version,)
+        return super().connect(world, timeout)
 
 
 class Both(Gpus):
@@ -85,7 +96,7 @@ def of_device(comm: Any, values: Any, stream: int | None = None, dtype: str = ""
     kind = named(dtype) if dtype else from_numpy(array.dtype)
     made: DeviceArray = adapter_like("cuda").empty(array.shape, kind, device, on)
     if array.size:
-        made.fill_from_host(np.ascontiguousarray(array))
+        made.fill_from_host(np.array(array, order="C"))
     return made
 
 
@@ -127,10 +138,22 @@ def is_poison(x: Any) -> bool:
 def copied(comm: Any, x: Any, stream: int) -> FakeArray:
     """Enqueue a copy of a contiguous array on a stream, as the program's next step."""
     made = FakeArray(x.shape, x.dtype, device=ordinal_of(comm), stream=stream)
-    address = _where(x)[0]
-    nbytes = int(np.prod(x.shape, dtype=int)) * np.dtype(x.dtype).itemsize
-    cuda.copy(made.address, address, nbytes, comm._backend.device.stream(stream))
+    enqueue_copy(comm, made, x, stream)
     return made
+
+
+def enqueue_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
+    """Enqueue a copy of all bytes of a contiguous array."""
+    nbytes = int(np.prod(src.shape, dtype=int)) * np.dtype(src.dtype).itemsize
+    cuda.copy(dst.address, src.address, nbytes, comm._backend.device.stream(stream))
+
+
+def room(comm: Any, kind: str, shape: tuple[int, ...], stream: int) -> Any:
+    """Return uninitialised memory, without waiting for anything."""
+    if kind == "fake":
+        return FakeArray(shape, "float32", device=ordinal_of(comm), stream=stream)
+    device = comm._backend.device
+    return adapter_like("cuda").empty(shape, named("float32"), device, device.stream(stream))
 
 
 @contextlib.contextmanager
@@ -181,3 +204,101 @@ def until(condition: Any, seconds: float = FAR) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.002)
+
+
+class Framework:
+    """An array library as a program on a GPU uses it; see :func:`framework`."""
+
+    def __init__(self, comm: Any, name: str) -> None:
+        self.comm, self.name = comm, name
+
+    def of(self, values: Any) -> Any:
+        """Return an array on the GPU, contiguous or not as ``values`` is."""
+        if self.name == "torch":
+            import torch
+            from pretended_torch import on_gpu
+
+            array = np.asarray(values)
+            if array.dtype.name in FOREIGN:
+                bits = torch.from_numpy(array.view(f"u{array.itemsize}").view(f"i{array.itemsize}"))
+                return on_gpu(bits.view(getattr(torch, array.dtype.name)), ordinal_of(self.comm))
+            return on_gpu(torch.from_numpy(array), ordinal_of(self.comm))
+        if self.name == "device" and np.asarray(values).dtype.name in FOREIGN:
+            array = np.asarray(values)
+            return of_device(self.comm, array.view(f"u{array.itemsize}")).view(array.dtype)
+        return MAKERS[self.name](self.comm, values)
+
+    def read(self, x: Any) -> Array:
+        """Return what a program reads that waits for the streams as it has to."""
+        if self.name == "torch" and not isinstance(x, (np.ndarray, DeviceArray, FakeArray)):
+            stream = x.device.index
+            from pretended_torch import current_handle
+
+            Fake().synchronize(current_handle(stream), stream)
+            held = x.held.contiguous()
+            if held.dtype.itemsize < 4 and held.dtype.is_floating_point:
+                import ml_dtypes
+                import torch
+
+                name = str(held.dtype).rpartition(".")[2]
+                kind = np.dtype(getattr(ml_dtypes, name, None) or name)
+                bits = held.view(torch.int16 if kind.itemsize == 2 else torch.uint8).numpy().copy()
+                return bits.view(kind)
+            return held.numpy().copy()
+        return read(x).copy()
+
+    @property
+    def result(self) -> type:
+        """The type of its results: an unknown framework that takes none gets a DeviceArray."""
+        if self.name == "torch":
+            from pretended_torch import CudaTensor
+
+            return CudaTensor
+        return DeviceArray
+
+    def check(self, got: Any, expected: Any, rtol: float = 0.0) -> None:
+        """Compare a result: its framework, its GPU, its shape and its elements."""
+        assert type(got) is self.result, type(got)
+        where = got.device.index if self.name == "torch" else got.device.ordinal
+        assert where == ordinal_of(self.comm)
+        expected = np.asarray(expected)
+        assert tuple(got.shape) == expected.shape, (tuple(got.shape), expected.shape)
+        found = self.read(got).astype(expected.dtype)
+        np.testing.assert_allclose(found, expected, rtol=rtol)
+
+    def check_same(self, x: Any, expected: Any) -> None:
+        """See that an input still is what it was."""
+        np.testing.assert_array_equal(self.read(x), expected)
+
+    def check_shape(self, got: Any, shape: tuple[int, ...]) -> None:
+        """Compare only the framework and the shape of a result; an input may be one."""
+        assert isinstance(got, (self.result, FakeArray)), type(got)
+        assert tuple(got.shape) == shape
+
+
+@contextlib.contextmanager
+def framework(comm: Any, name: str) -> Iterator[Framework]:
+    """Have a library for the length of a block: ``"fake"``, ``"device"`` or ``"torch"``."""
+    with contextlib.ExitStack() as stack:
+        if name == "torch":
+            import pytest
+            from pretended_torch import cuda_of_torch
+
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            mode = stack.enter_context(cuda_of_torch(patch))
+            _in_all_threads(mode, patch)
+        yield Framework(comm, name)
+
+
+def _in_all_threads(mode: Any, patch: Any) -> None:
+    """Have the pretended allocator in threads of the library's, too: modes are a thread's own."""
+    import torch
+
+    plain = torch.empty
+
+    def empty(*args: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            return mode.__torch_function__(torch.empty, (), args, options)
+        return plain(*args, **options)
+
+    patch.setattr(torch, "empty", empty)

@@ -1,21 +1,401 @@
+"""``mpi`` with arrays of GPUs: given to a CUDA-aware library as they are, staged on others.
+
+The GPUs are the ABI fake's, whose memory every MPI can read. So this proves that MPI is given
+the right memory at the right time, and nothing about CUDA-aware libraries themselves.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
-from cuda_aware import CudaAware
+import numpy as np
+import pytest
+from cuda_aware import CudaAware, OnSomeRanks, SaysSo, Staged, Watched
+from fakes import Fake, FakeArray, compiler
 
-from collective.testing import parametrize_with_checks
-from tests.mpi_launches import launch_of, needs
+from collective import reduction
+from collective.arrays import adapter_of
+from collective.backends.mpi import library
+from collective.buffer import Buffer
+from collective.communicator import Communicator
+from collective.cuda import Event, Stream
+from collective.device_array import DeviceArray
+from collective.dtypes import BY_NAME
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    DtypeError,
+    MismatchError,
+)
+from collective.ops import NAMES, as_op, premul_sum
+from collective.testing import RankPool, all_checks, parametrize_with_checks
+from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
 
 Check = Callable[[], None]
+Run = Callable[..., list[Any]]
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
+
+# -- the public suite -----------------------------------------------------------------------------
+
+# What is particular about failures is the plain transport's, test_mpi_conformance.py.
+_DATA = [name for name, check in all_checks().items() if "failure" not in check.__module__]
+
 
 @needs("mpich")
-@parametrize_with_checks(CudaAware, sizes=(2,), mpiexec=launch_of("mpich"))
+@needs_compiler
+@parametrize_with_checks(CudaAware, sizes=(2,), checks=_DATA, mpiexec=launch_of("mpich"))
 def test_mpich(check: Check) -> None:
     check()
 
 
 @needs("openmpi")
-@parametrize_with_checks(CudaAware, sizes=(2,), mpiexec=launch_of("openmpi"))
+@needs_compiler
+@parametrize_with_checks(CudaAware, sizes=(2,), checks=_DATA, mpiexec=launch_of("openmpi"))
 def test_openmpi(check: Check) -> None:
     check()
+
+
+@needs("mpich")
+@needs_compiler
+@parametrize_with_checks(OnSomeRanks, sizes=(2,), checks=_DATA, mpiexec=launch_of("mpich"))
+def test_ranks_with_arrays_of_gpus_and_ranks_without(check: Check) -> None:
+    check()
+
+
+# -- every operation, on arrays of the fake -------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
+def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[type], Run]]:
+    """Return what runs a function on two ranks of a class of ``cuda_aware``."""
+    if compiler() is None:
+        pytest.skip("the ABI fake needs a C compiler")
+    with contextlib.ExitStack() as opened:
+
+        @functools.cache
+        def pool(kind: type) -> Run:
+            launch = launch_of(request.param)
+            return opened.enter_context(RankPool(2, kind, timeout=20.0, mpiexec=launch)).run
+
+        yield pool
+
+
+@pytest.fixture
+def watched(pools: Callable[[type], Run]) -> Run:
+    return pools(Watched)
+
+
+def _values(rank: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) + 1000 * (rank + 1)
+
+
+def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield operations on arrays of this rank's GPU: their names, results and what is expected."""
+    put = functools.partial(FakeArray.of, device=comm.rank)
+    every = [_values(rank, 8, 5) for rank in range(comm.size)]
+    uneven = [_values(rank, 2 + 3 * rank, 5) for rank in range(comm.size)]
+    mine, lines, total = every[comm.rank], uneven[comm.rank], sum(every)
+    at_root = comm.rank == 1
+    half = slice(4 * comm.rank, 4 * comm.rank + 4)
+
+    yield "all_reduce", comm.all_reduce(put(mine), **how), total
+    x = put(mine)
+    yield "all_reduce in place", comm.all_reduce(x, out=x, **how), total
+    yield "all_reduce of columns", comm.all_reduce(put(mine[:, ::2]), **how), total[:, ::2]
+    out = FakeArray((8, 5), np.int32, device=comm.rank)
+    yield "all_reduce to out", comm.all_reduce(put(mine), op="max", out=out, **how), every[1]
+    # Takes arithmetic of ours, on the host.
+    average = comm.all_reduce(put(mine.astype(np.float32)), op="avg", **how)
+    yield "all_reduce by avg", average, (total / comm.size).astype(np.float32)
+    tree = comm.all_reduce({"a": put(mine), "b": put(mine[0])}, **how)
+    yield "all_reduce of a tree", tree, {"a": total, "b": total[0]}
+    yield "reduce", comm.reduce(put(mine), root=1, **how), total if at_root else None
+    yield "reduce_scatter", comm.reduce_scatter(put(mine), **how), total[half]
+    parts = comm.reduce_scatter(put(mine), counts=[1, 7], **how)
+    yield "reduce_scatter of parts", parts, total[:1] if comm.rank == 0 else total[1:]
+    yield "scan", comm.scan(put(mine), **how), sum(every[: comm.rank + 1])
+    yield "broadcast", comm.broadcast(put(mine), root=1, **how), every[1]
+    given = put(every[1]) if at_root else None
+    yield "scatter", comm.scatter(given, root=1, like=put(mine), **how), every[1][half]
+    gathered = comm.gather(put(lines), root=1, **how)
+    yield "gather", gathered, np.concatenate(uneven) if at_root else None
+    yield "all_gather", comm.all_gather(put(lines), **how), np.concatenate(uneven)
+    yield "all_gather of as many", comm.all_gather(put(mine), **how), np.concatenate(every)
+    swapped = np.concatenate([each[half] for each in every])
+    yield "all_to_all", comm.all_to_all(put(mine), **how), swapped
+    cut = [[1, 7], [8, 0]]
+    came = [each[:1] if comm.rank == 0 else each[1:] for each in every[:1]]
+    came += [every[1] if comm.rank == 0 else every[1][8:]]
+    turned = comm.all_to_all(put(mine), counts=cut[comm.rank], **how)
+    yield "all_to_all of parts", turned, np.concatenate(came)
+    other = 1 - comm.rank
+    yield "sendrecv", comm.sendrecv(put(lines), other, other, like=put(mine), **how), uneven[other]
+    out = FakeArray((8, 5), np.int32, device=comm.rank)
+    if at_root:
+        yield "recv", comm.recv(out, src=0, **how), every[0]
+    else:
+        yield "send", comm.send(put(mine), 1, **how), None
+
+
+def _on_host(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _on_host(value) for key, value in x.items()}
+    if isinstance(x, DeviceArray):
+        return x.to_host()
+    return x.get() if isinstance(x, FakeArray) else x
+
+
+def _same(name: str, found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        for key, value in expected.items():
+            _same(name, found[key], value)
+    elif expected is None:
+        assert found is None, name
+    else:
+        assert isinstance(found, (FakeArray, DeviceArray)), f"{name}: {type(found)}"
+        np.testing.assert_array_equal(_on_host(found), expected, err_msg=name)
+
+
+@contextlib.contextmanager
+def _nothing_begins_before_somebody_waits() -> Iterator[None]:
+    """Have the fake do no work before the host waits for it: until then all is poison."""
+    fake = Fake()
+    fake.knob("hold", 1)
+
+    def releasing(method: Any) -> Any:
+        def call(self: Any) -> None:
+            fake.knob("hold", 0)
+            method(self)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (Stream, Event):
+            patch.setattr(kind, "synchronize", releasing(kind.synchronize))
+        try:
+            yield
+        finally:
+            fake.knob("hold", 0)
+
+
+def _all_operations(comm: Communicator) -> list[str]:
+    names = []
+    for name, found, expected in _operations(comm):
+        _same(name, found, expected)
+        names.append(name)
+    for name, work, expected in _operations(comm, async_op=True):
+        _same(f"{name} in the background", work.wait(), expected)
+    return names
+
+
+def test_every_operation(watched: Run) -> None:
+    first, second = watched(_all_operations)
+    assert len(first) == len(second) == 19
+
+
+def test_every_operation_through_the_host(pools: Callable[[type], Run]) -> None:
+    pools(Staged)(_all_operations)
+
+
+def _held(comm: Communicator) -> None:
+    operations = _operations(comm)
+    while True:
+        with _nothing_begins_before_somebody_waits():
+            found = next(operations, None)
+        if found is None:
+            return
+        _same(*found)
+
+
+def test_mpi_reads_nothing_before_the_stream_is_done(watched: Run) -> None:
+    watched(_held)
+
+
+def _entries(comm: Communicator, **how: Any) -> tuple[set[str], set[bool]]:
+    Watched.entries.clear()
+    for _, found, _ in _operations(comm, **how):
+        if how:
+            found.wait()
+    entered = Watched.entries
+    return {each.name for each in entered}, {each.current for each in entered}
+
+
+# What MPI gets as it is: everything but the average, which is made on the host.
+_MOVES = "Bcast Scatterv Gatherv Allgather Allgatherv Alltoallv".split()
+_FOLDS = "Allreduce Reduce Reduce_scatter Reduce_scatter_block Scan".split()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_mpi_gets_addresses_of_the_gpu_with_its_context(watched: Run, background: bool) -> None:
+    how = {"async_op": True} if background else {}
+    every = {f"I{name.lower()}" if background else name for name in (*_MOVES, *_FOLDS)}
+    every |= {"Isend", "Irecv"}
+    # What rank 0 receives without an out= comes by way of the host.
+    expected = every - {"Scatterv", "Iscatterv", "Irecv"}, every
+    assert watched(_entries, **how) == [(names, {True}) for names in expected]
+
+
+# -- what does not go straight to MPI -------------------------------------------------------------
+
+
+def _supported(comm: Communicator) -> dict[str, list[str]]:
+    """Return on which types an operator is MPI's own, of those that it has a meaning for."""
+    found: dict[str, list[str]] = {}
+    for op in (*map(as_op, NAMES), premul_sum(2.0)):
+        for name in ("bool", "int32", "float32", "float16", "bfloat16", "complex64"):
+            for what, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
+                with contextlib.suppress(DtypeError):
+                    reduction.check(op, BY_NAME[name])
+                    if comm._backend.supports(what, op, BY_NAME[name], ordered):
+                        key = f"{what} in order" if ordered else what
+                        found.setdefault(f"{key}: {op.name}", []).append(name)
+    return found
+
+
+def test_what_mpi_folds_itself(watched: Run) -> None:
+    whole = ["bool", "int32"]
+    by_op = {"min": whole, "max": whole, "band": whole, "bor": whole, "bxor": whole}
+    by_op |= {"sum": ["int32"], "prod": ["int32"], "land": ["bool"], "lor": ["bool"]}
+    every = {
+        f"{what}: {op}": types
+        for what in ("reduce", "reduce in order", "scan")
+        for op, types in by_op.items()
+    }
+    # In whatever order it likes, which floats would show.
+    every |= {f"reduce: {op}": ["int32", "float32", "complex64"] for op in ("sum", "prod")}
+    assert watched(_supported) == [every, every]
+
+
+def _few_at_once(comm: Communicator) -> None:
+    backend = comm._backend
+    most, backend._most = backend._most, 7
+    backend._plans.clear()
+    try:
+        _all_operations(comm)
+    finally:
+        backend._most = most
+        backend._plans.clear()
+
+
+def test_more_elements_than_one_call_of_mpi_takes(watched: Run) -> None:
+    watched(_few_at_once)
+
+
+def _again_and_again(comm: Communicator) -> None:
+    x, out = (FakeArray((6,), np.float32, device=comm.rank) for _ in range(2))
+    for turn in range(40):
+        x.set(np.full(6, turn + comm.rank))
+        comm.all_reduce(x, out=out)
+        np.testing.assert_array_equal(out.get(), np.full(6, 2 * turn + 1.0))
+
+
+def test_a_call_that_is_made_again_waits_again(watched: Run) -> None:
+    watched(_again_and_again)
+
+
+def _on_groups(comm: Communicator) -> None:
+    for group in (comm.split(0), comm.group([1, 0]), comm.dup()):
+        assert type(group._backend) is Watched
+        x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
+        _same("all_reduce", group.all_reduce(x), np.full(3, 3))
+
+
+def test_groups_take_arrays_of_gpus_too(watched: Run) -> None:
+    watched(_on_groups)
+
+
+def _gives_up(comm: Communicator) -> None:
+    if comm.rank == 0:
+        x = FakeArray((3,), np.int32, device=0)
+        with pytest.raises(CollectiveTimeoutError):
+            # Of this length MPI is given the address before there is a message.
+            comm._backend.recv(Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, 0.2)
+        kept = weakref.ref(x)
+        del x
+        gc.collect()
+        assert kept() is not None
+    else:
+        with pytest.raises(CollectiveError):
+            comm.barrier()
+
+
+def test_memory_that_mpi_may_still_write_to_is_kept(watched: Run) -> None:
+    watched(_gives_up)
+
+
+def _differs(comm: Communicator) -> None:
+    x = FakeArray((3 + comm.rank,), np.int32, device=comm.rank)
+    with pytest.raises(MismatchError):
+        comm.all_reduce(x)
+    kept = weakref.ref(x)
+    comm.barrier()
+    del x
+    gc.collect()
+    assert kept() is None
+
+
+def test_memory_that_mpi_never_saw_is_not_kept(watched: Run) -> None:
+    watched(_differs)
+
+
+# -- what a library says of itself ----------------------------------------------------------------
+
+
+_ASK = """
+import collective
+comm = collective.init("mpi")
+from collective.backends.mpi.library import describe
+print("aware:", describe().cuda_aware, type(comm._backend).__name__)
+"""
+
+
+@pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
+def test_the_wheels_of_pypi_are_not_cuda_aware(vendor: str) -> None:
+    assert "aware: False MpiBackend\n" in mpirun(vendor, 1, _ASK).stdout
+
+
+def _library(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_the_library_is_asked_where_it_has_an_answer(
+    monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    _library(monkeypatch, MPIX_Query_cuda_support=lambda: answer)
+    monkeypatch.setenv("I_MPI_OFFLOAD", "1")
+    monkeypatch.setenv("I_MPI_OFFLOAD_MODE", "cuda")
+    assert library._cuda_aware("libmpi.so") is bool(answer)
+
+
+@pytest.mark.parametrize(
+    ("offload", "mode", "aware"),
+    [("", "cuda", False), ("0", "cuda", False), ("1", "cuda", True), ("2", "CUDA", True),
+     ("1", "", False), ("1", "cmaps", False)],
+)  # fmt: skip
+def test_intel_mpi_is_aware_of_cuda_if_it_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, offload: str, mode: str, aware: bool
+) -> None:
+    _library(monkeypatch)
+    monkeypatch.setenv("I_MPI_OFFLOAD", offload)
+    monkeypatch.setenv("I_MPI_OFFLOAD_MODE", mode)
+    assert library._cuda_aware("libmpi.so") is aware
+
+
+def test_a_library_that_cannot_be_found_is_not_asked() -> None:
+    assert library._cuda_aware("") is False
+
+
+def _chosen(comm: Communicator) -> str:
+    return type(comm._backend).__name__
+
+
+def test_a_library_that_says_so_is_given_arrays_of_gpus(pools: Callable[[type], Run]) -> None:
+    assert pools(SaysSo)(_chosen) == ["CudaAwareMpi"] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,17 +20,17 @@ from gpu_programs import (
     Gpus,
     calls_of_nccl,
     copied,
+    enqueue_copy,
     error_of,
     held,
     is_poison,
     new_stream,
-    of_device,
     of_fake,
     ordinal_of,
     peek,
     read,
+    room,
     settled,
-    until,
     warm,
 )
 from nccl_places import Run, needs_compiler, pools
@@ -163,13 +162,14 @@ def apart(comm: Any, async_op: bool) -> None:
     settled(comm)
     with held():
         x.set(mine(comm))
+        for _ in range(20):  # so that it is the later one
+            y.set(np.full(6, -1, np.float32))
         work = comm.all_reduce(x, out=y, async_op=async_op)
         if async_op:
             work.wait()
         after = copied(comm, y, b)
-        last = copied(comm, y, a)
     settled(comm)
-    assert read(last).tolist() == total(comm)
+    assert read(y).tolist() == total(comm), "it did not wait for the output's own stream"
     assert read(after).tolist() == total(comm), "the output's own stream did not wait"
 
 
@@ -185,7 +185,8 @@ def leaves_apart(comm: Any, async_op: bool) -> None:
     leaves = [FakeArray((4,), "float32", device=ordinal_of(comm), stream=s) for s in streams]
     with held():
         for number, leaf in enumerate(leaves):
-            leaf.set(np.full(4, number + 10 * comm.rank, np.float32))
+            for value in (*range(10 * number), number + 10 * comm.rank):
+                leaf.set(np.full(4, value, np.float32))
         got = comm.all_reduce(leaves, out=leaves, async_op=async_op)
         if async_op:
             got = got.wait()
@@ -230,7 +231,7 @@ def waits_on_the_gpu(comm: Any, kind: str) -> None:
     with held() as fake:
         fake.clear_log()
         source = of_fake(comm, mine(comm), a)
-        cuda_copy(comm, x, source, a)
+        enqueue_copy(comm, x, source, a)
         work = comm.all_reduce(x, out=y, async_op=True)
         (call,) = calls_of_nccl()
         assert not re.search(rf"stream={a:#x}\b", call), call
@@ -248,12 +249,6 @@ def waits_on_the_gpu(comm: Any, kind: str) -> None:
     assert work.synchronize() is work.wait() is y
     assert work.exception() is None
     settled(comm)
-
-
-def cuda_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
-    from collective import cuda
-
-    cuda.copy(dst.address, src.address, 24, comm._backend.device.stream(stream))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -362,52 +357,205 @@ def test_the_first_call_in_the_background(nccl: Run) -> None:
 # -- what is dropped while it is in use ---------------------------------------------------------
 
 
-def drops(comm: Any, kind: str, async_op: bool, only: int | None = None) -> None:
-    make = MAKERS[kind]
+def drops(comm: Any, kind: str, async_op: bool) -> None:
     warm(comm)
     rank, size = comm.rank, comm.size
     a = new_stream(comm)
 
     def x() -> Any:
-        return make(comm, np.ones((4 * size, 2), np.float32), a)
+        return room(comm, kind, (4 * size, 2), a)
 
     def strided() -> Any:
-        return of_fake(comm, np.ones((4 * size, 4), np.float32)[:, ::2], a)
+        made = FakeArray((4 * size, 2), "float32", (16, 8), ordinal_of(comm), a)
+        return made
 
-    calls = [
-        lambda: comm.all_reduce(x(), async_op=async_op),
-        lambda: comm.all_reduce(strided(), out=strided(), async_op=async_op),
-        lambda: comm.all_reduce([x(), x()], async_op=async_op),
-        lambda: comm.reduce(x(), root=1, async_op=async_op),
-        lambda: comm.broadcast(x(), root=1, async_op=async_op),
-        lambda: comm.broadcast({"a": x(), "b": strided()}, root=0, async_op=async_op),
-        lambda: comm.all_gather(x(), async_op=async_op),
-        lambda: comm.all_gather(strided(), axis=1, async_op=async_op),
-        lambda: comm.gather([x(), x()], root=0, async_op=async_op),
-        lambda: comm.scatter(x() if rank == 0 else None, async_op=async_op),
-        lambda: comm.reduce_scatter(x(), async_op=async_op),
-        lambda: comm.reduce_scatter(strided(), axis=1, async_op=async_op),
-        lambda: comm.all_to_all(x(), async_op=async_op),
-        lambda: comm.all_to_all([x(), x()], async_op=async_op),
-        lambda: comm.scan(x(), async_op=async_op),
-    ]
-    settled(comm)
-    for number, call in enumerate(calls):
-        if only is not None and number != only:
-            continue
-        with Fake().turned("delay_us", 3000, back=300):
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(x(), async_op=async_op),
+        "in place": lambda: comm.all_reduce(strided(), out=strided(), async_op=async_op),
+        "a structure": lambda: comm.all_reduce([x(), x()], async_op=async_op),
+        "reduce": lambda: comm.reduce(x(), root=1, async_op=async_op),
+        "broadcast": lambda: comm.broadcast(x(), root=1, async_op=async_op),
+        "a structure's broadcast": lambda: comm.broadcast([x(), strided()], async_op=async_op),
+        "all_gather": lambda: comm.all_gather(x(), async_op=async_op),
+        "along an axis": lambda: comm.all_gather(strided(), axis=1, async_op=async_op),
+        "a structure's gather": lambda: comm.gather([x(), x()], async_op=async_op),
+        "reduce_scatter": lambda: comm.reduce_scatter(x(), async_op=async_op),
+        "its axis": lambda: comm.reduce_scatter(strided(), axis=1, async_op=async_op),
+        "all_to_all": lambda: comm.all_to_all(x(), async_op=async_op),
+        "a structure's all_to_all": lambda: comm.all_to_all([x(), x()], async_op=async_op),
+        "scatter": lambda: comm.scatter(x() if rank == 0 else None, async_op=async_op),
+    }
+    for name, call in calls.items():
+        comm.barrier()
+        with held():
             call()
             gc.collect()
-            # Memory that was freed too early is somebody else's now, and written to.
+            # Memory that was freed too early is somebody else's now.
             taken = [x() for _ in range(4)]
             del taken
         try:
             settled(comm)
         except (AssertionError, OSError) as error:
-            raise AssertionError(f"call {number}: {error}") from error
+            raise AssertionError(f"{name}: {error}") from error
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_arrays_and_works_dropped_before_their_end(nccl: Run, kind: str, async_op: bool) -> None:
     nccl(2, drops, kind, async_op, shared=True)
+
+
+def staged_drops(comm: Any, async_op: bool) -> None:
+    """Calls that go through the host's memory."""
+    warm(comm)
+    with Fake().turned("delay_us", 2000, back=300):
+        comm.scan(of_fake(comm, mine(comm)), async_op=async_op)
+        comm.all_reduce(of_fake(comm, mine(comm)), order="rank", async_op=async_op)
+        x = of_fake(comm, mine(comm))
+        comm.all_reduce(x, out=x, order="rank", async_op=async_op)
+        del x
+        gc.collect()
+    comm.barrier()
+    settled(comm)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_arrays_dropped_by_calls_through_the_host(nccl: Run, async_op: bool) -> None:
+    nccl(2, staged_drops, async_op, shared=True)
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def messages(comm: Any, kind: str) -> None:
+    make = MAKERS[kind]
+    warm(comm)
+    a = new_stream(comm)
+    peer = 1 - comm.rank
+    source = make(comm, mine(comm), a)
+    x, got = make(comm, np.zeros(6, np.float32), a), make(comm, np.zeros(6, np.float32), a)
+    settled(comm)
+    theirs = (np.arange(6) + 10 * peer).tolist()
+    with Fake().turned("delay_us", 5000, back=300):
+        for turn in range(3):
+            enqueue_copy(comm, x, source, a)
+            if turn == 2:
+                assert comm.sendrecv(x, peer, peer, out=got) is got
+            elif comm.rank == turn:
+                comm.send(x, peer)
+                comm.recv(got, peer)
+            else:
+                comm.recv(got, peer)
+                comm.send(x, peer)
+            after = copied(comm, got, a)
+            x_after = copied(comm, source, a)  # noqa: F841  what comes behind a send
+            Fake().synchronize(a, ordinal_of(comm))
+            assert peek(after).tolist() == theirs
+        new = comm.sendrecv(x, peer, peer, like=x)
+        assert read(new).tolist() == theirs
+    settled(comm)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_messages_on_the_callers_stream(nccl: Run, kind: str) -> None:
+    nccl(2, messages, kind, shared=True)
+
+
+def out_of_order(comm: Any) -> None:
+    """Messages are met by their tags, however they were sent and asked for."""
+    warm(comm)
+    a = new_stream(comm)
+    tags = [3, 1, 2, 0]
+    if comm.rank == 0:
+        arrays = [of_fake(comm, np.full(5, tag, np.float32), a) for tag in tags]
+        works = [comm.send(x, 1, tag=tag, async_op=True) for x, tag in zip(arrays, tags)]
+        for work in works:
+            work.wait()
+        for array in arrays:
+            array.set(np.full(5, -1, np.float32))  # they may be changed now
+        settled(comm)
+        assert all(work.done() for work in works)
+    else:
+        outs = {tag: of_fake(comm, np.zeros(5, np.float32), a) for tag in sorted(tags)}
+        works = {tag: comm.recv(out, 0, tag=tag, async_op=True) for tag, out in outs.items()}
+        for tag in (2, 0):
+            assert works[tag].wait() is outs[tag]
+            assert copied(comm, outs[tag], a).get().tolist() == [tag] * 5
+        for tag in (3, 1):
+            assert works[tag].synchronize() is outs[tag]
+            assert peek(outs[tag]).tolist() == [tag] * 5
+    comm.barrier()
+    settled(comm)
+
+
+def test_messages_with_tags_out_of_order(nccl: Run) -> None:
+    nccl(2, out_of_order, shared=True)
+
+
+def posted_early(comm: Any, both: bool) -> None:
+    """MPI_Irecv, MPI_Allreduce, MPI_Irecv, with the second sent after the collective."""
+    warm(comm)
+    a = new_stream(comm)
+    x = of_fake(comm, mine(comm), a)
+    if comm.rank == 0:
+        one, two = (of_fake(comm, np.full(5, n, np.float32), a) for n in (1, 2))
+        comm.send(one, 1, tag=1)
+        comm.all_reduce(x, out=x)
+        comm.send(two, 1, tag=2)
+    else:
+        outs = [of_fake(comm, np.zeros(5, np.float32), a) for _ in "12"]
+        first = comm.recv(outs[0], 0, tag=1, async_op=True)
+        second = comm.recv(outs[1], 0, tag=2, async_op=True) if both else None
+        comm.all_reduce(x, out=x)
+        second = second or comm.recv(outs[1], 0, tag=2, async_op=True)
+        second.wait()
+        first.wait()
+        Fake().synchronize(a, ordinal_of(comm))
+        assert [peek(out).tolist() for out in outs] == [[1] * 5, [2] * 5]
+    assert read(x).tolist() == total(comm)
+    comm.barrier()
+    settled(comm)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_receives_posted_before_a_collective(nccl: Run, both: bool) -> None:
+    nccl(2, posted_early, both, shared=True)
+
+
+def message_in_background(comm: Any) -> None:
+    """A receive waits for what is on the stream; its wait orders the stream, not the host."""
+    warm(comm)
+    a = new_stream(comm)
+    peer = 1 - comm.rank
+    x = of_fake(comm, mine(comm), a)
+    got = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
+    theirs = (np.arange(6) + 10 * peer).tolist()
+    for _ in range(3):
+        with Fake().turned("delay_us", 4000, back=300):
+            got.set(np.zeros(6, np.float32))
+            work = comm.sendrecv(x, peer, peer, out=got, async_op=True)
+            assert work.wait() is got
+            after = copied(comm, got, a)
+        Fake().synchronize(a, ordinal_of(comm))
+        assert peek(after).tolist() == theirs
+    sent = comm.send(x, peer, tag=7, async_op=True)
+    new = comm.recv(None, peer, tag=7, like=x, async_op=True)
+    assert read(new.wait()).tolist() == theirs
+    sent.wait()
+    tree = comm.sendrecv({"a": np.arange(3)}, peer, peer) if comm._on_host else None
+    assert tree is None
+    # Messages that are dropped on their way.
+    with Fake().turned("delay_us", 4000, back=300):
+        comm.send(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)
+        comm.recv(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)
+        del x, got, new
+        gc.collect()
+        comm.barrier()
+    for lane in list(comm._lanes.values()):
+        assert lane.drain(FAR)
+    comm.barrier()
+    settled(comm)
+
+
+def test_messages_in_the_background(nccl: Run) -> None:
+    nccl(2, message_in_background, shared=True)

@@ -194,6 +194,8 @@ def beside_collectives(comm: Any) -> None:
             place.call("all_reduce", x, x, SUM, False)
 
         side_by_side(late, main)
+        # It is freed in the order of the stream that it was allocated on.
+        side.stream.wait(two_on.stream.record())
     else:
         streams = [place.device.new_stream() for _ in range(2)]
         got = [place.on(stream).empty(5, "int64") for stream in streams]

@@ -351,11 +351,17 @@ def mpiexec() -> str:
 
 
 def _cuda_aware(path: str) -> bool:
-    """Ask the library; Intel MPI has no question for it but a setting."""
+    """Ask the library, which has to be started; of Intel MPI before it had an answer, its settings.
+
+    MPICH and Open MPI from version 5 on say what is so in this process. Open MPI 4 says what
+    it was built with.
+    """
     if not path:
         return False
     # Already loaded: this only finds it again.
     query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
     if query is not None:
         return bool(query())
-    return os.environ.get("I_MPI_OFFLOAD", "0") not in ("", "0")
+    offload, mode = (os.environ.get(f"I_MPI_OFFLOAD{name}", "") for name in ("", "_MODE"))
+    # Without a mode the GPUs are Intel's.
+    return offload not in ("", "0") and mode.lower() == "cuda"

@@ -1,4 +1,4 @@
-"""``nccl`` on real GPUs for the conformance suite, whose arrays are NumPy's and PyTorch's of the CPU.
+"""``nccl`` on real GPUs for the conformance suite, whose arrays are on the CPU.
 
 In the processes of these ranks every array that goes into a call is copied to memory of a GPU,
 with its strides, the call is made there, and what it has written is copied back when the call
@@ -10,12 +10,13 @@ Several ranks may be on one GPU; NCCL has to be told (see :func:`recipe`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from collective.calls import Calls
 from collective.cuda_arrays import root_owner
 from collective.device_array import DeviceArray
 from collective.dtypes import DType
+from collective.errors import CollectiveTimeoutError
 from collective.point_to_point import PointToPoint
 from collective.streams import StreamWork
 from collective.world import World
@@ -93,6 +95,7 @@ class _Mirror:
         self.host = host
         self.device = device
         self.before = before  # the bytes that it spans, as they were copied to the GPU
+        self.calls = 0  # calls on their way that write to it
 
     def copy_back(self) -> None:
         """Copy to the host what was written on the GPU."""
@@ -103,7 +106,7 @@ class _Mirror:
         if (after == self.before).all():
             return
         elements = _within(after, self.host)
-        expected = self.before.copy()
+        expected, self.before = self.before.copy(), after
         _within(expected, self.host)[...] = elements
         assert (expected == after).all(), "the call has written between the elements of out"
         self.host[...] = elements
@@ -122,17 +125,32 @@ class _Call:
         self.awaited = False
         self._mirrors: dict[Any, _Mirror] = {}
         self._written: list[_Mirror] = []
-        self._lock = threading.Lock()
 
     def mirror(self, host: Array, device: cuda.Device, written: bool) -> DeviceArray:
         """Return an array on the GPU with the elements and the strides of ``host``."""
         key = host.ctypes.data, host.shape, host.strides, host.dtype.str
         found = self._mirrors.get(key)
-        if found is None or not self.running:
+        if not self.running and key in _on_their_way:
+            # What it holds is still to be written: streams put that in order, not the host.
+            found = self._mirrors[key] = _on_their_way[key]
+        elif found is None or not self.running:
             found = self._mirrors[key] = _copied(host, device, found)
-        if written:
+        if written and found not in self._written:
             self._written.append(found)
+            if self.running:
+                self._count(found)
         return found.device
+
+    def start(self) -> None:
+        """Take note of what will be written, as it is on its way from now on."""
+        with _lock:
+            for mirror in self._written:
+                self._count(mirror)
+
+    def _count(self, mirror: _Mirror) -> None:
+        mirror.calls += 1
+        keys = [key for key, each in self._mirrors.items() if each is mirror]
+        _on_their_way.update((key, mirror) for key in keys)
 
     def result(self, device: DeviceArray) -> Array:
         """Return an array of the host into which a result will be copied."""
@@ -143,6 +161,7 @@ class _Call:
     def running_in(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``run`` as something that makes this call."""
 
+        @_passing
         def inside() -> Any:
             before, self.running, _thread.call = getattr(_thread, "call", None), True, self
             try:
@@ -154,14 +173,42 @@ class _Call:
 
     def finish(self) -> None:
         """Copy back what was written: once."""
-        with self._lock:
+        for mirror in self.drop():
+            mirror.copy_back()
+
+    @contextlib.contextmanager
+    def dropped_if_it_fails(self) -> Iterator[None]:
+        """Forget the arrays of a call that has failed: others may come to be where they are."""
+        try:
+            yield
+        except CollectiveTimeoutError:  # of a wait, which may be repeated
+            raise
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> list[_Mirror]:
+        """Forget the arrays; return those that were written, and that no other call writes."""
+        with _lock:
             written, self._written = self._written, []
-            for mirror in written:
-                mirror.copy_back()
             self._mirrors.clear()
+            for mirror in written:
+                mirror.calls -= 1
+            over = [mirror for mirror in written if mirror.calls <= 0]
+            for key in [key for key, mirror in _on_their_way.items() if mirror in over]:
+                del _on_their_way[key]
+            return over
+
+
+def _passing(function: Any) -> Any:
+    """Let a frame pass for one of the library's own in reports of where a call was made."""
+    function.__code__ = function.__code__.replace(co_filename=calls.__file__)
+    return function
 
 
 _thread = threading.local()
+_on_their_way: dict[Any, _Mirror] = {}
+_lock = threading.RLock()
 
 
 def _current() -> _Call:
@@ -322,30 +369,31 @@ def _pretend(ordinal: int) -> None:
 def _mirroring(go: Any) -> Any:
     """Return ``_go`` or ``_post`` as what copies back when a call is over."""
 
-    @functools.wraps(go)
+    @_passing
     def call(self: Calls, what: Any, run: Any, async_op: bool, *near: Any) -> Any:
         mine = _current()
         if mine.running:  # a step of a call
             return go(self, what, run, async_op, *near)
         _thread.call, _thread.starting = None, mine
+        mine.start()
         inside = mine.running_in(run)
 
+        @_passing
         def finished() -> Any:
-            result = inside()
-            if not mine.awaited:
-                stream = cuda.in_force(_stream(self._backend.device))
-                self._backend.synchronize_event(stream.record(), str(what), None)
-                mine.finish()
-            return result
+            with mine.dropped_if_it_fails():
+                result = inside()
+                if not mine.awaited:
+                    stream = cuda.in_force(_stream(self._backend.device))
+                    self._backend.synchronize_event(stream.record(), str(what), None)
+                    mine.finish()
+                return result
 
         try:
             return go(self, what, finished, async_op, *near)
         finally:
             _thread.starting = None
 
-    # In reports of where a call was made this frame passes for the library's own.
-    call.__code__ = call.__code__.replace(co_filename=calls.__file__)
-    return call
+    return functools.wraps(go)(call)
 
 
 def _noted(make: Any) -> Any:
@@ -356,6 +404,7 @@ def _noted(make: Any) -> Any:
         work = make(*args)
         work.mirrored = _thread.starting
         work.mirrored.awaited = True
+        weakref.finalize(work, work.mirrored.drop).atexit = False
         return work
 
     return made
@@ -364,10 +413,11 @@ def _noted(make: Any) -> Any:
 def _finishing(wait: Any) -> Any:
     @functools.wraps(wait)
     def waited(self: Any, *args: Any, **options: Any) -> Any:
-        result = wait(self, *args, **options)
-        if result is not False:  # done() says that it is not
-            self.mirrored.finish()
-        return result
+        with self.mirrored.dropped_if_it_fails():
+            result = wait(self, *args, **options)
+            if result is not False:  # done() says that it is not
+                self.mirrored.finish()
+            return result
 
     return waited
 

@@ -1,4 +1,4 @@
-"""The public suite on ``nccl`` with memory of real GPUs, which its arrays are copied to and from."""
+"""The public suite on ``nccl`` with memory of GPUs, which its arrays are copied to and from."""
 
 from __future__ import annotations
 

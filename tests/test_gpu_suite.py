@@ -1,0 +1,109 @@
+"""The tests for machines with a GPU, exercised without one: over the ABI fake.
+
+What they say of NCCL and of GPUs is to be seen there; here, that they run, that they pass where
+the library does what it should, and that ``make test-gpu`` tells the truth where there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nccl_places import needs_compiler
+
+from collective import cuda
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ROOT / "tests" / "gpu" / "run.py"
+# Some of each kind: in place and not, staged, asynchronous, messages, memory, a mismatch, a death.
+CHECKS = """
+    check_all_reduce check_all_gather check_reductions_of_layouts check_order_rank check_scan
+    check_async check_async_many check_sendrecv check_send_recv_layouts check_empty_views
+    check_empty_mixed check_mismatch_names_ranks check_left_peer check_split
+""".split()
+# Enough to see that NCCL is told; only from NCCL 2.30 on.
+SHARING = "multirank and (check_scan or check_split or check_sendrecv)"
+
+no_gpu = pytest.mark.skipif(cuda.device_count() > 0, reason="there is a GPU")
+
+
+@no_gpu
+def test_without_a_gpu_they_are_skipped() -> None:
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words, "tests/gpu", "tests/test_adapters_on_a_gpu.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 5, done.stdout + done.stderr  # nothing was collected
+    assert done.stdout.count("needs a GPU") == 3
+
+
+def make_test_gpu(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(RUN), *words],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_without_a_gpu_it_says_that_nothing_was_tested(tmp_path: Path) -> None:
+    nowhere = {"COLLECTIVE_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")}
+    done = make_test_gpu(nowhere, "--folder", str(tmp_path))
+    assert done.returncode == 0
+    assert "there is no GPU here" in done.stdout
+    assert "Nothing was tested" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_compiler
+def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
+    import fakes
+
+    done = make_test_gpu(fakes.environment(devices=0), "--folder", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the driver sees none" in done.stdout or "error 100" in done.stdout
+
+
+@no_gpu
+@needs_compiler
+def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
+    import fakes
+
+    if importlib.util.find_spec("cupy") is not None:
+        pytest.skip("CuPy is installed")
+    done = make_test_gpu(fakes.environment(), "--folder", str(tmp_path))
+    assert done.returncode == 1
+    assert "nothing was tested" in done.stderr
+    assert "PyTorch with CUDA" in done.stderr
+
+
+@needs_compiler
+def test_they_pass_on_the_fake_and_are_summed_up(tmp_path: Path) -> None:
+    import fakes
+
+    chosen = f"test_gpu_streams or (hostid and ({' or '.join(CHECKS)})) or ({SHARING})"
+    environ = {**fakes.environment(23003, devices=1, log=0), "GPU_TESTS_SLOW_S": "0.05"}
+    words = ["--fake", "--folder", str(tmp_path), "--pytest", f"-k '{chosen}'"]
+    done = make_test_gpu(environ, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "gpu-summary.md").read_text()
+    for row in (
+        r"\| adapters, .*\| nothing was tested \|",
+        r"\| streams, .*\| passed \| 7 \| 0 \| 2 \|",
+        r"\| conformance suite \| passed \| [34]\d \| 0 \| 0 \|",
+        r"\| all_reduce\(x, out=x\) \| DeviceArray \| sync \|",
+        r"\| CUDA of the driver \| \d+\.\d+ \|",
+    ):
+        assert re.search(row, summary), summary

@@ -1,0 +1,773 @@
+"""Calls over ``nccl`` on the ABI fake that cannot be, and what goes wrong under way.
+
+What is refused is refused before anything is enqueued, and the communicator goes on. What breaks
+breaks for every rank, within its deadline, and leaves no stream that nobody comes back from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from fakes import Fake, FakeArray, library_path
+from gpu_programs import (
+    Both,
+    Gpus,
+    calls_of_nccl,
+    error_of,
+    new_stream,
+    of_device,
+    of_fake,
+    ordinal_of,
+    read,
+    settled,
+    until,
+    warm,
+)
+from nccl_places import Run, needs_compiler, pools
+
+import collective
+from collective.backends.nccl import NcclBackend
+from collective.errors import (
+    BackendError,
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DeviceError,
+    InvalidArgumentError,
+    MismatchError,
+    PeerLostError,
+)
+from collective.testing import RankDiedError, RanksFailedError
+from collective.world import World
+
+pytestmark = needs_compiler
+
+# What is promised, and what a busy machine may add to it.
+PROMISED_S, NOISE_S = 3.0, 5.0
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(Gpus)
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Run]:
+    yield from pools(Both)
+
+
+def ones(comm: Any, count: int = 6) -> FakeArray:
+    return of_fake(comm, np.ones(count, np.float32))
+
+
+def refused(kind: type[BaseException], *texts: str, call: Any) -> None:
+    """See that a call is refused in these words, with nothing enqueued."""
+    Fake().clear_log()
+    try:
+        error: BaseException = error_of(call)
+    except AssertionError:
+        names = ", ".join(call.__code__.co_names)
+        raise AssertionError(f"{names}, line {call.__code__.co_firstlineno}: accepted") from None
+    assert type(error) is kind, repr(error)
+    assert not calls_of_nccl(), calls_of_nccl()
+    for text in texts:
+        assert re.search(text, str(error)), str(error)
+
+
+def goes_on(comm: Any) -> None:
+    """See that the communicator is as it was."""
+    x = ones(comm)
+    got = comm.all_reduce(x)
+    np.testing.assert_array_equal(read(got), [comm.size] * 6)
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+    settled(comm)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def arrays_of_the_cpu(comm: Any) -> None:
+    host, x = np.ones(6, np.float32), ones(comm)
+    peer = (comm.rank + 1) % comm.size
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(host),
+        "reduce": lambda: comm.reduce(host),
+        "broadcast": lambda: comm.broadcast(host),
+        "gather": lambda: comm.gather(host),
+        "all_gather": lambda: comm.all_gather(host),
+        "scatter": lambda: comm.scatter(host, root=comm.rank),
+        "reduce_scatter": lambda: comm.reduce_scatter(host),
+        "all_to_all": lambda: comm.all_to_all(host),
+        "scan": lambda: comm.scan(host),
+        "send": lambda: comm.send(host, peer),
+        "recv": lambda: comm.recv(host, peer),
+        "sendrecv": lambda: comm.sendrecv(host, peer, peer),
+    }
+    for _ in range(2):  # before NCCL has a communicator, and after
+        for name, call in calls.items():
+            refused(
+                DeviceError, f"^{name}: an array on the CPU", r"backend 'nccl.*' takes arrays on GPUs",
+                rf"\[rank {comm.rank} of {comm.size}\]", "Copy it there.*backend='cpu:shm,cuda:nccl'",
+                call=call,
+            )  # fmt: skip
+        for call in (
+            lambda: comm.all_reduce([host, host]),
+            lambda: comm.all_reduce({"a": x, "b": host}),
+            lambda: comm.all_reduce(host, async_op=True),
+        ):
+            refused(DeviceError, "an array on the CPU", call=call)
+        goes_on(comm)
+
+
+def test_an_array_of_the_cpu(nccl: Run) -> None:
+    nccl(2, arrays_of_the_cpu)
+
+
+def outputs_on_the_cpu(comm: Any) -> None:
+    """An output in host memory is refused, too, whatever the call."""
+    warm(comm)
+    host, x = np.zeros(6, np.float32), ones(comm)
+    peer = (comm.rank + 1) % comm.size
+    for name, call in {
+        "all_reduce": lambda: comm.all_reduce(x, out=host),
+        "reduce": lambda: comm.reduce(x, out=host, root=comm.rank),
+        "broadcast": lambda: comm.broadcast(x, out=host, root=peer),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, out=np.zeros(3, np.float32)),
+        "scan": lambda: comm.scan(x, out=host),
+        "all_reduce, staged": lambda: comm.all_reduce(x, out=host, order="rank"),
+        "sendrecv": lambda: comm.sendrecv(x, peer, peer, out=host),
+        "all_reduce of several": lambda: comm.all_reduce([x, x], out=[x, host]),
+    }.items():
+        refused(DeviceError, f"^{name.partition(',')[0].split()[0]}: ", "CPU", call=call)
+    goes_on(comm)
+
+
+def test_an_output_on_the_cpu(nccl: Run) -> None:
+    nccl(2, outputs_on_the_cpu, shared=True)
+
+
+def late_outputs(comm: Any) -> None:
+    """Where sizes are exchanged first, the peers are on their way: the call is made, then refused."""
+    warm(comm)
+    host, x = np.zeros(12, np.float32), ones(comm)
+    for call in (
+        lambda: comm.all_gather(x, out=host),
+        lambda: comm.all_to_all(x, out=host[:6]),
+        lambda: comm.gather(x, out=host, root=0),
+        lambda: comm.scatter(x, out=host[:3], root=0),
+    ):
+        mine = error_of(call) if comm.rank == 0 else None
+        if comm.rank:  # this rank is all right
+            name = call.__code__.co_names[0]
+            getattr(comm, name)(x)
+        else:
+            assert isinstance(mine, DeviceError), repr(mine)
+        goes_on(comm)
+
+
+def test_one_ranks_output_on_the_cpu(nccl: Run) -> None:
+    nccl(2, late_outputs, shared=True)
+
+
+def two_devices(comm: Any) -> None:
+    warm(comm)
+    mine = ordinal_of(comm)
+    other = mine + 2
+    x, there = ones(comm), FakeArray.of(np.ones(6, np.float32), other)
+    peer = (comm.rank + 1) % comm.size
+    for call in (
+        lambda: comm.all_reduce(there),
+        lambda: comm.all_gather(there),
+        lambda: comm.broadcast(there),
+        lambda: comm.scatter(there, root=comm.rank),
+        lambda: comm.all_to_all(there),
+        lambda: comm.all_reduce(there, order="rank"),
+        lambda: comm.scan(there),
+        lambda: comm.all_reduce([x, there]),
+        lambda: comm.send(there, peer),
+        lambda: comm.recv(there, peer),
+        lambda: comm.all_reduce(there, out=there, async_op=True),
+    ):
+        refused(
+            DeviceError, f"cuda:{other}", rf"this rank's GPU is cuda:{mine} \[rank {comm.rank} of",
+            "Copy it there, or choose another GPU with COLLECTIVE_DEVICE", call=call,
+        )  # fmt: skip
+    small = FakeArray.of(np.ones(3, np.float32), other)
+    for call in (
+        lambda: comm.all_reduce(x, out=there),
+        lambda: comm.reduce(x, out=there, root=comm.rank),
+        lambda: comm.reduce_scatter(x, out=small),
+        lambda: comm.broadcast(x, out=there, root=peer),
+        lambda: comm.all_reduce([x, x], out=[x, there]),
+        lambda: comm.scan(x, out=there),
+        lambda: comm.all_reduce(x, out=there, order="rank"),
+        lambda: comm.sendrecv(x, peer, peer, out=there),
+    ):
+        refused(DeviceError, f"cuda:{other}", f"cuda:{mine}", call=call)
+    goes_on(comm)
+
+
+def test_arrays_of_two_devices(nccl: Run) -> None:
+    nccl(2, two_devices, shared=True)
+
+
+def read_only(comm: Any) -> None:
+    warm(comm)
+    peer = (comm.rank + 1) % comm.size
+    x = ones(comm)
+    fixed, small = ones(comm), ones(comm, 3)
+    fixed.readonly = small.readonly = True
+    ours = of_device(comm, np.ones(6, np.float32))
+    ours.writeable = False
+    for out in (fixed, ours):
+        for call in (
+            lambda: comm.all_reduce(x, out=out),  # noqa: B023  called at once
+            lambda: comm.all_reduce(out, out=out),  # noqa: B023
+            lambda: comm.all_reduce(x, out=out, async_op=True),  # noqa: B023
+            lambda: comm.all_reduce(x, out=out, order="rank"),  # noqa: B023
+            lambda: comm.all_reduce([x, x], out=[x, out]),  # noqa: B023
+            lambda: comm.broadcast(x, out=out, root=peer),  # noqa: B023
+            lambda: comm.reduce(x, out=out, root=comm.rank),  # noqa: B023
+            lambda: comm.scan(x, out=out),  # noqa: B023
+            lambda: comm.recv(out, peer),  # noqa: B023
+            lambda: comm.sendrecv(x, peer, peer, out=out),  # noqa: B023
+        ):
+            refused(InvalidArgumentError, "out: the array is read-only; pass a writable", call=call)
+    refused(
+        InvalidArgumentError, "read-only", call=lambda: comm.reduce_scatter(x, out=small)
+    )  # fmt: skip
+    # It may have been written to in calls before, which are remembered.
+    once = of_device(comm, np.ones(6, np.float32))
+    comm.all_reduce(once, out=once)
+    comm.all_reduce(once, out=once)
+    settled(comm)
+    once.writeable = False
+    refused(InvalidArgumentError, "read-only", call=lambda: comm.all_reduce(once, out=once))
+    known = ones(comm)
+    comm.all_reduce(x, out=known)
+    settled(comm)
+    known.readonly = True
+    refused(InvalidArgumentError, "read-only", call=lambda: comm.all_reduce(x, out=known))
+    spread = FakeArray((6,), "float32", (0,), ordinal_of(comm))
+    refused(InvalidArgumentError, "expanded view", call=lambda: comm.all_reduce(x, out=spread))
+    # As inputs they are all right.
+    assert read(comm.all_reduce(fixed)).tolist() == [comm.size] * 6
+    spread.set(np.ones(6, np.float32))
+    assert read(comm.all_reduce(spread)).tolist() == [comm.size] * 6
+    goes_on(comm)
+
+
+def test_a_read_only_output(nccl: Run) -> None:
+    nccl(2, read_only, shared=True)
+
+
+def no_arrays(comm: Any) -> None:
+    """What says that it is in a GPU's memory, and is not."""
+    warm(comm)
+
+    class Pretends:
+        __cuda_array_interface__: ClassVar[dict[str, Any]]
+
+    class OnHost(Pretends):
+        values = np.ones(6, np.float32)
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (6,), "typestr": "<f4", "version": 3, "stream": 1,
+            "data": (values.ctypes.data, False),
+        }  # fmt: skip
+
+    class Old(Pretends):
+        __cuda_array_interface__ = {**OnHost.__cuda_array_interface__, "version": 1}
+
+    x = ones(comm)
+
+    class Stream(Pretends):
+        __cuda_array_interface__ = {**x.__cuda_array_interface__, "stream": 0}
+
+    refused(DeviceError, "host memory; pass a NumPy array", call=lambda: comm.all_reduce(OnHost()))
+    refused(InvalidArgumentError, "version 1", call=lambda: comm.all_reduce(Old()))
+    refused(InvalidArgumentError, "stream 0", call=lambda: comm.all_reduce(Stream()))
+    goes_on(comm)
+
+
+def test_interfaces_that_do_not_hold(nccl: Run) -> None:
+    nccl(2, no_arrays, shared=True)
+
+
+# -- what the ranks bring ---------------------------------------------------------------------------
+
+
+class NoLibrary(Gpus):
+    """The last rank has no NCCL."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == world.size - 1:
+            os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
+        return made
+
+
+class OneGpu(Gpus):
+    """The ranks are all told to use one GPU."""
+
+    options: ClassVar[dict[str, str]] = {"device": "0"}
+
+
+class NoGpu(Gpus):
+    """There is no such GPU for rank 0."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        cls.options = {"device": "9"} if world.rank == 0 else {}
+        return super().connect(world, timeout)
+
+
+class OtherVersion(Gpus):
+    """Rank 1 has another version."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == 1:
+            os.environ["COLLECTIVE_NCCL_LIBRARY"] = library_path(21903)
+        return made
+
+
+class TooOld(Gpus):
+    """Before messages between two ranks."""
+
+    version = 2604
+
+
+class Version27(Gpus):
+    version = 2708
+
+
+class BothVersion27(Both):
+    version = 2708
+
+
+def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:
+    """Make calls that are refused on every rank; see that nothing else is the worse for it."""
+    x = FakeArray.of(np.ones(4, np.float32), 0 if where == "0" else comm.rank)
+    texts = []
+    for call in (
+        lambda: comm.all_reduce(x),
+        lambda: comm.all_reduce([x, x]),
+        lambda: comm.all_gather(x),
+        lambda: comm.all_reduce(x, async_op=True).wait(),
+        lambda: comm.empty(4),
+    ):
+        Fake().clear_log()
+        error = error_of(call)
+        assert type(error) is kind, repr(error)
+        assert not calls_of_nccl()
+        texts.append(str(error))
+        comm.barrier()
+        assert comm.all_gather_object(comm.rank) == [0, 1]
+    peer = 1 - comm.rank
+    error = error_of(lambda: comm.sendrecv(x, peer, peer, like=x))
+    assert type(error) is kind, repr(error)
+    return [*texts, str(error)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "text"),
+    [
+        (NoLibrary, BackendUnavailableError,
+         r"rank 1: nccl: .*/nowhere/libnccl.*COLLECTIVE_NCCL_LIBRARY|pip install"),
+        (OneGpu, DeviceError, r"ranks [01] and [01] use the same GPU \S+ \(Duplicate GPU\): give each "
+         r"its own by COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES"),
+        (OtherVersion, BackendUnavailableError,
+         r"2\.19\.3 on rank 1; NCCL 2\.29\.7 on rank 0.*Install one on all of them"),
+        (TooOld, BackendUnavailableError, r"NCCL 2\.6\.4; 2\.7\.3 is the oldest.*pip install"),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_cannot_do_together(
+    transport: type[NcclBackend], kind: type[BaseException], text: str
+) -> None:
+    where = "0" if transport is OneGpu else ""
+    for run in pools(transport):
+        told = run(2, cannot, kind, where)
+        for each in (*told[0], *told[1]):
+            assert re.search(text, each), each
+        # In the same words everywhere, but for whom they are told.
+        assert [re.sub(r"\[rank \d\]", "", each) for each in told[0][:2]] == [
+            re.sub(r"\[rank \d\]", "", each) for each in told[1][:2]
+        ]
+
+
+def no_gpu(comm: Any) -> str:
+    if comm.rank == 0:
+        x: Any = FakeArray.of(np.ones(4, np.float32), 0)
+        error = error_of(comm.all_reduce, x)
+        assert isinstance(error, DeviceError), repr(error)
+        comm.abort("no GPU")  # as the end of the program does
+        return str(error)
+    error = error_of(lambda: comm.all_reduce(ones(comm)))
+    assert isinstance(error, CollectiveError), repr(error)
+    return str(error)
+
+
+def test_a_rank_whose_gpu_is_not_there() -> None:
+    for run in pools(NoGpu):
+        told = run(2, no_gpu)
+        assert re.search(r"cuda:9: this process sees cuda:0 to cuda:3", told[0]), told
+
+
+def too_old_for(comm: Any, op: str, first: bool) -> None:
+    """An operator that this version lacks goes through the host, from the first call on."""
+    reducer = collective.premul_sum(0.5) if op == "premul_sum" else op
+    expected = {"avg": 1.0, "premul_sum": comm.size / 2}[op]
+    if not first:
+        warm(comm)
+    for _ in range(2):
+        x = ones(comm)
+        assert read(comm.all_reduce(x, op=reducer)).tolist() == [expected] * 6
+    goes_on(comm)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+def test_a_library_too_old_for_an_operator(op: str, first: bool) -> None:
+    for run in pools(Version27):
+        run(2, too_old_for, op, first)
+
+
+def old_library_calls(comm: Any) -> None:
+    """All other calls do without what came later."""
+    warm(comm)
+    rank, size = comm.rank, comm.size
+    x = of_fake(comm, np.arange(4, dtype=np.float32) + 10 * rank)
+    every = np.stack([np.arange(4) + 10 * r for r in range(size)])
+    assert read(comm.all_gather(x)).tolist() == every.ravel().tolist()
+    assert read(comm.all_to_all(x)).tolist() == every[:, 2 * rank : 2 * rank + 2].ravel().tolist()
+    got = comm.gather(x, root=1)
+    assert rank != 1 or read(got).tolist() == every.ravel().tolist()
+    assert read(comm.sendrecv(x, 1 - rank, 1 - rank, like=x)).tolist() == every[1 - rank].tolist()
+    y = comm.empty(4, like="cuda")
+    y.fill_from_host(np.ones(4, np.float32))
+    assert read(comm.all_reduce(y, out=y)).tolist() == [size] * 4
+    child = comm.split(0)
+    assert read(child.all_reduce(x)).tolist() == every.sum(0).tolist()
+    goes_on(comm)
+
+
+def test_calls_that_an_old_library_lacks() -> None:
+    for run in pools(BothVersion27):
+        run(2, old_library_calls)
+
+
+# -- ranks that do not do the same --------------------------------------------------------------------
+
+
+def soon(function: Any, seconds: float) -> BaseException:
+    """Return what is raised, which may take that long and what is promised."""
+    since = time.monotonic()
+    error = error_of(function)
+    took = time.monotonic() - since
+    assert took < seconds + PROMISED_S + NOISE_S, took
+    return error
+
+
+def to_the_end(comm: Any, call: Any) -> None:
+    """Make a call and wait for it as frameworks do: for the stream, whatever has become of it."""
+    x = ones(comm)
+    try:
+        call(x)
+    finally:
+        Fake().synchronize(x.stream, x.device)
+    # Whoever waits on the stream alone is told by the next call.
+    until(lambda: comm._backend.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
+    comm.all_reduce(ones(comm))
+
+
+def kinds_of_memory(comm: Any, name: str) -> str:
+    """One rank's array is on the CPU and the other's on its GPU."""
+    warm(comm)
+    x: Any = np.ones(6, np.float32) if comm.rank == 0 else ones(comm)
+    error = soon(lambda: (getattr(comm, name)(x, timeout=1.0), comm.barrier(timeout=1.0)), 2.0)
+    assert isinstance(error, (MismatchError, CollectiveTimeoutError, CommunicatorAbortedError)), (
+        repr(error)
+    )
+    Fake().synchronize(new_stream(comm), ordinal_of(comm))
+    if comm.rank:
+        Fake().synchronize(x.stream, x.device)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
+def test_one_rank_on_the_cpu_and_one_on_the_gpu(both: Run, name: str) -> None:
+    for text in both(2, kinds_of_memory, name):
+        assert re.search(r"rank [01]", text), text
+        assert name in text, text
+
+
+def compared_first(comm: Any) -> None:
+    """With check="always" the calls are compared before anything is enqueued."""
+    warm(comm)
+    rank = comm.rank
+    texts = (r"rank 0: all_reduce\(float32\[3\]", r"rank 1: all_reduce\(float32\[4\]")
+    for call in (
+        lambda: comm.all_reduce(ones(comm, 3 + rank)),
+        lambda: comm.all_reduce(ones(comm, 3 + rank), async_op=True).wait(),
+    ):
+        refused(MismatchError, *texts, "Every rank must make the same", call=call)
+    x = ones(comm)
+    call = lambda: comm.all_reduce(x, op=["sum", "max"][rank])  # noqa: E731
+    refused(MismatchError, "op=sum", "op=max", call=call)
+    call = lambda: (comm.all_reduce if rank else comm.reduce)(x)  # noqa: E731
+    refused(MismatchError, r"rank 0: reduce\(", r"rank 1: all_reduce\(", call=call)
+    kinds = (np.float32, np.int32)
+    y = of_fake(comm, np.ones(6, kinds[rank]))
+    refused(MismatchError, r"float32\[6\]", r"int32\[6\]", call=lambda: comm.all_reduce(y))
+    refused(MismatchError, "leaves", call=lambda: comm.all_reduce([x] * (1 + rank)))
+    call = lambda: comm.all_gather(y)  # noqa: E731
+    refused(MismatchError, "float32", "int32", call=call)
+    call = lambda: comm.broadcast(x, root=rank)  # noqa: E731
+    refused(MismatchError, "root=0", "root=1", call=call)
+    goes_on(comm)
+
+
+def test_calls_that_differ_are_refused_where_they_are_compared(nccl: Run) -> None:
+    nccl(2, compared_first, check="always")
+
+
+def compared_anyway(comm: Any) -> None:
+    """Calls whose sizes may differ are compared in any case."""
+    warm(comm)
+    x, y = ones(comm), of_fake(comm, np.ones(6, (np.float32, np.int32)[comm.rank]))
+    refused(MismatchError, "float32", "int32", call=lambda: comm.all_gather(y))
+    refused(MismatchError, "float32", "int32", call=lambda: comm.all_to_all(y))
+    call = lambda: comm.broadcast(x, root=comm.rank)  # noqa: E731
+    refused(MismatchError, "root=0", "root=1", call=call)
+    call = lambda: comm.broadcast(ones(comm, 3 + comm.rank))  # noqa: E731
+    refused(MismatchError, r"\[3\]", r"\[4\]", call=call)
+    goes_on(comm)
+
+
+def test_calls_that_differ_in_what_may_differ(nccl: Run) -> None:
+    nccl(2, compared_anyway, shared=True)
+
+
+def compared_too_late(comm: Any, name: str) -> str:
+    """Without a comparison the ranks are told when NCCL or the deadline notices."""
+    warm(comm)
+    rank = comm.rank
+    calls = {
+        "shapes": lambda x: comm.all_reduce(ones(comm, 3 + rank), timeout=1.0),
+        "operators": lambda x: comm.all_reduce(x, op=["sum", "max"][rank], timeout=1.0),
+        "calls": lambda x: (comm.all_reduce if rank else comm.reduce)(x, timeout=1.0),
+        "structures": lambda x: comm.all_reduce([x] * (1 + rank), timeout=1.0),
+    }
+    error = soon(lambda: to_the_end(comm, calls[name]), 1.0)
+    assert isinstance(
+        error, (MismatchError, BackendError, CollectiveTimeoutError, CommunicatorAbortedError)
+    ), repr(error)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("name", ["shapes", "operators", "calls", "structures"])
+def test_calls_that_differ_end_within_the_deadline(nccl: Run, name: str) -> None:
+    for text in nccl(2, compared_too_late, name):
+        assert "rank 0" in text, text
+        assert "rank 1" in text, text
+        assert "made different calls" in text, text
+    nccl(2, goes_on)  # the processes are as good as new
+
+
+# -- what breaks ----------------------------------------------------------------------------------------
+
+
+def absent(comm: Any, kind: str) -> str:
+    warm(comm)
+    if comm.rank == 1:
+        return str(soon(lambda: to_the_end(comm, lambda x: until(
+            lambda: comm._backend.channel.failure is not None)), 1.0))  # fmt: skip
+    since = time.monotonic()
+    if kind == "work":
+        work = comm.all_reduce(ones(comm), timeout=1.0, async_op=True)
+        assert work.wait() is not None  # it has been enqueued
+        assert time.monotonic() - since < 1.0
+        error = soon(work.synchronize, 1.0)
+        assert isinstance(error, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(error)
+        until(work.done, PROMISED_S + NOISE_S)
+        x = ones(comm)
+        Fake().synchronize(x.stream, x.device)
+    else:
+        error = soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, timeout=1.0)), 1.0)
+    later = error_of(lambda: comm.all_reduce(ones(comm)))
+    assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(later)
+    on_host = error_of(comm.barrier)
+    assert isinstance(on_host, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(on_host)
+    return str(error)
+
+
+@pytest.mark.parametrize("kind", ["stream", "work"])
+def test_a_deadline(nccl: Run, kind: str) -> None:
+    for text in nccl(3, absent, kind):
+        assert "waited 1 s for rank 1" in text, text
+    nccl(3, goes_on)
+
+
+def first_call_alone(comm: Any, async_op: bool) -> str:
+    """The first call, in which the others have to be."""
+    if comm.rank == 1:
+        return str(soon(lambda: comm.barrier(timeout=10.0), 1.0))
+    if async_op:
+        work = comm.all_reduce(ones(comm), timeout=1.0, async_op=True)
+        error = soon(work.wait, 1.0)
+        assert work.exception() is error
+        assert work.done()
+        return str(error)
+    return str(soon(lambda: comm.all_reduce(ones(comm), timeout=1.0), 1.0))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_deadline_of_the_first_call(nccl: Run, async_op: bool) -> None:
+    for text in nccl(2, first_call_alone, async_op):
+        assert re.search(r"waited 1 s for rank|made different calls|different", text), text
+
+
+def message_alone(comm: Any, async_op: bool) -> str:
+    warm(comm)
+    if comm.rank == 1:
+        return str(soon(lambda: comm.barrier(timeout=10.0), 1.0))
+    x = ones(comm)
+    got = comm.recv(x, 1, timeout=1.0, async_op=True) if async_op else None
+    error = soon(got.wait if got else lambda: comm.send(x, 1, timeout=1.0), 1.0)
+    Fake().synchronize(x.stream, x.device)
+    return str(error)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_deadline_of_a_message(nccl: Run, async_op: bool) -> None:
+    for text in nccl(2, message_alone, async_op):
+        assert re.search(r"waited (1|0\.9\d*) s for rank 1", text), text
+
+
+def killed(comm: Any, how: str) -> str:
+    warm(comm)
+    comm.barrier()
+    x = ones(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "work":
+        works = [comm.all_reduce(x, out=x, async_op=True) for _ in range(3)]
+        error = soon(works[-1].synchronize, 0.0)
+        assert [type(error_of(work.synchronize)) for work in works] == [PeerLostError] * 3
+    elif how == "message":
+        error = soon(lambda: comm.recv(x, 1), 0.0)
+    else:
+        error = soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, out=x)), 0.0)
+    Fake().synchronize(x.stream, x.device)
+    assert isinstance(error, PeerLostError), repr(error)
+    assert error.ranks == (1,)
+    return str(error)
+
+
+@pytest.mark.parametrize("how", ["stream", "work", "message"])
+def test_a_killed_peer(nccl: Run, how: str) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        nccl(3, killed, how)
+    assert [*caught.value.errors] == [1], str(caught.value)
+    assert isinstance(caught.value.errors[1], RankDiedError)
+    nccl(3, goes_on)
+
+
+def aborted(comm: Any) -> str:
+    """One thread waits for the GPU, and another one has had enough."""
+    warm(comm)
+    if comm.rank == 0:
+        return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5))
+    x = ones(comm)
+    threading.Timer(0.3, comm.abort, ["had enough"]).start()
+    until(lambda: comm._backend.channel.failure is not None)
+    return str(error_of(lambda: comm.all_reduce(x)))
+
+
+def aborts_itself(comm: Any) -> str:
+    warm(comm)
+    if comm.rank == 0:
+        threading.Timer(0.3, comm.abort, ["had enough"]).start()
+        return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5))
+    return str(soon(lambda: comm.barrier(timeout=10.0), 0.5))
+
+
+@pytest.mark.parametrize("program", [aborted, aborts_itself])
+def test_an_abort_from_another_thread(nccl: Run, program: Any) -> None:
+    for text in nccl(2, program):
+        assert "had enough" in text, text
+    nccl(2, goes_on)
+
+
+def remote_error(comm: Any) -> str:
+    warm(comm)
+    comm.barrier()
+    if comm.rank == 1:
+        Fake().knob("remote_error_at", 1)
+    return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, out=x)), 0.0))
+
+
+def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
+    for text in nccl(2, remote_error):
+        assert "ncclRemoteError" in text, text
+    nccl(2, goes_on)
+
+
+def raises_in_the_body(comm: Any) -> str:
+    """An exception between two calls, with work under way."""
+    warm(comm)
+    if comm.rank == 0:
+        x = ones(comm)
+        comm.all_reduce(x, out=x)  # to which the other does not come
+        try:
+            with comm:
+                raise ValueError("no good")
+        except ValueError:
+            pass
+        Fake().synchronize(x.stream, x.device)
+        return "no good"
+    error = soon(lambda: comm.barrier(timeout=10.0), 0.0)
+    assert isinstance(error, CommunicatorAbortedError), repr(error)
+    return str(error)
+
+
+def test_an_exception_with_work_under_way(nccl: Run) -> None:
+    for text in nccl(2, raises_in_the_body):
+        assert "no good" in text, text
+    nccl(2, goes_on)
+
+
+def no_memory(comm: Any) -> str:
+    """A rank's GPU is full: its call is not made, and the others' end."""
+    warm(comm)
+    x = ones(comm)
+    comm.barrier()
+    if comm.rank == 1:
+        Fake().knob("alloc_fail_at", 1)
+    error = soon(
+        lambda: (comm.all_gather(x, timeout=1.0), comm.barrier(timeout=1.0), comm.barrier()), 2.0
+    )
+    Fake().knob("alloc_fail_at", 0)
+    Fake().synchronize(x.stream, x.device)
+    return f"{type(error).__name__}: {error}"
+
+
+def test_no_memory_for_one_ranks_result(nccl: Run) -> None:
+    told = nccl(2, no_memory)
+    assert "AllocationError" in told[1], told
+    assert "rank 1" in told[0], told
+    nccl(2, goes_on)

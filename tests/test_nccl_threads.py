@@ -1,0 +1,419 @@
+"""``nccl`` on the ABI fake with ranks that are threads, a GPU each; and calls from other threads."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fakes")
+
+from fakes import Fake, FakeArray, set_current_stream
+from gpu_programs import (
+    FAR,
+    Gpus,
+    calls_of_nccl,
+    copied,
+    error_of,
+    framework,
+    held,
+    is_poison,
+    new_stream,
+    of_device,
+    of_fake,
+    ordinal_of,
+    peek,
+    read,
+    settled,
+    until,
+    warm,
+)
+from launches import launches  # noqa: F401
+from nccl_places import Run, needs_compiler, pools
+from pretended_gpu import gpu
+
+from collective import cuda
+from collective.backends.nccl import NcclBackend
+from collective.device_array import DeviceArray
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DeviceError,
+    PeerFailedError,
+)
+from collective.testing import RankPool, RanksFailedError
+from collective.world import World
+
+__all__ = ["gpu"]  # a fixture
+
+pytestmark = needs_compiler
+
+
+class AsThreads(NcclBackend):
+    """``"cpu:threads,cuda:nccl"``: ranks are threads, and each has the GPU of its number."""
+
+    capabilities = replace(NcclBackend.capabilities, in_process=True)
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> AsThreads:
+        options = {"host": "threads", "devices": "cpu,cuda"}
+        return super().connect(replace(world, options={**world.options, **options}), timeout)
+
+
+@pytest.fixture
+def threads(gpu: Fake) -> Iterator[Any]:
+    """Run a function on ranks that are threads of this process."""
+    made: list[RankPool] = []
+
+    def run(size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
+        pool = RankPool(size, AsThreads, timeout=40.0)
+        made.append(pool)
+        return pool.run(function, *args, **options)
+
+    gpu.clear_log()
+    yield run
+    for pool in made:
+        pool.close()
+    until(lambda: not [t for t in threading.enumerate() if "nccl" in t.name], 10.0)
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Run]:
+    yield from pools(Gpus)
+
+
+def everyone(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
+    return np.stack([np.arange(count, dtype=np.float32) + 10 * r for r in range(comm.size)])
+
+
+# -- ranks that are threads -----------------------------------------------------------------------
+
+
+def every_call(comm: Any) -> None:
+    rank, size = comm.rank, comm.size
+    assert comm._backend.device.ordinal == rank
+    every = everyone(comm)
+    for x in (of_fake(comm, every[rank]), of_device(comm, every[rank])):
+
+        def same(got: Any, expected: Any) -> None:
+            assert type(got) is DeviceArray
+            assert got.device.ordinal == rank
+            np.testing.assert_array_equal(read(got), expected)
+
+        same(comm.all_reduce(x), every.sum(0))
+        same(comm.all_reduce(x, op="max", async_op=True).wait(), every.max(0))
+        same(comm.all_reduce(x, order="rank"), every.sum(0))
+        same(comm.all_gather(x), every.ravel())
+        same(comm.reduce_scatter(x), np.array_split(every.sum(0), size)[rank])
+        exchanged = np.concatenate([np.array_split(each, size)[rank] for each in every])
+        same(comm.all_to_all(x), exchanged)
+        got = comm.gather(x, root=1)
+        assert rank == 1 or got is None
+        got = comm.broadcast(x if rank == 0 else None)
+        assert rank == 0 or type(got) is DeviceArray
+        right, left = (rank + 1) % size, (rank - 1) % size
+        same(comm.sendrecv(x, right, left, like=x), every[left])
+        for got in comm.all_reduce([x, x]):
+            same(got, every.sum(0))
+        y = comm.empty(4, like="cuda")
+        assert y.device.ordinal == rank
+        y.fill_from_host(np.ones(4, np.float32))
+        comm.all_reduce(y, out=y)
+        assert read(y).tolist() == [size] * 4
+    np.testing.assert_array_equal(comm.all_reduce(every[rank]), every.sum(0))
+    half = comm.split(rank % 2)
+    members = [r for r in range(size) if r % 2 == rank % 2]
+    same(half.all_reduce(x), every[members].sum(0))
+    half.close()
+    settled(comm)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_calls_of_ranks_that_are_threads(threads: Any, size: int) -> None:
+    threads(size, every_call)
+
+
+def streams_of_threads(comm: Any) -> None:
+    """Each thread has its own current stream and its own GPU, and is put in nobody else's way."""
+    warm_up = of_fake(comm, np.ones(1, np.float32))
+    comm.all_reduce(warm_up, out=warm_up)
+    read(warm_up)
+    rank = comm.rank
+    set_current_stream(Fake().stream(rank), rank)
+    every = everyone(comm)
+    x = FakeArray.of(every[rank], rank)
+    stream = f"stream={x.stream:#x}"
+    comm.barrier()
+    for _ in range(5):
+        before = len([line for line in calls_of_nccl() if stream in line])
+        y = comm.all_reduce(x)
+        after = len([line for line in calls_of_nccl() if stream in line])
+        assert after == before + 1
+        np.testing.assert_array_equal(copied(comm, y, x.stream).get(), every.sum(0))
+    works = [comm.all_reduce(x, out=x, async_op=True) for _ in range(3)]
+    works[-1].wait()
+    copy = copied(comm, x, x.stream)
+    np.testing.assert_array_equal(copy.get(), every.sum(0) * comm.size**2)
+    # Whatever context a thread of the program had is the current one afterwards.
+    fake = Fake()
+    with fake.active((rank + 1) % 4):
+        comm.all_reduce(x)
+        found = ctypes.c_void_p()
+        fake.cuda("cuCtxGetCurrent", ctypes.byref(found))
+        assert found.value == fake.context((rank + 1) % 4)
+    set_current_stream(None, rank)
+    comm.barrier()
+    settled(comm)
+
+
+def test_streams_and_contexts_of_ranks_that_are_threads(threads: Any) -> None:
+    threads(3, streams_of_threads)
+
+
+def messages_of_threads(comm: Any) -> None:
+    rank, size = comm.rank, comm.size
+    every = everyone(comm)
+    x = of_fake(comm, every[rank])
+    outs = {r: of_fake(comm, np.zeros(6, np.float32)) for r in range(size) if r != rank}
+    works = [comm.recv(out, r, tag=rank, async_op=True) for r, out in outs.items()]
+    comm.all_reduce(x)
+    works += [comm.send(x, r, tag=r, async_op=True) for r in outs]
+    for work in works:
+        work.wait()
+    for r, out in outs.items():
+        np.testing.assert_array_equal(read(out), every[r])
+    comm.barrier()
+    settled(comm)
+
+
+def test_messages_of_ranks_that_are_threads(threads: Any) -> None:
+    threads(3, messages_of_threads)
+
+
+def another_threads_gpu(comm: Any) -> str:
+    there = FakeArray.of(np.ones(3, np.float32), (comm.rank + 1) % 4)
+    error = error_of(lambda: comm.all_reduce(there))
+    assert type(error) is DeviceError, repr(error)
+    comm.barrier()
+    x = of_fake(comm, np.ones(3, np.float32))
+    assert read(comm.all_reduce(x)).tolist() == [comm.size] * 3
+    return str(error)
+
+
+def test_the_gpu_of_another_thread(threads: Any) -> None:
+    for rank, text in enumerate(threads(2, another_threads_gpu)):
+        assert f"an array on cuda:{rank + 1}; this rank's GPU is cuda:{rank}" in text
+
+
+def fails_in_one(comm: Any) -> str:
+    x = of_fake(comm, np.ones(3, np.float32))
+    comm.all_reduce(x)
+    comm.barrier()
+    if comm.rank == 1:
+        raise ValueError("no good")
+    comm.all_reduce(x, out=x)
+    Fake().synchronize(x.stream, x.device)  # it comes back
+    error = error_of(lambda: comm.all_reduce(x))
+    raise error
+
+
+def test_a_thread_that_raises_ends_the_others(threads: Any) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        threads(3, fails_in_one)
+    errors = caught.value.errors
+    assert isinstance(errors[1], ValueError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerFailedError), repr(errors[rank])
+        assert "no good" in str(errors[rank])
+    threads(3, every_call)
+
+
+def too_late(comm: Any) -> str:
+    x = of_fake(comm, np.ones(3, np.float32))
+    comm.all_reduce(x)
+    comm.barrier()
+    if comm.rank == 1:
+        until(lambda: comm._backend.channel.failure is not None)
+        return str(error_of(lambda: comm.all_reduce(x)))
+    work = comm.all_reduce(x, out=x, timeout=0.5, async_op=True)
+    error = error_of(work.synchronize)
+    assert isinstance(error, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(error)
+    Fake().synchronize(x.stream, x.device)
+    return str(error)
+
+
+def test_a_deadline_of_ranks_that_are_threads(threads: Any) -> None:
+    for text in threads(2, too_late):
+        assert "waited 0.5 s for rank 1" in text
+
+
+def test_launched_as_threads(launches: Any) -> None:  # noqa: F811
+    """``collective run --backend cpu:threads,cuda:nccl``, as a user has it."""
+    path = launches.directory / "program.py"
+    path.write_text(
+        f"import os, sys, tempfile\nsys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        f"tempfile.tempdir = {tempfile.gettempdir()!r}\n"  # where the fake has been built
+        "import numpy as np\nfrom fakes import FakeArray, environment\nimport collective\n"
+        "os.environ.update(environment())\n"
+        "with collective.init('cpu:threads,cuda:nccl') as comm:\n"
+        "    x = FakeArray.of(np.ones(3, np.float32), comm.local_rank)\n"
+        "    y = comm.all_reduce(x)\n"
+        "    print(comm.backend, y.device.ordinal, y.to_host().tolist())\n"
+    )
+    done = launches.run("-n", "3", "--backend", "threads", str(path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] nccl {rank} [3.0, 3.0, 3.0]" for rank in range(3)
+    ]
+    assert done.stderr == ""
+
+
+# -- calls from other threads of a rank -------------------------------------------------------------
+
+
+def in_thread(function: Any) -> Any:
+    """Run a function in a thread of its own; return what it returns, or raise."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((function(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(2 * FAR)
+    assert results, "it hangs"
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def from_elsewhere(comm: Any) -> None:
+    """The first call, and others, from a thread that has no context of CUDA's."""
+    every = everyone(comm)
+    x = of_fake(comm, every[comm.rank])
+
+    def steps() -> None:
+        y = comm.all_reduce(x)
+        np.testing.assert_array_equal(read(y), every.sum(0))
+        a = new_stream(comm)
+        z = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
+        with held():
+            z.set(every[comm.rank])
+            work = comm.all_reduce(z, out=z, async_op=True)
+            work.wait()
+            copy = copied(comm, z, a)
+        np.testing.assert_array_equal(copy.get(), every.sum(0))
+        np.testing.assert_array_equal(read(comm.scan(x)), every[: comm.rank + 1].sum(0))
+        big = comm.empty(8, like="cuda")
+        comm.all_reduce(big, out=big)
+
+    in_thread(steps)
+    work = in_thread(lambda: comm.all_reduce(x, async_op=True))
+    with held():
+        second = in_thread(lambda: comm.all_reduce(x, async_op=True))
+        got = second.wait()
+        assert is_poison(got)
+        after = copied(comm, got, x.stream)
+    np.testing.assert_array_equal(after.get(), every.sum(0))
+    np.testing.assert_array_equal(peek(work.synchronize()), every.sum(0))
+    del work, second, got
+    gc.collect()
+    settled(comm)
+
+
+def test_calls_from_another_thread_than_connected(nccl: Run) -> None:
+    nccl(2, from_elsewhere)
+
+
+def waits_elsewhere(comm: Any, kind: str) -> None:
+    """``wait()`` orders the stream that is current where it is called."""
+    warm(comm)
+    import torch
+
+    every = everyone(comm)
+    mine, theirs = new_stream(comm), new_stream(comm)
+
+    def current(stream: int) -> Any:
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=ordinal_of(comm)))
+
+    with framework(comm, kind) as fw:
+        with current(mine):
+            x = fw.of(every[comm.rank])
+            y = fw.of(np.zeros(6, np.float32))
+            with held():
+                work = comm.all_reduce(x, out=y, async_op=True)
+
+        def elsewhere() -> Any:
+            with current(theirs), Fake().turned("delay_us", 5000, back=300):
+                work.wait()
+                stored = FakeArray((6,), "float32", device=ordinal_of(comm), stream=theirs)
+                stream = comm._backend.device.stream(theirs)
+                cuda.copy(stored.address, y.data_ptr(), 24, stream)
+                return stored.get()
+
+        np.testing.assert_array_equal(in_thread(elsewhere), every.sum(0))
+        settled(comm)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+def test_a_wait_in_another_thread(nccl: Run) -> None:
+    nccl(2, waits_elsewhere, "torch")
+
+
+def aborts_elsewhere(comm: Any) -> str:
+    """A thread waits in ``Work.synchronize()``, another one aborts."""
+    warm(comm)
+    x = of_fake(comm, np.ones(3, np.float32))
+    if comm.rank == 1:
+        until(lambda: comm._backend.channel.failure is not None)
+        return "had enough"
+    work = comm.all_reduce(x, out=x, async_op=True)
+    threading.Timer(0.2, comm.abort, ["had enough"]).start()
+    error = error_of(lambda: in_thread(work.synchronize))
+    assert isinstance(error, CollectiveError), repr(error)
+    Fake().synchronize(x.stream, x.device)
+    return str(error)
+
+
+def test_an_abort_beside_a_wait(nccl: Run) -> None:
+    assert all("had enough" in text for text in nccl(2, aborts_elsewhere))
+
+
+def forked(comm: Any) -> int:
+    """A child of the program's leaves the GPU alone."""
+    warm(comm)
+    x = of_fake(comm, np.ones(3, np.float32))
+    y = comm.all_reduce(x)
+    child = os.fork()
+    if not child:
+        try:
+            x.forget()
+            del x, y, comm
+            gc.collect()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert read(comm.all_reduce(x)).tolist() == [comm.size] * 3
+    assert read(y).tolist() == [comm.size] * 3
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_leaves_the_gpu_alone(nccl: Run) -> None:
+    assert nccl(2, forked) == [0, 0]
