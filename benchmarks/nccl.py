@@ -151,7 +151,7 @@ def _fakes_hold() -> Callable[[int], object]:
 
 def _device_array(bench: _Bench) -> Any:
     from collective import cuda
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
 
     memory = cuda.allocate(bench.device, _BYTES, bench.stream)
     return DeviceArray(

@@ -2,7 +2,7 @@
 
 An adapter is chosen by the type of the object and imported when the first such object
 comes by, so nothing is imported that the user has not. Everything behind it is NumPy, or, in
-the memory of a GPU, a :class:`~collective.device_array.DeviceArray`, which stands in for it.
+the memory of a GPU, a :class:`~collective.cuda.array.DeviceArray`, which stands in for it.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ _FRAMEWORKS = {
     "torch": ("collective.adapters.torch.arrays", "TorchAdapter"),
 }
 # Where memory of GPUs is seen without a framework; no module's name.
-_DEVICE = {"cuda": ("collective.cuda_arrays", "CudaArrayAdapter")}
+_DEVICE = {"cuda": ("collective.cuda.adapter", "CudaArrayAdapter")}
 _by_type: dict[type, Adapter] = {np.ndarray: _NUMPY}
 _by_name: dict[str, Adapter] = {"numpy": _NUMPY}
 
@@ -288,7 +288,7 @@ def _find(x: Any) -> Adapter:
         root = cls.__module__.partition(".")[0]
         if root in _FRAMEWORKS and (adapter := adapter_like(root)).accepts(x):
             return adapter
-        if cls.__module__ == "collective.device_array":
+        if cls.__module__ == "collective.cuda.array":
             return adapter_like("cuda")
     # DLPack first: it tells where the array is, and orders streams.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):

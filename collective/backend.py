@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from collective.call import Call
     from collective.capabilities import Capabilities
     from collective.cuda import Device, Event, Stream
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
     from collective.dtypes import DType
     from collective.ops import ReduceOp
     from collective.recorder import Recorder

@@ -15,13 +15,14 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_void_p, py_object
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from collective import dtypes, layout
+from collective import dtypes
+from collective.cuda import layout
 from collective.dtypes import BY_NAME, DType
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collective.cuda import Stream
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
 
 __all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "export", "lend", "read", "take"]
 
@@ -186,7 +187,7 @@ def read(x: Any) -> tuple[DeviceArray, DType]:
         DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
     """
     from collective import cuda
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
 
     lent = take(_ask(x))
     if lent.device[0] not in (CUDA, CUDA_MANAGED):

@@ -18,7 +18,7 @@ from nccl_places import FakeNccl
 
 from collective import cuda
 from collective.arrays import adapter_like
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import FOREIGN, from_numpy, named
 from collective.world import World
 

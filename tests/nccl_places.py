@@ -16,7 +16,7 @@ from collective.backends.nccl import NcclBackend
 from collective.buffer import Buffer
 from collective.call import Call
 from collective.cuda import Stream
-from collective.device_array import DeviceArray, PlainSpace
+from collective.cuda.array import DeviceArray, PlainSpace
 from collective.dtypes import DType, from_numpy, named
 from collective.testing import RankPool
 from collective.world import World

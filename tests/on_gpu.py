@@ -16,7 +16,7 @@ from fakes import environment
 from collective import arrays, cuda
 from collective.arrays import Adapter, NumpyAdapter
 from collective.backends.shm import ShmBackend
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import DType
 from collective.world import World
 

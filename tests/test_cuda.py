@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from gate import Gate
 
-from collective import cuda, cuda_driver, pinned
+from collective import cuda
+from collective.cuda import library as cuda_driver
+from collective.cuda import pinning as pinned
 from collective.errors import (
     AllocationError,
     BackendError,
@@ -100,7 +102,7 @@ def test_the_driver_is_loaded_once_and_its_version_told(fake):
 def test_the_package_does_not_load_the_driver():
     code = (
         "import collective\n"
-        "from collective import cuda_driver\n"
+        "from collective.cuda import library as cuda_driver\n"
         "print(cuda_driver._drivers, 'libfake' in open('/proc/self/maps').read())"
     )
     assert run(code, **fakes.environment()) == "{} False\n"

@@ -16,8 +16,8 @@ from pretended_gpu import gpu
 
 from collective import cuda, dlpack
 from collective.arrays import adapter_like, adapter_of, is_array
-from collective.cuda_arrays import CudaArrayAdapter
-from collective.device_array import DeviceArray
+from collective.cuda.adapter import CudaArrayAdapter
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 
@@ -302,8 +302,8 @@ from collective.arrays import adapter_of
 for x in (numpy.ones(3), torch.ones(3), torch.ones(3, dtype=torch.bfloat16)):
     adapter = adapter_of(x)
     adapter.wrap(*adapter.output(x))
-from collective import cuda_driver
-late = ("cuda_arrays", "device_array", "device_copies", "dlpack")
+from collective.cuda import library as cuda_driver
+late = ("cuda.adapter", "cuda.array", "cuda.copies", "dlpack")
 print(cuda_driver._drivers, [name for name in sys.modules if name.startswith("collective.")
        and name.rpartition(".")[2] in late])
 """

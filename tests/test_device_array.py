@@ -14,8 +14,10 @@ from gate import Gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective import cuda, device_copies, pinned
-from collective.device_array import DeviceArray, PlainSpace
+from collective import cuda
+from collective.cuda import copies as device_copies
+from collective.cuda import pinning as pinned
+from collective.cuda.array import DeviceArray, PlainSpace
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 
 POISON = fakes.POISON

@@ -18,7 +18,7 @@ from pretended_gpu import gpu
 
 from collective import cuda, dlpack
 from collective.arrays import adapter_of
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 

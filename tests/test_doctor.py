@@ -18,10 +18,13 @@ import fakes
 import numpy as np
 import pytest
 
-from collective import doctor_host, doctor_mpi, doctor_probe, registry
+from collective import registry
 from collective.cli.doctor import text
 from collective.config import KEYS
-from collective.doctor_problems import problems
+from collective.doctor import host as doctor_host
+from collective.doctor import mpi as doctor_mpi
+from collective.doctor import probe as doctor_probe
+from collective.doctor.problems import problems
 from tests.launches import ROOT, Launches, launches
 
 __all__ = ["launches"]  # a fixture

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
 
-from collective import launch_mpi
 from collective.errors import BackendUnavailableError
+from collective.launch import mpi as launch_mpi
 
 # Starts N processes, kills all of them at once as soon as one fails, and gives up if their
 # end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.launch_screen import Screen, Stream
+from collective.launch.screen import Screen, Stream
 
 
 class Output:

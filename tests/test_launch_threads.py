@@ -91,7 +91,7 @@ def test_a_failure_ends_with_its_whole_traceback_and_its_exit_code(run):
     report = done.stderr[done.stderr.index("collective run: rank 1 failed first (exit code 1)") :]
     assert report.endswith("ValueError: of rank one\n")
     assert "in deeper" in report
-    assert "launch_threads" not in report, "our own frames tell nothing"
+    assert "launch/threads" not in report, "our own frames tell nothing"
 
 
 def test_the_peers_of_a_rank_that_failed_hear_its_traceback(run):

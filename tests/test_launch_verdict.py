@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from collective.launch_verdict import Failure, exit_code, first_in_cause, report
+from collective.launch.verdict import Failure, exit_code, first_in_cause, report
 
 FRAMES = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\n'
 CAUSE = FRAMES + "ValueError: boom\nwith a second line\n"

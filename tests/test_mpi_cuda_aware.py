@@ -25,7 +25,7 @@ from collective.backends.mpi import library
 from collective.buffer import Buffer
 from collective.communicator import Communicator
 from collective.cuda import Event, Stream
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME
 from collective.errors import (
     CollectiveError,

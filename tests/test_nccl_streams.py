@@ -21,7 +21,7 @@ from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, 
 from collective import cuda, ops
 from collective.buffer import Buffer
 from collective.call import Call
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 
 pytestmark = needs_compiler
 

@@ -44,7 +44,7 @@ from pretended_gpu import gpu
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,

@@ -12,7 +12,7 @@ from pretended_gpu import gpu
 
 from collective import cuda
 from collective.arrays import adapter_like, adapter_of
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME
 from collective.errors import AllocationError, DeviceError, InvalidArgumentError
 

@@ -11,8 +11,8 @@ import numpy as np
 from collective import cuda, dtypes
 from collective.arrays import Adapter, NumpyAdapter, adapter_like
 from collective.cuda import Device, Stream
-from collective.cuda_arrays import root_owner
-from collective.device_array import DeviceArray
+from collective.cuda.adapter import root_owner
+from collective.cuda.array import DeviceArray
 from collective.dtypes import DType
 from collective.errors import AllocationError, DtypeError
 

@@ -9,9 +9,9 @@ import torch
 
 from collective import cuda, dlpack
 from collective.cuda import Device, Stream
-from collective.cuda_arrays import root_owner
-from collective.device_array import DeviceArray
-from collective.device_copies import PLAIN
+from collective.cuda.adapter import root_owner
+from collective.cuda.array import DeviceArray
+from collective.cuda.copies import PLAIN
 from collective.dtypes import BY_NAME, DType
 from collective.errors import AllocationError, DeviceError
 

@@ -20,7 +20,7 @@ import numpy as np
 from collective import reduction
 from collective.buffer import Buffer
 from collective.call import Disagreement
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME
 
 from .datatypes import native_op

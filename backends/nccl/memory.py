@@ -17,7 +17,7 @@ import numpy as np
 
 from collective import cuda
 from collective.buffer import Buffer
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import BY_NAME
 from collective.errors import AllocationError, BackendError, CollectiveError
 

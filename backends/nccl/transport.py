@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collective.buffer import Buffer
     from collective.call import Call
     from collective.cuda import Device, Event, Stream
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
     from collective.recorder import Recorder
     from collective.world import World
 

@@ -59,9 +59,9 @@ def execute(options: argparse.Namespace) -> int:
     if on_host == "threads":
         os.environ.update(variables)
         # Here and not above: it brings NumPy and the transports along.
-        from collective import launch_threads
+        from collective.launch import threads
 
-        return launch_threads.main([str(options.n), *arguments])
+        return threads.main([str(options.n), *arguments])
     across = found["across"].value if "across" in found else ""
     return launch(arguments, options.n, variables, mpi="mpi" in (on_host, across))
 

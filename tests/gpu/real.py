@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collective import arrays, calls, cuda, layout
+from collective import arrays, calls, cuda
 from collective.arrays import Adapter, NumpyAdapter
 from collective.backends.nccl import NcclBackend
 from collective.calls import Calls
-from collective.cuda_arrays import root_owner
-from collective.device_array import DeviceArray
+from collective.cuda import layout
+from collective.cuda.adapter import root_owner
+from collective.cuda.array import DeviceArray
 from collective.dtypes import DType
 from collective.errors import CollectiveTimeoutError
 from collective.point_to_point import PointToPoint

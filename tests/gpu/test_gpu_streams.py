@@ -14,7 +14,7 @@ from nccl_places import Run, pools
 from real import OnGpus, sizes
 
 from collective import cuda
-from collective.device_array import DeviceArray, PlainSpace
+from collective.cuda.array import DeviceArray, PlainSpace
 from collective.errors import CollectiveError
 
 if not cuda.device_count():

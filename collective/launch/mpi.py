@@ -1,6 +1,6 @@
 """Start ranks through mpiexec, since only its processes are an MPI world.
 
-``mpiexec`` starts one small process a rank (:mod:`collective.launch_mpi_rank`), which
+``mpiexec`` starts one small process a rank (:mod:`collective.launch.mpi_rank`), which
 starts the rank, connects it to pipes of ours, passes on our signals and reports its end. So
 output, exit codes, the first failure and Ctrl-C are what they are without mpiexec, whoever
 made it, and none of that depends on how it treats its processes.
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from collective.errors import BackendUnavailableError
-from collective.launch_processes import die_with_parent
-from collective.launch_supervisor import Rank, Supervisor
+from collective.launch.processes import die_with_parent
+from collective.launch.supervisor import Rank, Supervisor
 
 __all__ = ["mpiexec", "supervise_mpi"]
 
@@ -32,7 +32,7 @@ _GROUP = 0x80
 _MOMENT_S = 0.5
 # How long mpiexec may take once all its processes may end.
 _PATIENCE_S = 10.0
-_STARTER = Path(__file__).with_name("launch_mpi_rank.py")
+_STARTER = Path(__file__).with_name("mpi_rank.py")
 
 
 def mpiexec(size: int) -> list[str]:
@@ -85,7 +85,7 @@ def supervise_mpi(
         command: what each rank executes.
         environments: each rank's environment variables, by rank.
         directory: a private one; it gets a folder ``mpi``.
-        control: as :func:`collective.launch_supervisor.supervise` takes it.
+        control: as :func:`collective.launch.supervisor.supervise` takes it.
 
     Returns:
         The exit code of the whole.

@@ -12,17 +12,17 @@ import threading
 from collections.abc import Iterator
 from ctypes import addressof, c_int, c_void_p
 
-from collective import cuda_driver
-from collective.cuda_driver import (
+from collective.cuda import library
+from collective.cuda.library import (
     INVALID_CONTEXT,
     INVALID_VALUE,
     Copy2D,
     Driver,
     Entered,
 )
-from collective.cuda_streams import Device, Event, Stream
+from collective.cuda.pinning import pinned
+from collective.cuda.streams import Device, Event, Stream
 from collective.errors import BackendUnavailableError, DeviceError
-from collective.pinned import pinned
 
 __all__ = [
     "Device",
@@ -45,7 +45,7 @@ __all__ = [
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _ON_DEVICE = 2
 
-driver = cuda_driver.load
+driver = library.load
 
 
 def device_count() -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from collective import cuda, device_copies, layout
-from collective.cuda import Device, Stream
-from collective.device_copies import PlainSpace, Space
+from collective import cuda
+from collective.cuda import Device, Stream, copies, layout
+from collective.cuda.copies import PlainSpace, Space
 from collective.errors import DeviceError, ShapeError
 
 __all__ = ["DeviceArray", "Flags", "PlainSpace", "Space"]
@@ -123,7 +123,7 @@ class DeviceArray:
         self._strides = strides
         self.owner = self.base = owner
         self.writeable = writeable
-        self.space: Space = device_copies.PLAIN if space is None else space
+        self.space: Space = copies.PLAIN if space is None else space
 
     def _derived(
         self, address: int, shape: Ints, strides: Ints | None, dtype: np.dtype[Any]
@@ -297,7 +297,7 @@ class DeviceArray:
         return made
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        device_copies.assign(self[key], value)
+        copies.assign(self[key], value)
 
     def to_host(self, out: Array | None = None) -> Array:
         """Copy the elements to host memory, and wait until they are there.
@@ -309,7 +309,7 @@ class DeviceArray:
         Returns:
             ``out``, or a new array.
         """
-        return device_copies.to_host(self, out)
+        return copies.to_host(self, out)
 
     def fill_from_host(self, source: Array) -> None:
         """Copy elements from host memory, and wait until that may be used again.
@@ -317,7 +317,7 @@ class DeviceArray:
         Args:
             source: of the same shape and dtype.
         """
-        device_copies.fill_from_host(self, source)
+        copies.fill_from_host(self, source)
 
     # -- protocols ------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class DeviceArray:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        from collective.device_functions import FUNCTIONS
+        from collective.cuda.functions import FUNCTIONS
 
         found = FUNCTIONS.get(func)
         if found is None:

@@ -18,7 +18,7 @@ import numpy as np
 from collective import cuda, dlpack, dtypes
 from collective.arrays import Adapter, NumpyAdapter, adapter_like
 from collective.cuda import Device, Stream
-from collective.device_array import DeviceArray
+from collective.cuda.array import DeviceArray
 from collective.dtypes import FOREIGN, DType
 from collective.errors import DeviceError, InvalidArgumentError
 

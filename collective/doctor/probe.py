@@ -103,7 +103,7 @@ def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
 def _ask(questions: Sequence[str], left: float, seconds: float, scratch: str) -> dict[str, Answer]:
     """Answer as many of ``questions`` as one process does, the first one in any case."""
     process = subprocess.Popen(
-        command("doctor_probe", *questions, str(left)),
+        command("doctor.probe", *questions, str(left)),
         env=environment(TMPDIR=scratch, **dict.fromkeys(LEFT_BEHIND, scratch)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -217,9 +217,9 @@ def _connect(name: str) -> dict[str, Any]:
 
     kind = registry.find(name)
     if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU
-        from collective import doctor_nccl
+        from collective.doctor import nccl
 
-        doctor_nccl.try_alone()
+        nccl.try_alone()
     with tempfile.TemporaryDirectory() as meeting:
         opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
         world = dataclasses.replace(opening.world(0), options=_options())
@@ -244,10 +244,10 @@ def _options() -> dict[str, str]:
 
 
 def _trial(name: str) -> dict[str, Any]:
-    from collective import doctor_trial
+    from collective.doctor import trial
 
     name, _, mpiexec = name.partition(" ")
-    return doctor_trial.run(name, mpiexec)
+    return trial.run(name, mpiexec)
 
 
 def _mpi(_: str) -> dict[str, Any]:
@@ -259,15 +259,15 @@ def _mpi(_: str) -> dict[str, Any]:
 
 
 def _gpus(_: str) -> dict[str, Any]:
-    from collective import doctor_gpus
+    from collective.doctor import gpus
 
-    return doctor_gpus.look()
+    return gpus.look()
 
 
 def _nccl(_: str) -> dict[str, Any]:
-    from collective import doctor_nccl
+    from collective.doctor import nccl
 
-    return doctor_nccl.look()
+    return nccl.look()
 
 
 def _single_copy(_: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What works here and why the rest does not: the facts behind ``collective doctor``.
 
 Whatever a library could spoil is asked in processes of their own
-(:mod:`collective.doctor_probe`), all at once; here the answers are put together.
+(:mod:`collective.doctor.probe`), all at once; here the answers are put together.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 import collective
-from collective import choice, doctor_host, registry
+from collective import choice, registry
 from collective.choice import installed
 from collective.config import KEYS, Config, load
-from collective.doctor_mpi import starter_for, starters
-from collective.doctor_probe import Answer, ask
-from collective.doctor_problems import problems
+from collective.doctor import host
+from collective.doctor.mpi import starter_for, starters
+from collective.doctor.probe import Answer, ask
+from collective.doctor.problems import problems
 from collective.errors import CollectiveError
 from collective.launchers import Launched, detect
 
@@ -65,7 +66,7 @@ def examine(
     progress("looking at libraries")
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(ask, chain, ANSWERS_S) for chain in _questions(names, packages)]
-        network = pool.submit(doctor_host.network, config.interface if config else "")
+        network = pool.submit(host.network, config.interface if config else "")
         answers = {q: a for future in asked for q, a in future.result().items()}
     for package, found in packages.items():
         answer = answers.get(f"import {package}", Answer({}))
@@ -77,7 +78,7 @@ def examine(
             "version": collective.__version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
-            "system": doctor_host.system(),
+            "system": host.system(),
             "executable": sys.executable,
         },
         "settings": settings,
@@ -86,9 +87,9 @@ def examine(
         "mpi": _mpi(answers, packages),
         "nccl": _nccl(answers),
         "network": network.result(),
-        "processors": doctor_host.processors(),
+        "processors": host.processors(),
         "shared_memory": {
-            **doctor_host.shared_memory(), "single_copy": single_copy.facts.get("works", False)
+            **host.shared_memory(), "single_copy": single_copy.facts.get("works", False)
         },
         "gpus": gpus.facts or {"driver": "", "cuda": "", "devices": [], "reason": gpus.error},
         "packages": packages,

@@ -16,7 +16,7 @@ import numpy as np
 
 from collective import registry
 from collective.communicator import Communicator
-from collective.doctor_probe import LEFT_BEHIND, command
+from collective.doctor.probe import LEFT_BEHIND, command
 from collective.errors import BackendError, CollectiveError, UnsupportedError
 from collective.session import init
 
@@ -121,7 +121,7 @@ class _OnGpu:
 
     def __call__(self, array: Array) -> Any:
         from collective import cuda
-        from collective.device_array import DeviceArray
+        from collective.cuda.array import DeviceArray
 
         memory = cuda.allocate(self._device, array.nbytes, self._stream)
         made = DeviceArray(
@@ -168,7 +168,7 @@ def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
     kept = {name: value for name, value in os.environ.items() if name not in LEFT_BEHIND}
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
-            [mpiexec, "-n", "2", *command("doctor_trial", name, directory)],
+            [mpiexec, "-n", "2", *command("doctor.trial", name, directory)],
             env={**kept, **_OPEN_MPI},
             cwd=directory,  # far from the settings of whatever directory this is
             stdin=subprocess.DEVNULL,

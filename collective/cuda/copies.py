@@ -11,11 +11,11 @@ import numpy as np
 
 from collective import cuda
 from collective.cuda import Device, Event, Stream
+from collective.cuda.pinning import LARGEST, is_pinned, pinned
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
-from collective.pinned import LARGEST, is_pinned, pinned
 
 if TYPE_CHECKING:
-    from collective.device_array import DeviceArray
+    from collective.cuda.array import DeviceArray
 
 __all__ = ["PLAIN", "PlainSpace", "Space", "assign", "fill_from_host", "to_host"]
 

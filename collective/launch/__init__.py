@@ -1,8 +1,8 @@
 """Start ranks on this host, and stop them: what ``collective run`` does.
 
 Three generations of processes: the launcher, which the user started and whose exit code
-counts; the supervisor (:mod:`collective.launch_supervisor`), forked from it; and the ranks,
-with mpiexec between (:mod:`collective.launch_mpi`) where they are to be MPI's. Launcher and
+counts; the supervisor (:mod:`collective.launch.supervisor`), forked from it; and the ranks,
+with mpiexec between (:mod:`collective.launch.mpi`) where they are to be MPI's. Launcher and
 supervisor watch each other, so that one of them is left to clean up when the other is killed,
 and the kernel kills the ranks with the supervisor.
 """
@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from collective.launch_mpi import mpiexec, supervise_mpi
-from collective.launch_processes import adopt_orphans, end_children
-from collective.launch_supervisor import supervise
+from collective.launch.mpi import mpiexec, supervise_mpi
+from collective.launch.processes import adopt_orphans, end_children
+from collective.launch.supervisor import supervise
 from collective.rundir import join, leave
 
 __all__ = ["launch"]
@@ -182,7 +182,7 @@ def _terminal_variables(size: int) -> dict[str, str]:
 def _python_path() -> str:
     """Return PYTHONPATH such that the ranks import the package that is running now."""
     before = os.environ.get("PYTHONPATH", "")
-    home = str(Path(__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parent.parent.parent)
     # Last, so that a source tree's other folders (tests, docs) hide nobody's modules.
     paths = [path for path in before.split(os.pathsep) if path]
     installed = Path(home).name in ("site-packages", "dist-packages")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.cuda_driver import OUT_OF_MEMORY, Driver, Entered, load
+from collective.cuda.library import OUT_OF_MEMORY, Driver, Entered, load
 from collective.errors import AllocationError
 
 __all__ = ["LARGEST", "is_pinned", "pinned"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from collective.doctor_mpi import mates, starter_for
+from collective.doctor.mpi import mates, starter_for
 
 __all__ = ["problems"]
 

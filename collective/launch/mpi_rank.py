@@ -1,8 +1,8 @@
 """The process that mpiexec starts for a rank: starts the rank, and reports its end.
 
-It is run as a file, ``python -I -S launch_mpi_rank.py DIRECTORY COMMAND …``, and imports
+It is run as a file, ``python -I -S mpi_rank.py DIRECTORY COMMAND …``, and imports
 nothing of the package, so that it costs a few milliseconds. The directory is that of
-:mod:`collective.launch_mpi`, with some files a rank: ``N.environment``; ``N.in``, if it is to
+:mod:`collective.launch.mpi`, with some files a rank: ``N.environment``; ``N.in``, if it is to
 read something; and the named pipes ``N.out``, ``N.error``, ``N.orders`` and ``N.end``. An
 order is a byte: the number of a signal for the rank, plus 128 if it is for all its process
 group; or 0, to end.
@@ -80,7 +80,7 @@ def main(directory: Path, command: Sequence[str]) -> int:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """As in :mod:`collective.launch_processes`: mpiexec may kill this process, not the rank."""
+    """As in :mod:`collective.launch.processes`: mpiexec may kill this process, not the rank."""
     if sys.platform != "linux":
         return lambda: None
     prctl = ctypes.CDLL(None).prctl

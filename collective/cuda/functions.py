@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from collective import layout
-from collective.device_array import DeviceArray
+from collective.cuda import layout
+from collective.cuda.array import DeviceArray
 from collective.errors import DeviceError, DtypeError, ShapeError
 
 __all__ = ["FUNCTIONS"]

@@ -58,7 +58,7 @@ def mates(library: str, starter: str) -> bool:
 
 
 def _version(path: str) -> dict[str, str]:
-    from collective.doctor_probe import environment
+    from collective.doctor.probe import environment
 
     try:
         done = subprocess.run(
