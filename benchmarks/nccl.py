@@ -74,10 +74,12 @@ class _Bench:
         self.comm.all_reduce(x, out=x)  # makes NCCL's communicator
         self.engine: Any = self.comm._backend._comm
         self.library = self.engine.library
+        self._kept: list[Any] = []
 
-    def raw(self, x: int, y: int) -> dict[str, Call]:
+    def raw(self, x: int, y: int, stream: int | None = None) -> dict[str, Call]:
         """Return NCCL's own calls on two addresses."""
-        comm, stream, function = self.engine.handle, self.stream.handle, self.library.function
+        comm, function = self.engine.handle, self.library.function
+        stream = self.stream.handle if stream is None else stream
         fold, copy, join = map(function, ("ncclAllReduce", "ncclBroadcast", "ncclAllGather"))
 
         def all_reduce(to: int) -> Call:
@@ -90,6 +92,31 @@ class _Bench:
             "broadcast(x, out=x)": lambda: copy(x, x, _BYTES, 1, 0, comm, stream),
             "all_gather(x, counts=, out=y)": lambda: join(x, y, _BYTES, 1, comm, stream),
         }
+
+    def raw_beside(self, x: int, y: int) -> dict[str, Call]:
+        """Return the same on a stream beside, with the events that this takes at the least."""
+        from collective import cuda
+
+        driver, here = cuda.driver(), self.stream.handle
+        beside, before, after = (
+            self.device.new_stream(),
+            self.device.new_event(),
+            self.device.new_event(),
+        )
+        record, wait, there = driver.cuEventRecord, driver.cuStreamWaitEvent, beside.handle
+        self._kept.append(beside)
+
+        def around(enqueue: Call) -> Call:
+            def call() -> None:
+                record(before, here)
+                wait(there, before, 0)
+                enqueue()
+                record(after, there)
+                wait(here, after, 0)
+
+            return call
+
+        return {name: around(call) for name, call in self.raw(x, y, there).items()}
 
     def ours(self, x: Any, y: Any) -> dict[str, Call]:
         """Return the same on two arrays."""
@@ -250,9 +277,12 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
     records, layers = [], []
     for kind, make in makers.items():
         x, y = make(), make()
-        raw = bench.raw(_address(x), _address(y))
-        ways = {"sync": bench.ours(x, y), "async": bench.asynchronous(x, y)}
-        for way, calls in ways.items():
+        ends = _address(x), _address(y)
+        ways = {
+            "sync": (bench.raw(*ends), bench.ours(x, y)),
+            "async": (bench.raw_beside(*ends), bench.asynchronous(x, y)),
+        }
+        for way, (raw, calls) in ways.items():
             for operation, call in calls.items():
                 sides = [raw[operation], call]
                 if rival is not None and operation.startswith("all_reduce"):

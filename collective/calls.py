@@ -12,7 +12,7 @@ import numpy as np
 
 from collective import call as call_module
 from collective import dtypes, tree
-from collective.arrays import Adapter, adapter_like, adapter_of
+from collective.arrays import Adapter, adapter_like, adapter_of, known_adapter
 from collective.backend import Backend, Failure
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement, differing
@@ -26,13 +26,15 @@ from collective.errors import (
 )
 from collective.output import Output, same_memory
 from collective.recorder import Recorder
-from collective.repeated import REMEMBERED, Repeated
+from collective.repeated import REMEMBERED, Prepared, Repeated
 from collective.staging import Staged
-from collective.streams import StreamWork, within
+from collective.streams import StreamWork, joined, within
 from collective.work import Lane, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from collective.cuda import Stream
 
 __all__ = ["Calls", "View"]
 
@@ -98,6 +100,7 @@ class Calls:
         async_op: bool,
         near: Any = None,
         adapter: Adapter | None = None,
+        others: Sequence[Stream] = (),
     ) -> T | Work[T]:
         """Run a prepared collective now, or in its turn.
 
@@ -105,20 +108,31 @@ class Calls:
             near: an array of the call's. If it is on a GPU, to run means to enqueue, and what
                 is asynchronous goes on a stream beside the caller's.
             adapter: that array's.
+            others: streams of further arrays of the call's.
         """
         if adapter is not None and self._enqueues and type(near) is not np.ndarray:
-            return self._enqueue(what, run, async_op, near, adapter)
+            return self._enqueue(what, run, async_op, near, adapter, others)
         if async_op or not self._lane.idle:
+            if adapter is not None and type(near) is not np.ndarray:
+                run = _to_the_end(run, near)
             work = self._lane.submit(what, _with_site(run))
             return work if async_op else work.wait()
         return run()
 
     def _enqueue(
-        self, what: str, run: Callable[[], T], async_op: bool, near: Any, adapter: Adapter
+        self,
+        what: str,
+        run: Callable[[], T],
+        async_op: bool,
+        near: Any,
+        adapter: Adapter,
+        others: Sequence[Stream] = (),
     ) -> T | Work[T]:
         """Run a collective on arrays of a GPU; see :meth:`_go`."""
         device, current = near.device, near.stream
         stream = self._backend.side_stream(device) if async_op else current
+        if others:
+            run = joined(stream, others, run)
         enqueue = within(stream, run)
         if not async_op:
             # Between calls in the background that go through the host this one has its turn.
@@ -130,6 +144,16 @@ class Calls:
         else:
             self._lane.submit(what, _with_site(enqueue), work)
         return work
+
+    def _beside(self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any) -> Any:
+        """Start, asynchronously, a call that was made before."""
+        run = functools.partial(self._once_more, method, kept, x, out)
+        return self._go(kept[2][-1].operation, run, True, kept[0].array, known_adapter(x))
+
+    def _once_more(self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any) -> Any:
+        src, dst, rest = kept
+        self._collective(method, rest[-1], src, dst, *rest, self.timeout)
+        return out
 
     def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
         now = functools.partial(adapter.current_stream, current.device, current)
@@ -269,11 +293,12 @@ class Calls:
         """Return what makes results like ``like``: a framework's name, an array, or None.
 
         Args:
-            on_gpu: whether the result is on the GPU already; then None is no NumPy array, but
-                one that any framework takes without a copy.
+            on_gpu: whether the result is on the GPU already; then NumPy, or None, has it as an
+                array that any framework takes without a copy.
         """
         if on_gpu:
-            anything = like is None or (isinstance(like, str) and like == "numpy")
+            by_name = isinstance(like, str) and like == "numpy"
+            anything = like is None or by_name or isinstance(like, np.ndarray)
             return adapter_like("cuda" if anything else like)
         adapter = adapter_like("numpy" if like is None else like)
         if like is None or isinstance(like, (str, np.ndarray)):
@@ -285,9 +310,23 @@ class Calls:
         """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
         return "cuda" if self._enqueues and not isinstance(array, np.ndarray) else None
 
-    def _room(self, adapter: Adapter, nbytes: int) -> Any:
-        """Return that many bytes on this rank's GPU."""
-        return adapter.empty((nbytes,), _UINT8, self._backend.device)
+    def _room(self, adapter: Adapter, nbytes: int, near: Any = None) -> Any:
+        """Return that many bytes on this rank's GPU.
+
+        Args:
+            near: a DeviceArray, on whose stream they will be used if the framework has no
+                current one.
+        """
+        stream = None if near is None else near.stream
+        return adapter.empty((nbytes,), _UINT8, self._backend.device, stream)
+
+    @staticmethod
+    def _seen(like: Any) -> Any:
+        """Return an array on a GPU as the transport sees it, None for whatever else it is."""
+        if like is None or isinstance(like, (str, np.ndarray)) or tree.is_tree(like):
+            return None
+        array: Any = adapter_of(like).view(like)[0]
+        return None if isinstance(array, np.ndarray) else array
 
     def _hosted(self) -> Self:
         """Return this communicator for arrays of its own on the CPU, which it then takes."""
@@ -346,6 +385,17 @@ class Calls:
             self._plans.clear()
         self._plans[key] = plan
         return plan
+
+
+def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
+    """Have the host wait for what ``run`` enqueues: who gets the result may be on another stream."""
+
+    def finished() -> T:
+        result = run()
+        near.in_force.synchronize()
+        return result
+
+    return finished
 
 
 def _with_site(run: Callable[[], T]) -> Callable[[], T]:

@@ -1,8 +1,8 @@
 """DLPack, the protocol by which frameworks lend each other arrays, for arrays of GPUs.
 
-NumPy speaks it for the CPU; for GPUs the capsules are read and made here. What is lent is a
-C structure in a capsule: the taker renames the capsule, and calls the structure's deleter
-when it needs the memory no more.
+NumPy speaks it for the CPU; for GPUs the capsules are read here, and made of NumPy's. What is
+lent is a C structure in a capsule: the taker renames the capsule, and calls the structure's
+deleter when it needs the memory no more.
 
 Source: dmlc/dlpack, include/dlpack/dlpack.h, versions 0.8 and 1.1; the Python side is in the
 array API standard, under ``__dlpack__``.
@@ -10,10 +10,11 @@ array API standard, under ``__dlpack__``.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_void_p, py_object
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from collective import dtypes
 from collective.cuda import layout
@@ -32,6 +33,9 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 LEGACY = 1
 _READ_ONLY, _IS_COPIED = 1, 2
 _VERSION = (1, 1)
+
+# Whether capsules of version 1 can be made: NumPy 2.1 brought them.
+_SPEAKS_1 = np.lib.NumpyVersion(np.__version__) >= "2.1.0.dev0"
 
 # DLDataTypeCode, by our kind or, where that does not tell, by our name.
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
@@ -84,15 +88,9 @@ def _c(name: str, result: Any, *arguments: Any) -> Any:
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-# A capsule that is being freed has no references and must not get any: it goes as a number.
 _is_capsule = _c("PyCapsule_IsValid", c_int32, c_void_p, c_char_p)
 _pointer_in = _c("PyCapsule_GetPointer", c_void_p, c_void_p, c_char_p)
 _rename = _c("PyCapsule_SetName", c_int32, py_object, c_char_p)
-_new_capsule = _c("PyCapsule_New", py_object, c_void_p, c_char_p, c_void_p)
-_keep_for_ever = _c("Py_IncRef", None, py_object)
-# Not of ctypes' own: it must outlive the interpreter, for takers that do.
-_allocate = _c("PyMem_RawCalloc", c_void_p, ctypes.c_size_t, ctypes.c_size_t)
-_free = _c("PyMem_RawFree", None, c_void_p)
 _Deleter = ctypes.PYFUNCTYPE(None, c_void_p)
 
 
@@ -264,7 +262,8 @@ def export(
 
     Raises:
         BufferError: as the standard wants it, for what cannot be done: memory that is
-            read-only for a taker that does not know the flag, another device.
+            read-only for a taker that does not know the flag, strides that are no whole
+            elements, another device.
         InvalidArgumentError: ``stream`` is no stream.
     """
     if dl_device is not None and tuple(map(int, dl_device)) != device_of(array):
@@ -275,7 +274,7 @@ def export(
     from collective import cuda
 
     taker = None if stream == -1 else _stream(array, 1 if stream is None else stream)
-    versioned = max_version is not None and max_version[0] >= _VERSION[0]
+    versioned = _SPEAKS_1 and max_version is not None and max_version[0] >= _VERSION[0]
     dtype = dtype or dtypes.from_numpy(array.dtype)
     if copy:
         array = array.copy()
@@ -315,81 +314,44 @@ def _stream(array: DeviceArray, number: Any) -> Stream:
     return array.device.stream(0 if number == LEGACY else number)
 
 
+class _Shell:
+    """Gives an array of NumPy's its address and layout, and keeps what owns the memory."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, lent: Lent) -> None:
+        self.owner = lent.owner
+        width = lent.dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": lent.shape,
+            "typestr": np.dtype("c16" if width == 16 else f"u{width}").str,
+            "strides": lent.strides,
+            "data": (lent.address, False),
+        }
+
+
 def lend(lent: Lent, flags: int | None) -> Any:
     """Return a new capsule.
 
+    It is NumPy's: its deleter is C, which may run with an exception under way, in threads that
+    are not Python's, and when the interpreter has ended. NumPy reads nothing of the memory;
+    where that is and what it holds is put right in the structure.
+
     Args:
         lent: what is lent; its owner is kept until the taker has called the deleter.
-        flags: of version 1; None makes a capsule of the versions before.
+        flags: of version 1; None makes a capsule of the versions before, as does a NumPy
+            older than 2.1.
     """
-    kind = _Managed if flags is None else _Versioned
-    ndim = len(lent.shape)
-    address = _allocate(ctypes.sizeof(kind) + 16 * ndim, 1)
-    if not address:
-        raise MemoryError
-    managed: Any = kind.from_address(address)
-    if flags is not None:
-        managed.major, managed.minor = _VERSION
+    array: Any = np.asarray(_Shell(lent))
+    versioned = flags is not None and _SPEAKS_1
+    capsule = array.__dlpack__(max_version=_VERSION) if versioned else array.__dlpack__()
+    kind = _Versioned if versioned else _Managed
+    managed: Any = kind.from_address(_pointer_in(id(capsule), kind.name))
+    if versioned:
         managed.flags = flags
     tensor = managed.tensor
-    tensor.data = lent.address
+    tensor.data, tensor.byte_offset = lent.address, 0
     tensor.device_type, tensor.device_id = lent.device
-    tensor.ndim = ndim
     tensor.code, tensor.bits = _type_of(lent.dtype)
-    tensor.lanes = 1
-    numbers = (c_int64 * (2 * ndim)).from_address(address + ctypes.sizeof(kind))
-    numbers[:ndim] = list(lent.shape)
-    numbers[ndim:] = [s // lent.dtype.itemsize for s in lent.strides]
-    tensor.shape = ctypes.cast(numbers, POINTER(c_int64))
-    tensor.strides = ctypes.cast(ctypes.addressof(numbers) + 8 * ndim, POINTER(c_int64))
-    if not _live.ending:
-        managed.deleter = _DELETER
-    _live[address] = lent.owner, address + kind.deleter.offset
-    return _new_capsule(address, kind.name, _CAPSULE_FREED)
-
-
-class _Live(dict[int, tuple[Any, int]]):
-    """What is lent: its owner, and where the pointer to the deleter is, by the address."""
-
-    ending = False
-
-    def end(self) -> None:
-        """Take the deleter from all structures: takers may outlive the interpreter.
-
-        A deleter can only run while there is one. What is lent now is never freed, which
-        the end of the process does for us.
-        """
-        self.ending = True
-        for _, deleter in list(self.values()):
-            ctypes.memset(deleter, 0, ctypes.sizeof(c_void_p))
-
-
-_live = _Live()
-
-
-# The defaults hold what modules lose when the interpreter ends.
-def _give_back(address: int, live: _Live = _live, free: Any = _free) -> None:
-    """Free a structure and let go of its owner: the deleter, called from any thread."""
-    if not live.ending and live.pop(address, None) is not None:
-        free(address)
-
-
-def _capsule_freed(
-    capsule: int,
-    kinds: Any = (_Versioned, _Managed),
-    is_capsule: Any = _is_capsule,
-    pointer_in: Any = _pointer_in,
-    give_back: Any = _give_back,
-) -> None:
-    """Free what a capsule holds if nobody took it."""
-    for kind in kinds:
-        if is_capsule(capsule, kind.name):
-            give_back(pointer_in(capsule, kind.name))
-
-
-# CFUNCTYPE takes the GIL where the caller does not hold it.
-_callbacks = [ctypes.CFUNCTYPE(None, c_void_p)(f) for f in (_give_back, _capsule_freed)]
-_DELETER, _CAPSULE_FREED = (ctypes.cast(f, c_void_p).value for f in _callbacks)
-for _kept in (_callbacks, _live, _Managed, _Versioned):
-    _keep_for_ever(_kept)
-atexit.register(_live.end)
+    return capsule

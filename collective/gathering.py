@@ -19,6 +19,9 @@ from collective.rows import check_counts
 
 __all__ = ["Gathering"]
 
+# Counts by which a call can be known again.
+_LISTS, _INTEGERS = (list, tuple), {int}
+
 
 class Gathering(PieceCalls):
     """The part of a communicator that gathers."""
@@ -102,12 +105,22 @@ class Gathering(PieceCalls):
         async_op: bool,
     ) -> Any:
         method = self._backend.all_gather if root is None else self._backend.gather
-        again = what, root
-        plain = timeout is None and axis == 0 and counts is None and not async_op
-        plain = plain and not self._agree_sizes and out is not None
-        done, differ = self._again(method, again, x, out) if plain else (False, None)
-        if done:
-            return out
+        plain = timeout is None and axis == 0 and out is not None
+        again: Any = what, root
+        differ = None
+        if counts is not None:
+            plain = plain and type(counts) in _LISTS and set(map(type, counts)) == _INTEGERS
+            again = what, root, *(counts if plain else ())
+            kept = self._repeated.find(again, x, out) if plain else None
+            if kept is not None and async_op:
+                return self._beside(method, kept, x, out)
+            if kept is not None and self._lane.idle:
+                return self._once_more(method, kept, x, out)
+        else:
+            plain = plain and not async_op and not self._agree_sizes
+            done, differ = self._again(method, again, x, out) if plain else (False, None)
+            if done:
+                return out
         seconds = self._seconds(timeout)
         nesting = tree.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]

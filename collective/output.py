@@ -10,6 +10,7 @@ from collective.arrays import Adapter, adapter_of
 from collective.buffer import Buffer
 from collective.dtypes import DType
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.staging import Staged
 
 __all__ = ["Output", "same_memory"]
 
@@ -24,11 +25,14 @@ class Output:
         near: an array of the call's, of the kind of memory that the transport works on. An
             ``out`` on a GPU takes results in host memory, too: they are copied there.
 
+    On a GPU an ``out`` may be on another stream than ``near``: the call waits for what is there,
+    and what comes there later waits for the call.
+
     Attributes:
         flat: contiguous, of the result's length; what the transport writes to.
     """
 
-    __slots__ = ("_adapter", "_array", "_dtype", "_given", "_target", "flat")
+    __slots__ = ("_adapter", "_array", "_dtype", "_given", "_near", "_target", "flat")
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Output:
         self._dtype = dtype
         self._adapter = adapter
         self._target: Any = None
+        self._near: Any = None  # where that is on another stream
         on_host = near is None or isinstance(near, np.ndarray)
         if out is None:
             self._array = (
@@ -64,7 +69,12 @@ class Output:
             )
         if not on_host:
             same_memory(what, near, array)
-        elif not isinstance(array, np.ndarray):
+            if array.stream is not near.stream:
+                near.in_force.wait_for(array.stream)
+                self._near = near
+        elif isinstance(adapter, Staged):
+            same_memory(what, adapter, array)
+        if on_host and not isinstance(array, np.ndarray):
             self._target, array = array, np.empty(shape, dtype.storage)
         self._array = array
         self.flat = array.ravel() if array.flags.carray else _like(array, dtype)
@@ -75,6 +85,9 @@ class Output:
             return self._adapter.wrap(self._array, self._dtype)
         if self.flat.base is not self._array and not np.may_share_memory(self.flat, self._array):
             self._array[...] = self.flat.reshape(self._array.shape)
+        if self._near is not None:
+            given: Any = self._array
+            given.stream.wait_for(self._near.in_force)
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given
@@ -86,7 +99,11 @@ def _like(array: Any, dtype: DType) -> Any:
 
 
 def same_memory(what: str, a: Any, b: Any) -> None:
-    """Refuse arrays of which one is on the CPU and one on a GPU, or on two GPUs."""
+    """Refuse arrays of which one is on the CPU and one on a GPU, or on two GPUs.
+
+    Args:
+        a, b: arrays, or what else tells its ``device``.
+    """
     places = [
         "the CPU" if isinstance(array, np.ndarray) else f"cuda:{array.device.ordinal}"
         for array in (a, b)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from collective import dtypes, tree
-from collective.arrays import Adapter
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
 from collective.calls import Array, Calls, View
 from collective.dtypes import DType
-from collective.errors import InvalidArgumentError, ShapeError
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 from collective.heads import HEAD_BYTES, Head
 from collective.output import Output
 from collective.rows import Rows
+from collective.streams import Near, nearest
 
 __all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack",
            "unpack"]  # fmt: skip
@@ -66,7 +66,7 @@ class PieceCalls(Calls):
             shape = rows.shape_with(total)
             try:
                 output = Output(what, out, leaf.adapter, shape, dtype, rows.array)
-            except (ShapeError, InvalidArgumentError) as error:
+            except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
                 # The peers are already on their way: go with them, and raise afterwards.
                 fits = error
                 output = Output(what, None, leaf.adapter, shape, dtype, rows.array)
@@ -90,11 +90,9 @@ class PieceCalls(Calls):
         rows.restore(target, output.flat, total)
         return output.finish()
 
-    def _near(self, leaves: Sequence[Leaf]) -> tuple[Any, Adapter | None]:
-        """Return an array on a GPU, by which the call runs, and its adapter; or None twice."""
-        if not leaves or isinstance(leaves[0].rows.array, np.ndarray):
-            return None, None
-        return leaves[0].rows.array, leaves[0].adapter
+    def _near(self, leaves: Sequence[Leaf]) -> Near:
+        """Return what the call runs by."""
+        return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
 
     def _again(self, method: Any, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
         """Repeat a kept call if there is one.

@@ -315,7 +315,8 @@ class PointToPoint(Calls):
             if direct is not None:
                 payload = direct
             elif head.words[0] == _FOLLOWING and self._enqueues:
-                payload = Buffer(self._room(self._gpu_adapter(like), nbytes), _UINT8)
+                room = self._room(self._gpu_adapter(like), nbytes, self._seen(like))
+                payload = Buffer(room, _UINT8)
             else:
                 payload = Buffer.empty(nbytes, _UINT8)
             return payload, nbytes > 0, direct is not None
@@ -326,9 +327,7 @@ class PointToPoint(Calls):
 
     def _gpu_adapter(self, like: Any) -> Adapter:
         """Return what allocates on the GPU for a result like ``like``, which may be anything."""
-        if tree.is_tree(like) or isinstance(like, np.ndarray):
-            like = None
-        return self._adapter(like, on_gpu=True)
+        return self._adapter(None if tree.is_tree(like) else like, on_gpu=True)
 
     def _check_out(self, what: str, out: Any) -> tuple[Any, ...]:
         """Refuse what cannot be written to; return an array on the GPU, and its adapter."""
@@ -370,8 +369,10 @@ class PointToPoint(Calls):
                 f"recv: a single array came; out is a structure {self._who}."
             )
         dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
-        array = payload.array
+        array: Any = payload.array
         on_gpu = not isinstance(array, np.ndarray)
+        if on_gpu and out is not None and self._seen(out) is None:
+            array, on_gpu = array.to_host(), False
         adapter = adapter_of(out) if out is not None else self._adapter(like, on_gpu)
         output = Output("recv", out, adapter, shape, dtype, array)
         output.flat[:] = array.view(dtype.storage)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from collective import reduction, tree
-from collective.arrays import Adapter
 from collective.buffer import Buffer
 from collective.call import Call
 from collective.calls import Array, Calls, View
@@ -17,6 +16,7 @@ from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError
 from collective.ops import ReduceOp, as_op
 from collective.output import Output
 from collective.rows import Rows, split_sizes
+from collective.streams import nearest
 
 __all__ = ["Reductions"]
 
@@ -77,9 +77,11 @@ class Reductions(Calls):
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
         again = "all_reduce", op, order
-        if timeout is None and not async_op and self._lane.idle:
+        if timeout is None and (async_op or self._lane.idle):
             kept = self._repeated.find(again, x, out)
             if kept is not None:
+                if async_op:
+                    return self._beside(self._backend.all_reduce, kept, x, out)
                 src, dst, rest = kept
                 self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
                 return out
@@ -243,8 +245,10 @@ class Reductions(Calls):
             MPI_Reduce_scatter, ncclReduceScatter.
         """
         again = "reduce_scatter", op, order
-        plain = timeout is None and axis == 0 and counts is None and not async_op
+        plain = timeout is None and axis == 0 and counts is None
         kept = self._repeated.find(again, x, out) if plain else None
+        if kept is not None and async_op:
+            return self._beside(self._backend.reduce_scatter, kept, x, out)
         if kept is not None and self._lane.idle:
             source, target, rest = kept
             self._collective(
@@ -354,7 +358,8 @@ class Reductions(Calls):
             method = getattr(self._backend, what)
             for dtype, members, count, plan in groups:
                 arrays = [views[i].array for i in members]
-                on_gpu = not isinstance(arrays[0], np.ndarray)
+                # Where nothing is enqueued other ranks may have these on the CPU.
+                on_gpu = self._enqueues and not isinstance(arrays[0], np.ndarray)
                 if on_gpu and what == "all_reduce" and outputs is not None:
                     pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
                     self._together(pairs, plan, out is None or out is x, seconds)
@@ -377,7 +382,9 @@ class Reductions(Calls):
                 return None
             return tree.rebuild(x, iter([output.finish() for output in outputs]))
 
-        return self._go(what, run, async_op, *_nearest(views))
+        return self._go(
+            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
+        )
 
     def _together(
         self, pairs: Sequence[tuple[Array, Output]], plan: _Plan, apart: bool, seconds: float
@@ -471,7 +478,9 @@ class Reductions(Calls):
                     start = stop
             return tree.rebuild(x, iter([output.finish() for output in outputs]))
 
-        return self._go(what, run, async_op, *_nearest(views))
+        return self._go(
+            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
+        )
 
 
 def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:
@@ -480,11 +489,3 @@ def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:
     for index, view in enumerate(views):
         found.setdefault(view.dtype, []).append(index)
     return found
-
-
-def _nearest(views: Sequence[View]) -> tuple[Any, Adapter | None]:
-    """Return an array on a GPU, if there is one, and its adapter: what the call runs by."""
-    for view in views:
-        if type(view.array) is not np.ndarray:
-            return view.array, view.adapter
-    return None, None

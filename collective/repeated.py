@@ -126,8 +126,7 @@ class Repeated:
         if not self._on_gpu or out is None:
             return None
         adapter = known_adapter(x)
-        name = _place(adapter, key, x, out)
-        prepared = self._on_gpu.get(name)
+        prepared = self._on_gpu.get(_place(adapter, key, x, out))
         if prepared is None or adapter is None:
             return None
         source: Any = prepared[0].array
@@ -142,6 +141,10 @@ class Repeated:
         name = _place(adapter, key, x, out)
         if name is None or adapter is None:
             return
+        source: Any = src.array
+        target: Any = dst.array
+        if known_adapter(out) is not adapter or source.stream != target.stream:
+            return  # on streams of their own, of which each has to wait for the other
         bare = []
         for given, buffer in ((x, src), (out, dst)):
             array: Any = adapter_of(given).view(given)[0]
@@ -160,7 +163,7 @@ def _place(adapter: Any, key: Any, x: Any, out: Any) -> Any:
     where = None if adapter is None else adapter.place(x)
     if where is None or out is x:
         return where and (key, where)
-    other = known_adapter(out)
+    other = adapter if type(out) is type(x) else known_adapter(out)
     target = None if other is None else other.place(out)
     return target and (key, where, target)
 

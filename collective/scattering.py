@@ -107,7 +107,9 @@ class Scattering(PieceCalls):
                 )
             kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
             if "device" in options:
-                room = self._room(self._adapter(kept[0] if kept else None, True), nbytes[self.rank])
+                model = kept[0] if kept else None
+                near = leaves[0].rows.array if leaves else self._seen(model)
+                room = self._room(self._adapter(model, True), nbytes[self.rank], near)
                 mine = Buffer(room, UINT8)
             else:
                 mine = Buffer.empty(nbytes[self.rank], UINT8)

@@ -27,16 +27,16 @@ class Staged(Adapter):
 
     Args:
         adapter: the framework's.
-        device: where the results go.
+        device: where the results go; an attribute, too.
     """
 
     name = "staged"
 
     def __init__(self, adapter: Adapter, device: Device) -> None:
         self._adapter = adapter
-        self._device = device
+        self.device = device
 
     def wrap(self, array: Array, dtype: DType) -> Any:
-        made: Any = self._adapter.empty(array.shape, dtype, self._device)
+        made: Any = self._adapter.empty(array.shape, dtype, self.device)
         made.fill_from_host(array)
         return self._adapter.wrap(made, dtype)

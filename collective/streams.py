@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from collective import cuda
 from collective.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from collective.arrays import Adapter
     from collective.cuda import Event, Stream
 
-__all__ = ["StreamWork", "within"]
+__all__ = ["Near", "StreamWork", "joined", "nearest", "within"]
 
 T = TypeVar("T")
+
+#: By what a call runs: an array on a GPU, its adapter, and the streams of its other arrays.
+Near = tuple[Any, "Adapter | None", "Sequence[Stream]"]
+
+
+def nearest(arrays: Iterable[tuple[Any, Adapter]]) -> Near:
+    """Return by what a call on these arrays runs, of which each is with its adapter."""
+    found = [(array, adapter) for array, adapter in arrays if type(array) is not np.ndarray]
+    if not found:
+        return None, None, ()
+    near, adapter = found[0]
+    return near, adapter, list({array.stream for array, _ in found} - {near.stream})
 
 
 def within(stream: Stream, function: Callable[[], T]) -> Callable[[], T]:
@@ -23,6 +38,20 @@ def within(stream: Stream, function: Callable[[], T]) -> Callable[[], T]:
     def inside() -> T:
         with cuda.on(stream):
             return function()
+
+    return inside
+
+
+def joined(stream: Stream, others: Sequence[Stream], function: Callable[[], T]) -> Callable[[], T]:
+    """Have what ``function`` puts on ``stream`` wait for others, and those wait for its end."""
+    for other in others:
+        stream.wait_for(other)
+
+    def inside() -> T:
+        result = function()
+        for other in others:
+            other.wait_for(stream)
+        return result
 
     return inside
 
@@ -89,10 +118,10 @@ class StreamWork(Work[T]):
         return super().done() and (self._event is None or self._event.query())
 
     def _run(self, function: Callable[[], T]) -> None:
-        def enqueue() -> T:
-            result = function()
+        try:
+            self._result = result = function()
             self._event = event = self._side.record()
             self._keep(event, (function, result))
-            return result
-
-        super()._run(enqueue)
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._end()

@@ -22,7 +22,9 @@ class Work(Generic[T]):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._finished = threading.Event()
+        self._over = False
+        # Set with it; only if a thread is to run the operation, as it takes long to make.
+        self._finished: threading.Event | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -37,14 +39,15 @@ class Work(Generic[T]):
             CollectiveTimeoutError: ``timeout`` passed and the operation still runs.
             CollectiveError: whatever the operation itself raised.
         """
-        if not self._finished.wait(timeout):
+        finished = self._finished
+        if not self._over and finished is not None and not finished.wait(timeout):
             raise CollectiveTimeoutError(
                 f"wait: {self._what} is still running after {timeout:g} s; wait again, or "
                 "abort() the communicator."
             )
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # set before _finished
+        return self._result  # type: ignore[return-value]  # set before _over
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Wait until the result may be read by the host; as :meth:`wait`, but for arrays of GPUs.
@@ -55,7 +58,7 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Tell whether the operation is over, well or badly, without waiting."""
-        return self._finished.is_set()
+        return self._over
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, or None if it is running or went well."""
@@ -66,7 +69,13 @@ class Work(Generic[T]):
             self._result = function()
         except BaseException as error:  # handed to whoever waits
             self._error = error
-        self._finished.set()
+        self._end()
+
+    def _end(self) -> None:
+        """Tell that it is over, once what came of it is there."""
+        self._over = True
+        if self._finished is not None:
+            self._finished.set()
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -103,6 +112,7 @@ class Lane:
     def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
         """Queue ``function``; ``what`` names it in error texts. ``work`` is what it becomes."""
         work = work or Work(what)
+        work._finished = threading.Event()
         with self._condition:
             self._queue.append((work, function))
             if self._thread is None:
@@ -117,7 +127,10 @@ class Lane:
         while not self.idle:
             with self._condition:
                 last = self._queue[-1][0] if self._queue else self._running
-            if last is not None and not last._finished.wait(max(0.0, end - time.monotonic())):
+            if last is None:
+                continue
+            assert last._finished is not None
+            if not last._finished.wait(max(0.0, end - time.monotonic())):
                 return False
         return True
 

@@ -6,14 +6,12 @@ so its kernels and its memory pools are only tested where there is a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import types
 import weakref
 
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray, current_stream
+from fakes import Fake, FakeArray
 from pretended_gpu import gpu
 
 from collective import cuda
@@ -26,86 +24,16 @@ cupy = pytest.importorskip("cupy")
 
 __all__ = ["gpu"]  # a fixture
 
+from pretended_cupy import of, over, pretend, values_of  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("gpu", "runtime")
 
 NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
 
 
-class Runtime:
-    """What CuPy asks CUDA's runtime for: the device and the stream that are current."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.streams: dict[int, int] = {}
-
-    def handle(self, ordinal: int) -> int:
-        return self.streams.get(ordinal, current_stream(ordinal))
-
-    def get_current_stream(self, ordinal: int = -1):
-        return types.SimpleNamespace(ptr=self.handle(self.device if ordinal < 0 else ordinal))
-
-    @contextlib.contextmanager
-    def using_device(self, ordinal: int):
-        before, self.device = self.device, ordinal
-        try:
-            yield
-        finally:
-            self.device = before
-
-    @contextlib.contextmanager
-    def using(self, handle: int, ordinal: int | None = None):
-        # CuPy refuses the stream of a device that is not current.
-        ordinal = self.device if ordinal is None else ordinal
-        assert ordinal == self.device
-        before = self.streams
-        self.streams = {**before, ordinal: handle}
-        try:
-            yield
-        finally:
-            self.streams = before
-
-    def empty(self, shape, dtype):
-        return over(FakeArray(shape, dtype, None, self.device, self.handle(self.device)))
-
-
-def over(x: FakeArray, dtype=None):
-    """Return CuPy over a FakeArray's memory."""
-    memory = cupy.cuda.UnownedMemory(x.address, max(x._nbytes, 1), x, device_id=x.device)
-    pointer = cupy.cuda.MemoryPointer(memory, 0)
-    return cupy.ndarray(x.shape, x.dtype if dtype is None else dtype, pointer, strides=x.strides)
-
-
-def of(values) -> cupy.ndarray:
-    x = FakeArray.of(values)
-    Fake().synchronize(x.stream)
-    return over(x)
-
-
-def values_of(x) -> np.ndarray:
-    return adapter_of(x).view(x)[0].to_host()
-
-
 @pytest.fixture
 def runtime(monkeypatch):
-    made = Runtime()
-
-    class Device:
-        def __init__(self, ordinal=None):
-            self.id = made.device if ordinal is None else ordinal
-
-        def __enter__(self):
-            self._context = made.using_device(self.id)
-            self._context.__enter__()
-
-        def __exit__(self, *error):
-            return self._context.__exit__(*error)
-
-    monkeypatch.setattr(cupy.cuda, "get_current_stream", made.get_current_stream)
-    monkeypatch.setattr(cupy.cuda, "Device", Device)
-    monkeypatch.setattr(cupy.cuda, "ExternalStream", made.using)
-    monkeypatch.setattr(cupy.cuda, "Stream", types.SimpleNamespace(null=made.using(0)))
-    monkeypatch.setattr(cupy, "empty", made.empty)
-    return made
+    return pretend(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -220,20 +148,7 @@ def test_memory_that_is_not_cupys_is_kept_alive():
     assert watched() is None
 
 
-def test_copies_are_enqueued_on_the_stream_in_force(monkeypatch, runtime, gpu: Fake):
-    from collective.adapters.cupy import arrays
-
-    used = []
-
-    def elements(array, kind):
-        # Of CuPy, which has no kernels here, as NumPy, when the stream is done.
-        used.append((runtime.device, runtime.handle(runtime.device), kind))
-        gpu.synchronize(runtime.handle(runtime.device), runtime.device)
-        whole = FakeArray.__new__(FakeArray)
-        whole.__dict__.update(_block=array.address, _nbytes=4096)
-        return np.ndarray(array.shape, kind, whole.memory().data, 0, array.strides)
-
-    monkeypatch.setattr(arrays, "_over", elements)
+def test_copies_are_enqueued_on_the_stream_in_force(runtime, gpu: Fake):
     x = over(FakeArray((1024,), np.float32, device=1)).reshape(32, 32).T
     array, _ = adapter_of(x).view(x)
     side = cuda.device(1).new_stream()
@@ -243,7 +158,7 @@ def test_copies_are_enqueued_on_the_stream_in_force(monkeypatch, runtime, gpu: F
         with cuda.on(side):
             array[...] = adapter_of(late).view(late)[0]
             copied = array.copy()
-    assert used == [(1, side.handle, np.dtype("uint32"))] * 4
+    assert runtime.kernels == [(1, side.handle, np.dtype("uint32"))] * 2
     assert runtime.device == 0
     np.testing.assert_array_equal(copied.to_host(), values)
 

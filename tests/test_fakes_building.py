@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import build, compiler, environment, library_path
@@ -29,14 +31,27 @@ def test_without_a_compiler_the_message_says_so(monkeypatch):
         build.__wrapped__(22907)
 
 
+def real_headers():
+    """Return the folders with NVIDIA's headers, of the wheels where none are named."""
+    named = os.environ.get("FAKE_REAL_HEADERS")
+    if named:
+        return named.split(":")
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    folders = [folder for place in places for folder in place.glob("*/include")]
+    folders += [folder / "cccl" for folder in folders]
+    for header in ("cuda.h", "nccl.h", "crt/host_defines.h", "nv/target"):
+        if not any((folder / header).exists() for folder in folders):
+            pytest.skip(f"no {header}: install collective[abi], or set FAKE_REAL_HEADERS=dir:dir")
+    return folders
+
+
 def test_the_definitions_fit_the_real_headers():
-    header = os.environ.get("FAKE_REAL_HEADERS")  # folders with cuda.h and nccl.h
-    if not header:
-        pytest.skip("needs FAKE_REAL_HEADERS=folder:folder with cuda.h and nccl.h")
+    headers = real_headers()
     folder = os.path.dirname(sys.modules["fakes"].__file__)
     sources = [os.path.join(folder, n) for n in os.listdir(folder) if n.endswith(".c")]
     command = [*compiler(), "-std=c11", "-fsyntax-only", "-Werror", "-DREAL_HEADERS"]
-    subprocess.run([*command, *(f"-I{d}" for d in header.split(":")), *sources], check=True)
+    subprocess.run([*command, *(f"-I{d}" for d in headers), *sources], check=True)
 
 
 _AT_EXIT = """

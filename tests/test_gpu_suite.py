@@ -6,7 +6,6 @@ the library does what it should, and that ``make test-gpu`` tells the truth wher
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -32,11 +31,16 @@ SHARING = "multirank and (check_scan or check_split or check_sendrecv)"
 no_gpu = pytest.mark.skipif(cuda.device_count() > 0, reason="there is a GPU")
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [({}, "make test-gpu runs them"), ({"GPU_TESTS_RANKS": "2"}, "needs a GPU")],
+    ids=["by pytest alone", "by make test-gpu"],
+)
 @no_gpu
-def test_without_a_gpu_they_are_skipped() -> None:
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+def test_without_a_gpu_they_are_skipped(asked: dict[str, str], why: str) -> None:
     done = subprocess.run(
-        [sys.executable, *words, "tests/gpu", "tests/test_adapters_on_a_gpu.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"],
+        env={**os.environ, **asked},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -44,7 +48,7 @@ def test_without_a_gpu_they_are_skipped() -> None:
         check=False,
     )
     assert done.returncode == 5, done.stdout + done.stderr  # nothing was collected
-    assert done.stdout.count("needs a GPU") == 3
+    assert done.stdout.count(why) == 2
 
 
 def make_test_gpu(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -81,8 +85,6 @@ def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
 def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
     import fakes
 
-    if importlib.util.find_spec("cupy") is not None:
-        pytest.skip("CuPy is installed")
     done = make_test_gpu(fakes.environment(), "--folder", str(tmp_path))
     assert done.returncode == 1
     assert "nothing was tested" in done.stderr
@@ -101,7 +103,7 @@ def test_they_pass_on_the_fake_and_are_summed_up(tmp_path: Path) -> None:
     summary = (tmp_path / "gpu-summary.md").read_text()
     for row in (
         r"\| adapters, .*\| nothing was tested \|",
-        r"\| streams, .*\| passed \| 7 \| 0 \| 2 \|",
+        r"\| streams, .*\| passed \| 8 \| 0 \| 2 \|",
         r"\| conformance suite \| passed \| [34]\d \| 0 \| 0 \|",
         r"\| all_reduce\(x, out=x\) \| DeviceArray \| sync \|",
         r"\| CUDA of the driver \| \d+\.\d+ \|",

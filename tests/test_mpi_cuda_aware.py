@@ -120,10 +120,13 @@ def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]
     yield "reduce_scatter", comm.reduce_scatter(put(mine), **how), total[half]
     parts = comm.reduce_scatter(put(mine), counts=[1, 7], **how)
     yield "reduce_scatter of parts", parts, total[:1] if comm.rank == 0 else total[1:]
+    x = adapter_of(given := put(mine)).view(given)[0]
+    within = comm.reduce_scatter(x, out=x[half], **how)
+    yield "reduce_scatter into the input", within, total[half]
     yield "scan", comm.scan(put(mine), **how), sum(every[: comm.rank + 1])
     yield "broadcast", comm.broadcast(put(mine), root=1, **how), every[1]
-    given = put(every[1]) if at_root else None
-    yield "scatter", comm.scatter(given, root=1, like=put(mine), **how), every[1][half]
+    whole = put(every[1]) if at_root else None
+    yield "scatter", comm.scatter(whole, root=1, like=put(mine), **how), every[1][half]
     gathered = comm.gather(put(lines), root=1, **how)
     yield "gather", gathered, np.concatenate(uneven) if at_root else None
     yield "all_gather", comm.all_gather(put(lines), **how), np.concatenate(uneven)
@@ -197,11 +200,27 @@ def _all_operations(comm: Communicator) -> list[str]:
 
 def test_every_operation(watched: Run) -> None:
     first, second = watched(_all_operations)
-    assert len(first) == len(second) == 19
+    assert len(first) == len(second) == 20
 
 
 def test_every_operation_through_the_host(pools: Callable[[type], Run]) -> None:
     pools(Staged)(_all_operations)
+
+
+def _reads_at_once(comm: Communicator) -> None:
+    mine = _values(comm.rank, 8, 5)
+    out = FakeArray.of(np.zeros((8, 10), np.int32)[:, ::2], device=comm.rank)
+    with Fake().turned("delay_us", 50_000):
+        comm.all_reduce(FakeArray.of(mine, device=comm.rank), out=out, async_op=True).wait()
+        found = out.peek()
+    np.testing.assert_array_equal(found, sum(_values(rank, 8, 5) for rank in range(comm.size)))
+
+
+@pytest.mark.parametrize("how", [Watched, Staged])
+def test_what_has_been_waited_for_may_be_read_on_any_stream(
+    pools: Callable[[type], Run], how: type
+) -> None:
+    pools(how)(_reads_at_once)
 
 
 def _held(comm: Communicator) -> None:

@@ -94,19 +94,19 @@ class TorchAdapter(Adapter):
         return _on_gpu().empty(shape, _kind(dtype), dtype, device)
 
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
-        current: Stream = _on_gpu().current_stream(device)
+        current: Stream = (_gpu or _on_gpu()).current_stream(device)
         return current
 
     def place(self, x: Any) -> Any:
-        if not x.is_cuda or x.layout is not torch.strided or not x.is_contiguous():
-            return None
-        if x.is_conj() or x.is_neg():
+        if not x.is_cuda:
             return None
         try:
+            if not x.is_contiguous() or x.is_conj() or x.is_neg():
+                return None
             address = x.data_ptr()
-        except RuntimeError:
+            return (address, x.shape, x.dtype) if address else None
+        except RuntimeError:  # no memory, no shape: it is sparse or nested
             return None
-        return (address, x.shape, x.dtype) if address else None
 
     def used_on(self, x: Any, stream: Stream) -> None:
         _on_gpu().used_on(x, stream)

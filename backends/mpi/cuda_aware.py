@@ -25,7 +25,6 @@ from collective.dtypes import BY_NAME
 
 from .datatypes import native_op
 from .library import leave_unfinished
-from .reductions import _ENDS
 from .transport import MpiBackend
 
 if TYPE_CHECKING:
@@ -156,16 +155,15 @@ class CudaAwareMpi(MpiBackend):
 
     def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
         _, given, out = super()._ends(src, dst, kind)
-        ends = src, self._addressed(given), self._addressed(out)
-        if dst.memo is not None:
-            dst.memo[_ENDS] = ends
-        return ends
+        return src, self._addressed(given), self._addressed(out)
 
     def _addressed(self, argument: Any) -> Any:
         """Return an argument for mpi4py with the address in the place of an array on a GPU."""
         if type(argument) is not tuple or type(argument[0]) is not DeviceArray:
             return argument
         array = argument[0]
+        # Memory that was made since the call began is there in its stream's order.
+        array.in_force.synchronize()
         return self._mpi.buffer.fromaddress(array.address, array.nbytes), *argument[1:]
 
     def _bytes(self, argument: Any) -> Any:

@@ -130,9 +130,12 @@ class Reductions(Carrying):
                 self._all_reduce_otherwise(how, plan, src, dst, call, end)
                 return
             memo = dst.memo
+            # Kept where the buffers will be used again.
             kept = None if memo is None else memo.get(_ENDS)
             if kept is None or kept[0] is not src:
                 kept = self._ends(src, dst, plan.fold.type)
+                if memo is not None:
+                    memo[_ENDS] = kept
             blocking = self._blocking
             blocking.end = end
             blocking.running = call
@@ -144,12 +147,8 @@ class Reductions(Carrying):
             raise explained(self._mpi, self.channel, call, error) from error
 
     def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
-        """Return MPI's first two arguments; kept where the buffers will be used again."""
-        given = self._send_or_in_place(src.array, dst.array, kind)
-        ends = src, given, spec(dst.array, kind)
-        if dst.memo is not None:
-            dst.memo[_ENDS] = ends
-        return ends
+        """Return ``src``, and MPI's first two arguments."""
+        return src, self._send_or_in_place(src.array, dst.array, kind), spec(dst.array, kind)
 
     def _all_reduce_otherwise(
         self, how: int, plan: _Plan, src: Buffer, dst: Buffer, call: Call, end: float

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collective.work import Work
 
     from .engine import NcclComm
+    from .library import Library
 
 __all__ = ["Collectives"]
 
@@ -60,9 +61,8 @@ class Collectives(Backend):
         }
         self._scales = True
 
-    def _learn(self, comm: NcclComm) -> None:
+    def _learn(self, library: Library) -> None:
         """Take note of what the version of NCCL that is there can reduce."""
-        library = comm.library
         for key in list(self._codes):
             code, number = library.op(key[0]), library.dtype(key[1])
             if code is None or number is None:
@@ -73,6 +73,8 @@ class Collectives(Backend):
         # The same on all ranks, since their versions are.
         if ordered or what not in _REDUCTIONS:
             return False
+        if self._comm is None:
+            self._look_ahead()
         if op.factor is not None:
             return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
@@ -86,6 +88,10 @@ class Collectives(Backend):
             )
         comm = self._comm or self._open(call, timeout)
         return DTYPES[dtype.name], comm.premul_sum(op.factor or 0.0, dtype)
+
+    @abstractmethod
+    def _look_ahead(self) -> None:
+        """Take note of what this rank's NCCL can reduce, before there is a communicator."""
 
     @abstractmethod
     def _open(self, call: object, timeout: float) -> NcclComm:

@@ -174,6 +174,7 @@ class Messages:
     ) -> None:
         """Do both at once."""
         if to == self._rank:
+            src.stream.wait_for(dst.stream)
             cuda.copy(dst.address, src.address, src.nbytes, src.stream)
             dst.stream.wait_for(src.stream)
             return

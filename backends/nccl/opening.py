@@ -116,6 +116,14 @@ class Meeting:
         # Without a driver there are none, and asking for one tells why.
         return cuda.device(self._local_rank % max(1, cuda.device_count()))
 
+    def library(self) -> Library:
+        """Return this rank's NCCL.
+
+        Raises:
+            BackendUnavailableError: there is none that serves.
+        """
+        return libraries.load(self._path)
+
     def _card(self) -> tuple[Card, Library | None, Device | None]:
         """Return what this rank brings, with its library and GPU if it has them."""
         try:
@@ -124,7 +132,7 @@ class Meeting:
             kind = "device" if isinstance(error, InvalidArgumentError) else "library"
             return Card(str(error), kind), None, None
         try:
-            library = libraries.load(self._path)
+            library = self.library()
         except CollectiveError as error:
             return Card(str(error), "library"), None, device
         sharing = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")

@@ -189,9 +189,14 @@ class NcclBackend(Collectives, Monitored):
         wait.timeout = timeout  # what its error tells
         return self._take(self._create(library, named, self.rank, self.size, device, wait), device)
 
+    def _look_ahead(self) -> None:
+        # Without one, opening the communicator says why.
+        with contextlib.suppress(CollectiveError):
+            self._learn(self._meeting.library())
+
     def _take(self, comm: NcclComm, device: Device) -> NcclComm:
         self._watch.adopt(comm)
-        self._learn(comm)
+        self._learn(comm.library)
         self._comm, self._device = comm, device
         return comm
 

@@ -94,7 +94,8 @@ class Watch:
         self.asleep = True
         self.chores: list[Callable[[], bool]] = []
         self._pending: dict[int, deque[Pending]] = {}
-        self._kept: list[tuple[Event, object]] = []
+        # Appended to by any thread, taken from by one that has the lock.
+        self._kept: deque[tuple[Event, object]] = deque()
         # How those that are looked at are waited for, by the stream or by who is inside.
         self._waits: dict[object, tuple[Asked, Wait]] = {}
         # Guards what is under way; never held while something waits.
@@ -154,8 +155,7 @@ class Watch:
 
     def keep(self, event: Event, things: object) -> None:
         """Keep a reference until ``event`` has come, or the transport is over."""
-        with self._lock:
-            self._kept.append((event, things))
+        self._kept.append((event, things))
         if self.asleep:
             self.wake()
 
@@ -173,8 +173,12 @@ class Watch:
             if not queue:
                 del pending[stream]
                 self._waits.pop(stream, None)
-        if self._kept:
-            self._kept = [kept for kept in self._kept if not kept[0].query()]
+        kept = self._kept
+        for _ in range(len(kept)):
+            if kept[0][0].query():
+                kept.popleft()
+            else:
+                kept.rotate(-1)
 
     def _forget(self) -> None:
         """Let go of all operations: they were broken off."""

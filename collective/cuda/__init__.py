@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from ctypes import addressof, c_int, c_void_p
 
 from collective.cuda import library
@@ -106,15 +105,21 @@ def in_force(stream: Stream) -> Stream:
     return _forced.stream or stream
 
 
-@contextlib.contextmanager
-def on(stream: Stream) -> Iterator[Stream]:
+class on:  # noqa: N801  # a with statement reads it as a verb
     """Put all work of this thread's device arrays on ``stream``, for a ``with`` body."""
-    before = _forced.stream
-    _forced.stream = stream
-    try:
-        yield stream
-    finally:
-        _forced.stream = before
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Stream:
+        self._before = _forced.stream
+        _forced.stream = self._stream
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        _forced.stream = self._before
 
 
 def copy(dst: int, src: int, nbytes: int, stream: Stream) -> None:

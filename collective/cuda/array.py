@@ -312,7 +312,7 @@ class DeviceArray:
         return copies.to_host(self, out)
 
     def fill_from_host(self, source: Array) -> None:
-        """Copy elements from host memory, and wait until that may be used again.
+        """Copy elements from host memory, and wait until they are there.
 
         Args:
             source: of the same shape and dtype.

@@ -210,6 +210,7 @@ def fill_from_host(array: DeviceArray, source: Array) -> None:
         _write(target.address, raw, target.in_force)
         if target is not array:
             array[...] = target
+            array.in_force.synchronize()
 
 
 def _check_host(array: DeviceArray, host: Array) -> None:

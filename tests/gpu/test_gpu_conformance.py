@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from real import SharingByHostId, SharingByOption, sizes
+from real import SharingByHostId, SharingByOption, sizes, why_not
 
 from collective import cuda
 from collective.backends.nccl.library import load
 from collective.errors import BackendUnavailableError
 from collective.testing import parametrize_with_checks
 
-if not cuda.device_count():
-    pytest.skip("needs a GPU", allow_module_level=True)
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
 try:
     VERSION = load().version
 except BackendUnavailableError as error:

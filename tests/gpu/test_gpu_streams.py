@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from nccl_places import Run, pools
-from real import OnGpus, sizes
+from real import OnGpus, sizes, why_not
 
 from collective import cuda
 from collective.cuda.array import DeviceArray, PlainSpace
 from collective.errors import CollectiveError
 
-if not cuda.device_count():
-    pytest.skip("needs a GPU", allow_module_level=True)
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
 
 # How long the work is that others have to wait for, by copies of how many bytes: so many that
 # they are not too many for the queue of a stream, behind which the host would wait.
@@ -163,6 +163,21 @@ def test_wait_makes_the_stream_wait(ranks: Run) -> None:
     ranks(SIZE, waits_for_the_background)
 
 
+def in_place_in_turn(comm: Any) -> None:
+    """Several on the way that write to the same memory: each finds what the last one left."""
+    gpu = Gpu(comm)
+    x = gpu.array(1.0)
+    gpu.keep_busy(gpu.stream)
+    works = [comm.all_reduce(x, out=x, async_op=True) for _ in range(3)]
+    assert not works[0].done()
+    works[-1].wait()
+    assert values(x) == [float(comm.size**3)]
+
+
+def test_calls_in_the_background_take_their_turn(ranks: Run) -> None:
+    ranks(SIZE, in_place_in_turn)
+
+
 def drops_arrays(comm: Any) -> None:
     """Memory of a call on its way goes to nobody else, though the program has dropped it."""
     gpu = Gpu(comm)
@@ -281,6 +296,6 @@ def trains(comm: Any, kind: type[Torch]) -> None:
 @pytest.mark.parametrize("kind", [Torch, Cupy], ids=lambda kind: kind.__name__.lower())
 def test_a_frameworks_arrays_and_streams(ranks: Run, kind: type[Torch]) -> None:
     module = pytest.importorskip(kind.__name__.lower())
-    if kind is Torch and not module.cuda.is_available():
-        pytest.skip("needs a build of PyTorch with CUDA")
+    if not module.cuda.is_available():
+        pytest.skip(f"{kind.__name__}: needs a build with CUDA, and a GPU")
     ranks(SIZE, trains, kind)
