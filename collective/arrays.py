@@ -72,7 +72,9 @@ class Adapter:
         Args:
             device: the GPU; None is where the framework makes arrays by itself: the CPU, but
                 for those that know GPUs only.
-            stream: on which it will be used, for frameworks that have no current stream.
+            stream: on which it will be used when the stream in force is no longer: the memory
+                is not another's before what is there then is done. For frameworks that have no
+                current stream, the array's.
         """
         if device is None:
             return np.empty(shape, dtype.storage)

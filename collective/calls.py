@@ -388,7 +388,7 @@ class Calls:
 
 
 def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
-    """Have the host wait for what ``run`` enqueues: who gets the result may be on another stream."""
+    """Have the host wait for what ``run`` enqueues: the result may be used on another stream."""
 
     def finished() -> T:
         result = run()

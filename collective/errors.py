@@ -8,6 +8,7 @@
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
     ├ MismatchError                          ranks disagree; raised on every rank
+    ├ GradientError (RuntimeError)           a backward pass did not bring each gradient once
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
     ├ BackendNotFoundError (LookupError)     lists the known names
     ├ BackendUnavailableError (ImportError)  carries the install command
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DtypeError",
+    "GradientError",
     "InvalidArgumentError",
     "MismatchError",
     "PeerFailedError",
@@ -88,6 +90,10 @@ class MismatchError(CollectiveError):
     Raised on every rank with the same text: which rank did what, and where in its
     program. Nothing was reduced or overwritten, and the communicator stays usable.
     """
+
+
+class GradientError(CollectiveError, RuntimeError):
+    """A backward pass did not bring each gradient once."""
 
 
 class UnsupportedError(CollectiveError, NotImplementedError):

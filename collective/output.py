@@ -70,7 +70,6 @@ class Output:
         if not on_host:
             same_memory(what, near, array)
             if array.stream is not near.stream:
-                near.in_force.wait_for(array.stream)
                 self._near = near
         elif isinstance(adapter, Staged):
             same_memory(what, adapter, array)
@@ -78,16 +77,20 @@ class Output:
             self._target, array = array, np.empty(shape, dtype.storage)
         self._array = array
         self.flat = array.ravel() if array.flags.carray else _like(array, dtype)
+        if self._near is not None:
+            self._near.in_force.wait_for(array.stream)
 
     def finish(self) -> Any:
         """Return the result as the caller wants it."""
         if self._given is None:
             return self._adapter.wrap(self._array, self._dtype)
-        if self.flat.base is not self._array and not np.may_share_memory(self.flat, self._array):
-            self._array[...] = self.flat.reshape(self._array.shape)
+        array: Any = self._array
         if self._near is not None:
-            given: Any = self._array
-            given.stream.wait_for(self._near.in_force)
+            array.in_force.wait_for(self._near.in_force)
+        if self.flat.base is not array and not np.may_share_memory(self.flat, array):
+            array[...] = self.flat.reshape(array.shape)
+        if self._near is not None:
+            array.stream.wait_for(array.in_force)
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given

@@ -226,7 +226,9 @@ class PieceCalls(Calls):
             total = sum(lengths)
             model = given if like is None and given is not None else like
             adapter = self._adapter(model, on_gpu=not isinstance(raw, np.ndarray))
-            output = Output(what, given, adapter, rows.shape_with(total), dtype, raw)
+            # The bytes are on the stream in force; the result is to be on that of the array given.
+            near = raw if isinstance(rows.array, np.ndarray) else rows.array
+            output = Output(what, given, adapter, rows.shape_with(total), dtype, near)
             rows.restore(raw.view(dtype.storage), output.flat, total)
             finished.append(output.finish())
         if nesting == 0:

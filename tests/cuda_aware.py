@@ -6,20 +6,16 @@ is pretended. So these classes take the place of what it would have chosen.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any, NamedTuple
 
 import numpy as np
 from fakes import environment
-from on_gpu import pretend
+from on_gpu import pretend, wait_before_reading
 
-from collective import calls, cuda
+from collective import cuda
 from collective.backends.mpi import MpiBackend, library
 from collective.backends.mpi.cuda_aware import CudaAwareMpi
-from collective.calls import Calls
-from collective.point_to_point import PointToPoint
-from collective.work import Work
 from collective.world import World
 
 __all__ = ["CudaAware", "Entry", "OnSomeRanks", "SaysSo", "Staged", "Watched"]
@@ -37,7 +33,7 @@ class CudaAware(CudaAwareMpi):
     def connect(cls, world: World, timeout: float) -> Any:
         os.environ.update(environment(host_pointers=1, log=0))
         pretend(world.local_rank)
-        _wait_before_reading(world.local_rank)
+        wait_before_reading(world.local_rank)
         return super().connect(world, timeout)
 
 
@@ -49,28 +45,6 @@ class OnSomeRanks(CudaAware):
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
         return (super() if world.rank % 2 else MpiBackend).connect(world, timeout)
-
-
-def _wait_before_reading(ordinal: int) -> None:
-    """Have calls wait for the stream of their results, as a program does before it reads."""
-    if hasattr(Calls._go, "__wrapped__"):
-        return
-    stream = cuda.device(ordinal).stream(0)
-
-    def waiting(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            result = method(*args, **options)
-            stream.synchronize()
-            return result
-
-        # In reports of where a call was made this frame passes for the library's own.
-        call.__code__ = call.__code__.replace(co_filename=calls.__file__)
-        return call
-
-    Calls._go = waiting(Calls._go)  # type: ignore[method-assign]
-    PointToPoint._post = waiting(PointToPoint._post)  # type: ignore[method-assign]
-    Work.wait = waiting(Work.wait)  # type: ignore[method-assign]
 
 
 # -- for arrays of the fake's own -----------------------------------------------------------------

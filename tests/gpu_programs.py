@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 from fakes import POISON, Fake, FakeArray
-from nccl_places import FakeNccl
+from nccl_places import FAR, FakeNccl
 
 from collective import cuda
 from collective.arrays import adapter_like
+from collective.cuda import layout
 from collective.cuda.array import DeviceArray
-from collective.dtypes import FOREIGN, from_numpy, named
-from collective.world import World
+from collective.dtypes import FOREIGN, named
 
 __all__ = [
     "FAR",
@@ -48,8 +48,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-# A deadline in seconds that nothing gets to unless it hangs.
-FAR = 20.0
 # Calls of NCCL that move data.
 _MOVES = ("ncclAll", "ncclBroadcast", "ncclReduce", "ncclSend", "ncclRecv", "ncclGather(",
           "ncclScatter(")  # fmt: skip
@@ -59,12 +57,6 @@ class Gpus(FakeNccl):
     """``nccl`` alone: ranks with a GPU each."""
 
     knobs: ClassVar[dict[str, int]] = {"delay_us": 300}
-
-    @classmethod
-    def connect(cls, world: World, timeout: float) -> FakeNccl:
-        # The arrays of this process are in the memory of the library of this version.
-        Fake.__init__.__defaults__ = (cls.version,)
-        return super().connect(world, timeout)
 
 
 class Both(Gpus):
@@ -88,45 +80,48 @@ def of_fake(comm: Any, values: Any, stream: int | None = None) -> FakeArray:
     return FakeArray.of(values, ordinal_of(comm), stream)
 
 
-def of_device(comm: Any, values: Any, stream: int | None = None, dtype: str = "") -> DeviceArray:
-    """Return one of CUDA's own memory, with the strides of ``values`` where it has gaps."""
+def of_device(comm: Any, values: Any, stream: int | None = None) -> DeviceArray:
+    """Return one of CUDA's own memory, with the strides of ``values``."""
     array = np.asarray(values)
     device = comm._backend.device
     on = device.new_stream() if stream is None else device.stream(stream)
-    kind = named(dtype) if dtype else from_numpy(array.dtype)
-    made: DeviceArray = adapter_like("cuda").empty(array.shape, kind, device, on)
-    if array.size:
-        made.fill_from_host(np.array(array, order="C"))
+    low, high = layout.bounds(0, array.shape, array.strides, array.itemsize)
+    whole = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
+    made = DeviceArray(
+        whole.address - low,
+        array.shape,
+        array.dtype,
+        device,
+        on,
+        strides=array.strides,
+        owner=whole.owner,
+    )
+    made.fill_from_host(array)
     return made
 
 
 MAKERS = {"fake": of_fake, "device": of_device}
 
 
-def _where(x: Any) -> tuple[int, int, int]:
-    """Return address, stream handle and device."""
-    if isinstance(x, DeviceArray):
-        return x.address, x.stream.handle, x.device.ordinal
-    return x.address, x.stream, x.device
-
-
 def peek(x: Any) -> Array:
     """Return what is in memory now, without waiting for anything."""
     if isinstance(x, FakeArray):
         return x.peek()
+    low, high = x.bounds
+    memory = (ctypes.c_uint8 * (high - low)).from_address(low)
     if not x.size:
         return np.empty(x.shape, x.dtype)
-    assert x.flags.c_contiguous
-    raw = (ctypes.c_uint8 * x.nbytes).from_address(x.address)
-    return np.ctypeslib.as_array(raw).copy().view(x.dtype).reshape(x.shape)
+    return np.ndarray(x.shape, x.dtype, memory, x.address - low, x.strides).copy()
 
 
 def read(x: Any) -> Array:
     """Wait for the array's own stream, and for nothing else; return what is there then."""
     if isinstance(x, np.ndarray):
         return x
-    _, stream, device = _where(x)
-    Fake().synchronize(stream, device)
+    if isinstance(x, DeviceArray):
+        Fake().synchronize(x.stream.handle, x.device.ordinal)
+    else:
+        Fake().synchronize(x.stream, x.device)
     return peek(x)
 
 
@@ -211,6 +206,7 @@ class Framework:
 
     def __init__(self, comm: Any, name: str) -> None:
         self.comm, self.name = comm, name
+        self.stream: int | None = None  # of its arrays, where they are not on the current one
 
     def of(self, values: Any) -> Any:
         """Return an array on the GPU, contiguous or not as ``values`` is."""
@@ -223,10 +219,7 @@ class Framework:
                 bits = torch.from_numpy(array.view(f"u{array.itemsize}").view(f"i{array.itemsize}"))
                 return on_gpu(bits.view(getattr(torch, array.dtype.name)), ordinal_of(self.comm))
             return on_gpu(torch.from_numpy(array), ordinal_of(self.comm))
-        if self.name == "device" and np.asarray(values).dtype.name in FOREIGN:
-            array = np.asarray(values)
-            return of_device(self.comm, array.view(f"u{array.itemsize}")).view(array.dtype)
-        return MAKERS[self.name](self.comm, values)
+        return MAKERS[self.name](self.comm, values, self.stream)
 
     def read(self, x: Any) -> Array:
         """Return what a program reads that waits for the streams as it has to."""

@@ -7,20 +7,24 @@ ranks the adapters give the memory of the host's arrays as a GPU's, without copi
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from typing import Any
 
 import numpy as np
 from fakes import environment
 
-from collective import arrays, cuda
+from collective import arrays, calls, cuda
 from collective.arrays import Adapter, NumpyAdapter
 from collective.backends.shm import ShmBackend
+from collective.calls import Calls
 from collective.cuda.array import DeviceArray
 from collective.dtypes import DType
+from collective.point_to_point import PointToPoint
+from collective.work import Work
 from collective.world import World
 
-__all__ = ["StagedShm", "pretend"]
+__all__ = ["StagedShm", "pretend", "wait_before_reading"]
 
 Array = np.ndarray[Any, Any]
 
@@ -84,6 +88,28 @@ def pretend(ordinal: int) -> None:
     arrays._by_type[np.ndarray] = arrays._by_name["numpy"] = arrays._by_name["cuda"] = numpy
 
 
+def wait_before_reading(ordinal: int) -> None:
+    """Have calls wait for the stream of their results, as a program does before it reads."""
+    if hasattr(Calls._go, "__wrapped__"):
+        return
+    stream = cuda.device(ordinal).stream(0)
+
+    def waiting(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            stream.synchronize()
+            return result
+
+        # In reports of where a call was made this frame passes for the library's own.
+        call.__code__ = call.__code__.replace(co_filename=calls.__file__)
+        return call
+
+    Calls._go = waiting(Calls._go)  # type: ignore[method-assign]
+    PointToPoint._post = waiting(PointToPoint._post)  # type: ignore[method-assign]
+    Work.wait = waiting(Work.wait)  # type: ignore[method-assign]
+
+
 class StagedShm(ShmBackend):
     """Shared memory for arrays of GPUs, which go through the host's."""
 
@@ -93,4 +119,5 @@ class StagedShm(ShmBackend):
     def connect(cls, world: World, timeout: float) -> StagedShm:
         os.environ.update(environment(host_pointers=1, log=0))
         pretend(world.local_rank)
+        wait_before_reading(world.local_rank)
         return super().connect(world, timeout)

@@ -408,6 +408,18 @@ def test_the_owner_of_an_address_is_its_gpu(fake):
     assert cuda.owner_of(address(np.empty(16))) is None
 
 
+def test_the_owner_of_a_stream_is_its_gpu(fake):
+    second = cuda.device(1)
+    stream = second.new_stream()
+    assert cuda.owner_of_stream(stream.handle) == 1
+    with cuda.device(0).active():
+        assert cuda.owner_of_stream(stream.handle) == 1
+        assert cuda.owner_of_stream(0) == 0
+    with second.active():
+        assert [cuda.owner_of_stream(name) for name in range(3)] == [1, 1, 1]
+    assert cuda.owner_of_stream(0) is None
+
+
 def test_memory_is_freed_in_the_order_of_the_streams_that_use_it(fake, device, gate):
     stream, other = device.new_stream(), device.new_stream()
     memory = cuda.allocate(device, 64, stream)

@@ -45,9 +45,11 @@ from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     DeviceError,
+    DtypeError,
     InvalidArgumentError,
     MismatchError,
     PeerLostError,
+    ShapeError,
 )
 from collective.testing import RankDiedError, RanksFailedError
 from collective.world import World
@@ -118,10 +120,13 @@ def arrays_of_the_cpu(comm: Any) -> None:
     for _ in range(2):  # before NCCL has a communicator, and after
         for name, call in calls.items():
             refused(
-                DeviceError, f"^{name}: an array on the CPU", r"backend 'nccl.*' takes arrays on GPUs",
-                rf"\[rank {comm.rank} of {comm.size}\]", "Copy it there.*backend='cpu:shm,cuda:nccl'",
+                DeviceError,
+                f"^{name}: an array on the CPU",
+                r"backend 'nccl.*' takes arrays on GPUs",
+                rf"\[rank {comm.rank} of {comm.size}\]",
+                "Copy it there.*backend='cpu:shm,cuda:nccl'",
                 call=call,
-            )  # fmt: skip
+            )
         for call in (
             lambda: comm.all_reduce([host, host]),
             lambda: comm.all_reduce({"a": x, "b": host}),
@@ -159,25 +164,37 @@ def test_an_output_on_the_cpu(nccl: Run) -> None:
 
 
 def late_outputs(comm: Any) -> None:
-    """Where sizes are exchanged first, the peers are on their way: the call is made, then refused."""
+    """Where sizes are exchanged first, the peers are on their way: it is made, then refused."""
     warm(comm)
     host, x = np.zeros(12, np.float32), ones(comm)
+    there = FakeArray.of(np.zeros(12, np.float32), ordinal_of(comm) + 2)
+    whole, fixed = (of_fake(comm, np.zeros(12, np.int32)) for _ in "12")
+    fixed.readonly = True
+    for out, kind in (
+        (host, DeviceError), (there, DeviceError), (whole, DtypeError),
+        (fixed, InvalidArgumentError), (x, ShapeError),
+    ):  # fmt: skip
+        for name in ("all_gather", "gather"):
+            if comm.rank == 0:
+                error = error_of(getattr(comm, name), x, out=out)
+                assert type(error) is kind, repr(error)
+            else:  # this rank is all right
+                getattr(comm, name)(x)
+            goes_on(comm)
     for call in (
-        lambda: comm.all_gather(x, out=host),
         lambda: comm.all_to_all(x, out=host[:6]),
-        lambda: comm.gather(x, out=host, root=0),
         lambda: comm.scatter(x, out=host[:3], root=0),
+        lambda: comm.scatter([x, x], out=[x, host[:3]], root=0),
     ):
-        mine = error_of(call) if comm.rank == 0 else None
-        if comm.rank:  # this rank is all right
-            name = call.__code__.co_names[0]
-            getattr(comm, name)(x)
+        if comm.rank == 0:
+            error = error_of(call)
+            assert isinstance(error, (DeviceError, ShapeError)), repr(error)
         else:
-            assert isinstance(mine, DeviceError), repr(mine)
+            getattr(comm, call.__code__.co_names[0])(x)
         goes_on(comm)
 
 
-def test_one_ranks_output_on_the_cpu(nccl: Run) -> None:
+def test_one_rank_whose_output_does_not_do(nccl: Run) -> None:
     nccl(2, late_outputs, shared=True)
 
 
@@ -231,23 +248,23 @@ def read_only(comm: Any) -> None:
     fixed.readonly = small.readonly = True
     ours = of_device(comm, np.ones(6, np.float32))
     ours.writeable = False
-    for out in (fixed, ours):
-        for call in (
-            lambda: comm.all_reduce(x, out=out),  # noqa: B023  called at once
-            lambda: comm.all_reduce(out, out=out),  # noqa: B023
-            lambda: comm.all_reduce(x, out=out, async_op=True),  # noqa: B023
-            lambda: comm.all_reduce(x, out=out, order="rank"),  # noqa: B023
-            lambda: comm.all_reduce([x, x], out=[x, out]),  # noqa: B023
-            lambda: comm.broadcast(x, out=out, root=peer),  # noqa: B023
-            lambda: comm.reduce(x, out=out, root=comm.rank),  # noqa: B023
-            lambda: comm.scan(x, out=out),  # noqa: B023
-            lambda: comm.recv(out, peer),  # noqa: B023
-            lambda: comm.sendrecv(x, peer, peer, out=out),  # noqa: B023
-        ):
-            refused(InvalidArgumentError, "out: the array is read-only; pass a writable", call=call)
-    refused(
-        InvalidArgumentError, "read-only", call=lambda: comm.reduce_scatter(x, out=small)
-    )  # fmt: skip
+
+    def calls(out: Any) -> list[Any]:
+        return [
+            lambda: comm.all_reduce(x, out=out),
+            lambda: comm.all_reduce(out, out=out),
+            lambda: comm.all_reduce(x, out=out, async_op=True),
+            lambda: comm.all_reduce(x, out=out, order="rank"),
+            lambda: comm.all_reduce([x, x], out=[x, out]),
+            lambda: comm.broadcast(x, out=out, root=peer),
+            lambda: comm.reduce(x, out=out, root=comm.rank),
+            lambda: comm.scan(x, out=out),
+            lambda: comm.recv(out, peer),
+            lambda: comm.sendrecv(x, peer, peer, out=out),
+        ]
+
+    for call in (*calls(fixed), *calls(ours), lambda: comm.reduce_scatter(x, out=small)):
+        refused(InvalidArgumentError, "out: the array is read-only; pass a writable", call=call)
     # It may have been written to in calls before, which are remembered.
     once = of_device(comm, np.ones(6, np.float32))
     comm.all_reduce(once, out=once)
@@ -277,23 +294,26 @@ def no_arrays(comm: Any) -> None:
     """What says that it is in a GPU's memory, and is not."""
     warm(comm)
 
-    class Pretends:
-        __cuda_array_interface__: ClassVar[dict[str, Any]]
-
-    class OnHost(Pretends):
+    class OnHost:
         values = np.ones(6, np.float32)
-        __cuda_array_interface__ = {  # noqa: RUF012
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
             "shape": (6,), "typestr": "<f4", "version": 3, "stream": 1,
             "data": (values.ctypes.data, False),
         }  # fmt: skip
 
-    class Old(Pretends):
-        __cuda_array_interface__ = {**OnHost.__cuda_array_interface__, "version": 1}
+    class Old:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            **OnHost.__cuda_array_interface__,
+            "version": 1,
+        }
 
     x = ones(comm)
 
-    class Stream(Pretends):
-        __cuda_array_interface__ = {**x.__cuda_array_interface__, "stream": 0}
+    class Stream:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            **x.__cuda_array_interface__,
+            "stream": 0,
+        }
 
     refused(DeviceError, "host memory; pass a NumPy array", call=lambda: comm.all_reduce(OnHost()))
     refused(InvalidArgumentError, "version 1", call=lambda: comm.all_reduce(Old()))
@@ -305,7 +325,7 @@ def test_interfaces_that_do_not_hold(nccl: Run) -> None:
     nccl(2, no_arrays, shared=True)
 
 
-# -- what the ranks bring ---------------------------------------------------------------------------
+# -- what the ranks bring -------------------------------------------------------------------------
 
 
 class NoLibrary(Gpus):
@@ -388,8 +408,8 @@ def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:
     [
         (NoLibrary, BackendUnavailableError,
          r"rank 1: nccl: .*/nowhere/libnccl.*COLLECTIVE_NCCL_LIBRARY|pip install"),
-        (OneGpu, DeviceError, r"ranks [01] and [01] use the same GPU \S+ \(Duplicate GPU\): give each "
-         r"its own by COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES"),
+        (OneGpu, DeviceError, r"ranks [01] and [01] use the same GPU \S+ \(Duplicate GPU\): "
+         r"give each its own by COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES"),
         (OtherVersion, BackendUnavailableError,
          r"2\.19\.3 on rank 1; NCCL 2\.29\.7 on rank 0.*Install one on all of them"),
         (TooOld, BackendUnavailableError, r"NCCL 2\.6\.4; 2\.7\.3 is the oldest.*pip install"),
@@ -470,7 +490,7 @@ def test_calls_that_an_old_library_lacks() -> None:
         run(2, old_library_calls)
 
 
-# -- ranks that do not do the same --------------------------------------------------------------------
+# -- ranks that do not do the same ----------------------------------------------------------------
 
 
 def soon(function: Any, seconds: float) -> BaseException:
@@ -588,7 +608,7 @@ def test_calls_that_differ_end_within_the_deadline(nccl: Run, name: str) -> None
     nccl(2, goes_on)  # the processes are as good as new
 
 
-# -- what breaks ----------------------------------------------------------------------------------------
+# -- what breaks ----------------------------------------------------------------------------------
 
 
 def absent(comm: Any, kind: str) -> str:
@@ -706,7 +726,19 @@ def aborts_itself(comm: Any) -> str:
     return str(soon(lambda: comm.barrier(timeout=10.0), 0.5))
 
 
-@pytest.mark.parametrize("program", [aborted, aborts_itself])
+def aborts_a_wait(comm: Any) -> str:
+    warm(comm)
+    if comm.rank == 0:
+        x = ones(comm)
+        work = comm.all_reduce(x, out=x, async_op=True)
+        threading.Timer(0.3, comm.abort, ["had enough"]).start()
+        error = soon(work.synchronize, 0.5)
+        Fake().synchronize(x.stream, x.device)  # it comes back
+        return str(error)
+    return str(soon(lambda: comm.barrier(timeout=10.0), 0.5))
+
+
+@pytest.mark.parametrize("program", [aborted, aborts_itself, aborts_a_wait])
 def test_an_abort_from_another_thread(nccl: Run, program: Any) -> None:
     for text in nccl(2, program):
         assert "had enough" in text, text

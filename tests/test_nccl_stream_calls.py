@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from gpu_programs import (
     read,
     room,
     settled,
+    until,
     warm,
 )
 from nccl_places import Run, needs_compiler, pools
@@ -207,10 +209,10 @@ def two_streams(comm: Any) -> None:
     warm(comm)
     a, b = new_stream(comm), new_stream(comm)
     x, y = of_fake(comm, mine(comm), a), of_fake(comm, 100 + mine(comm), b)
-    for turn in range(5):
-        comm.all_reduce(x, out=x)
-        comm.all_reduce(y, out=y)
-        assert turn >= 0
+    with held():
+        for _ in range(5):
+            comm.all_reduce(x, out=x)
+            comm.all_reduce(y, out=y)
     assert read(x).tolist() == [(10 + 2 * i) * 2.0**4 for i in range(6)]
     assert read(y).tolist() == [(210 + 2 * i) * 2.0**4 for i in range(6)]
 
@@ -405,6 +407,31 @@ def test_arrays_and_works_dropped_before_their_end(nccl: Run, kind: str, async_o
     nccl(2, drops, kind, async_op, shared=True)
 
 
+def used_for_longer(comm: Any, structure: bool) -> None:
+    """What the caller's stream still reads is not freed, though nobody refers to it any more."""
+    warm(comm)
+    a = new_stream(comm)
+    x: Any = of_fake(comm, mine(comm), a)
+    everyone = [v + 10 * r for r in range(comm.size) for v in range(6)]
+    for name in ("all_gather", "all_reduce"):
+        work = getattr(comm, name)([x] if structure else x, async_op=True)
+        got = work.wait()[0] if structure else work.wait()
+        assert got.stream.handle == a, "its next use would not wait for the program's"
+        settled(comm)
+        watched = weakref.ref(got)
+        with held():
+            after = copied(comm, got, a)
+            del work, got
+            until(lambda: watched() is None)  # noqa: B023  called at once
+        settled(comm)
+        assert peek(after).tolist() == (everyone if name == "all_gather" else total(comm))
+
+
+@pytest.mark.parametrize("structure", [False, True])
+def test_a_result_dropped_while_the_callers_stream_reads_it(nccl: Run, structure: bool) -> None:
+    nccl(2, used_for_longer, structure, shared=True)
+
+
 def staged_drops(comm: Any, async_op: bool) -> None:
     """Calls that go through the host's memory."""
     warm(comm)
@@ -434,6 +461,7 @@ def messages(comm: Any, kind: str) -> None:
     peer = 1 - comm.rank
     source = make(comm, mine(comm), a)
     x, got = make(comm, np.zeros(6, np.float32), a), make(comm, np.zeros(6, np.float32), a)
+    zeros = make(comm, np.zeros(6, np.float32), a)
     settled(comm)
     theirs = (np.arange(6) + 10 * peer).tolist()
     with Fake().turned("delay_us", 5000, back=300):
@@ -448,9 +476,11 @@ def messages(comm: Any, kind: str) -> None:
                 comm.recv(got, peer)
                 comm.send(x, peer)
             after = copied(comm, got, a)
-            x_after = copied(comm, source, a)  # noqa: F841  what comes behind a send
+            enqueue_copy(comm, x, zeros, a)  # comes behind the send
+            enqueue_copy(comm, got, zeros, a)
             Fake().synchronize(a, ordinal_of(comm))
             assert peek(after).tolist() == theirs
+        enqueue_copy(comm, x, source, a)
         new = comm.sendrecv(x, peer, peer, like=x)
         assert read(new).tolist() == theirs
     settled(comm)
@@ -542,8 +572,6 @@ def message_in_background(comm: Any) -> None:
     new = comm.recv(None, peer, tag=7, like=x, async_op=True)
     assert read(new.wait()).tolist() == theirs
     sent.wait()
-    tree = comm.sendrecv({"a": np.arange(3)}, peer, peer) if comm._on_host else None
-    assert tree is None
     # Messages that are dropped on their way.
     with Fake().turned("delay_us", 4000, back=300):
         comm.send(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)

@@ -91,7 +91,7 @@ class TorchAdapter(Adapter):
     ) -> Any:
         if device is None:
             return np.empty(shape, dtype.storage)
-        return _on_gpu().empty(shape, _kind(dtype), dtype, device)
+        return _on_gpu().empty(shape, _kind(dtype), dtype, device, stream)
 
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
         current: Stream = (_gpu or _on_gpu()).current_stream(device)

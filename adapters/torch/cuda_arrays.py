@@ -72,10 +72,20 @@ def view(x: Any, dtype: DType) -> DeviceArray:
     )
 
 
-def empty(shape: tuple[int, ...], kind: torch.dtype, dtype: DType, device: Device) -> DeviceArray:
-    """Return a new tensor's memory, on the stream in force."""
-    with _current(cuda.in_force(current_stream(device))):
-        return view(_allocate(shape, kind, device), dtype)
+def empty(
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    dtype: DType,
+    device: Device,
+    stream: Stream | None,
+) -> DeviceArray:
+    """Return a new tensor's memory, on the stream in force, for use on ``stream`` afterwards."""
+    forced = cuda.in_force(current_stream(device))
+    with _current(forced):
+        made = view(_allocate(shape, kind, device), dtype)
+    if stream is not None and stream != forced:
+        used_on(made, stream)
+    return made
 
 
 def wrap(array: DeviceArray, kind: torch.dtype) -> Any:

@@ -174,12 +174,18 @@ class NcclComm(Resources):
 
     # -- state ------------------------------------------------------------------------------
 
-    def async_error(self) -> str | None:
+    def async_error(self, *, wait: bool = True) -> str | None:
         """Return what went wrong in the background, None if nothing did.
 
         "In progress" is nothing wrong. From any thread; None, too, after the end.
+
+        Args:
+            wait: whether to wait for another thread's call that is inside NCCL, which may block
+                there; if not, None is the answer meanwhile.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=wait):
+            return None
+        try:
             raw = self._raw
             if not raw:
                 return None
@@ -187,6 +193,8 @@ class NcclComm(Resources):
             if code in (0, IN_PROGRESS):
                 return None
             return self.library.words(code, f"rank {self.rank} of NCCL's communicator", raw)
+        finally:
+            self._lock.release()
 
     def settle(self, poll: Poll) -> None:
         """Wait until NCCL has enqueued what it was given.

@@ -229,7 +229,10 @@ class Watch:
                 }
                 comms = list(self._comms)
             for comm in comms:
-                _ask(comm)
+                # While a call is inside a library that blocks, nobody can ask.
+                text = comm.async_error(wait=False)
+                if text is not None:
+                    raise BackendError(f"nccl: {text}", backend="nccl")
             inside = {who: [asked] for who, asked in list(self.inside.items()) if asked}
             for key, asked in (*queues.items(), *inside.items()):
                 self._wait_for(key, asked)
@@ -311,18 +314,6 @@ class Watch:
         for comm in comms:
             _end(comm, end)
         self._forget()
-
-
-def _ask(comm: NcclComm) -> None:
-    """Raise if NCCL reports an error."""
-    # While a call is inside a library that blocks, nobody can ask.
-    if comm._lock.acquire(blocking=False):
-        try:
-            text = comm.async_error()
-        finally:
-            comm._lock.release()
-        if text is not None:
-            raise BackendError(f"nccl: {text}", backend="nccl")
 
 
 def _abort(comm: NcclComm) -> None:

@@ -20,7 +20,7 @@ from collective.cuda.library import (
     Entered,
 )
 from collective.cuda.pinning import pinned
-from collective.cuda.streams import Device, Event, Stream
+from collective.cuda.streams import LAST_NAME, Device, Event, Stream
 from collective.errors import BackendUnavailableError, DeviceError
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "in_force",
     "on",
     "owner_of",
+    "owner_of_stream",
     "pinned",
 ]
 
@@ -105,7 +106,7 @@ def in_force(stream: Stream) -> Stream:
     return _forced.stream or stream
 
 
-class on:  # noqa: N801  # a with statement reads it as a verb
+class on:  # a with statement reads it as a verb
     """Put all work of this thread's device arrays on ``stream``, for a ``with`` body."""
 
     __slots__ = ("_before", "_stream")
@@ -158,6 +159,28 @@ def owner_of(address: int) -> int | None:
         return None  # the driver knows nothing of it, or has only pinned it
     loaded.check(code or _ask(loaded, ordinal, _DEVICE_ORDINAL, address), "owner of an address")
     return ordinal.value
+
+
+def owner_of_stream(handle: int) -> int | None:
+    """Return the ordinal of the GPU whose stream it is.
+
+    None for a default stream, which the current context's GPU has, where no context is current.
+    """
+    loaded = driver()
+    context, number = c_void_p(), c_int()
+    if handle <= LAST_NAME:
+        context.value = loaded.current()
+    else:
+        code = loaded.cuStreamGetCtx(handle, context)
+        if code == INVALID_CONTEXT:
+            with Entered(loaded, loaded.some()):
+                code = loaded.cuStreamGetCtx(handle, context)
+        loaded.check(code, "owner of a stream")
+    if not context.value:
+        return None
+    with Entered(loaded, context.value):
+        loaded.check(loaded.cuCtxGetDevice(number), "owner of a stream")
+    return number.value
 
 
 def _ask(loaded: Driver, answer: c_int, attribute: int, address: int) -> int:

@@ -86,6 +86,7 @@ class CudaArrayAdapter(Adapter):
         stream = stream or device.stream(0)
         nbytes = math.prod(shape) * dtype.itemsize
         memory = cuda.allocate(device, nbytes, cuda.in_force(stream))
+        memory.used_on(stream)
         return DeviceArray(memory.address, shape, dtype.storage, device, stream, owner=memory)
 
     def place(self, x: Any) -> Any:
@@ -158,13 +159,14 @@ def _read(x: Any) -> tuple[DeviceArray, DType]:
         raise InvalidArgumentError(f"{name}: masks do not travel; fill the masked elements.")
     dtype = dtypes.from_numpy(_numpy_dtype(x, interface["typestr"]))
     address, read_only = interface["data"]
-    device = cuda.device(_ordinal(name, address or 0))
+    handle = _handle(name, interface.get("stream"))
+    device = cuda.device(_ordinal(name, address or 0, handle))
     array = DeviceArray(
         address or 0,
         tuple(interface["shape"]),
         dtype.storage,
         device,
-        device.stream(_handle(name, interface.get("stream"))),
+        device.stream(handle),
         strides=interface.get("strides"),
         owner=x,
         writeable=not read_only,
@@ -182,9 +184,10 @@ def _numpy_dtype(x: Any, typestr: str) -> np.dtype[Any]:
     return named
 
 
-def _ordinal(name: str, address: int) -> int:
+def _ordinal(name: str, address: int, handle: int) -> int:
     if not address:
-        return 0  # an empty array is nowhere
+        # An empty array is nowhere, but on a stream.
+        return cuda.owner_of_stream(handle) or 0
     ordinal = cuda.owner_of(address)
     if ordinal is None:
         raise DeviceError(

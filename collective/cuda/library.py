@@ -47,11 +47,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuCtxGetDevice": (POINTER(c_int),),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamGetCtx": (c_void_p, POINTER(c_void_p)),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -155,11 +157,13 @@ class Driver:
     cuCtxGetCurrent: Function
     cuCtxPushCurrent_v2: Function
     cuCtxPopCurrent_v2: Function
+    cuCtxGetDevice: Function
     cuStreamCreate: Function
     cuStreamDestroy_v2: Function
     cuStreamSynchronize: Function
     cuStreamQuery: Function
     cuStreamWaitEvent: Function
+    cuStreamGetCtx: Function
     cuEventCreate: Function
     cuEventDestroy_v2: Function
     cuEventRecord: Function

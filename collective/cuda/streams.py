@@ -8,15 +8,15 @@ from typing import Any
 
 from collective.cuda.library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
 
-__all__ = ["Device", "Event", "Stream"]
+__all__ = ["LAST_NAME", "Device", "Event", "Stream"]
 
 # CUdevice_attribute
 _MAX_PITCH, _MEMORY_POOLS = 11, 115
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-# Handles up to here are no streams but names: of the default stream of the context that is
-# current (0 and 1), and of that of the thread too (2).
-_LAST_NAME = 2
+#: Handles up to here are no streams but names: of the default stream of the context that is
+#: current (0 and 1), and of that of the thread too (2).
+LAST_NAME = 2
 # Streams of the caller's that are remembered, by device.
 _REMEMBERED = 1024
 
@@ -80,7 +80,7 @@ class Device:
         if found is None:
             if len(self._streams) >= _REMEMBERED:
                 self._streams.clear()
-            kind = _DefaultStream if handle <= _LAST_NAME else Stream
+            kind = _DefaultStream if handle <= LAST_NAME else Stream
             found = self._streams[handle] = kind(self, handle)
         return found
 

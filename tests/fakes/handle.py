@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 
 from fakes.build import build
 
 POISON = 0xCB  # each byte of an output that is not written yet, and of memory that was freed
 
+VERSION = 22907  # of NCCL, unless another one is asked for
+
 _contexts: dict[tuple[str, int], int] = {}  # by library and device
 
 
-def library_path(version: int = 22907) -> str:
+def library_path(version: int = VERSION) -> str:
     """Return the path of the fake of that version of NCCL, compiled now if it has to be."""
     return str(build(version))
 
 
-def environment(version: int = 22907, **knobs: int) -> dict[str, str]:
+def environment(version: int = VERSION, **knobs: int) -> dict[str, str]:
     """Return the environment variables under which `collective` uses the fake.
 
     Args:
@@ -33,12 +36,17 @@ def environment(version: int = 22907, **knobs: int) -> dict[str, str]:
 class Fake:
     """A handle on the fake in this process; all handles of one version share its state.
 
+    Args:
+        version: of NCCL; by default that of :func:`environment`, if it is in force here.
+
     Attributes:
         library: the ctypes library.
     """
 
-    def __init__(self, version: int = 22907) -> None:
-        self.library = ctypes.CDLL(library_path(version))
+    def __init__(self, version: int | None = None) -> None:
+        path = os.environ.get("COLLECTIVE_CUDA_LIBRARY", "")
+        in_force = version is None and os.path.exists(path)
+        self.library = ctypes.CDLL(path if in_force else library_path(version or VERSION))
         self.library.fake_knob.argtypes = [ctypes.c_char_p, ctypes.c_long]
         self.library.fake_log_size.restype = ctypes.c_size_t
         self.library.fake_log_read.restype = ctypes.c_size_t

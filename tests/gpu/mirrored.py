@@ -273,7 +273,8 @@ def _host_window(there: DeviceArray) -> Array:
     start = -raw.ctypes.data % _ALIGNED
     _windows[raw.ctypes.data + start] = there
     weakref.finalize(raw, _windows.pop, raw.ctypes.data + start).atexit = False
-    return raw[start : start + there.nbytes].view(there.dtype).reshape(there.shape)
+    made: Array = raw[start : start + there.nbytes].view(there.dtype).reshape(there.shape)
+    return made
 
 
 def _window(low: int, high: int) -> tuple[int, Any]:

@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("NCCL_LIBRARY", "CUDA_LIBRARY"):
         if f"COLLECTIVE_{name}" in environ:
             environ[f"GPU_TESTS_{name}"] = environ[f"COLLECTIVE_{name}"]
-    about = {"date": time.strftime("%Y-%m-%d"), **driver_version()}
+    about: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), **driver_version()}
     about |= {"ranks": options.ranks} | (versions(environ) if real else {"GPU": "none: a fake"})
     options.folder.mkdir(parents=True, exist_ok=True)
     lines = [f"### {about['date']}, {about['GPU']}", "", "| | |", "| --- | --- |"]

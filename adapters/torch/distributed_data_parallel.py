@@ -1,0 +1,302 @@
+"""Data-parallel training in several processes: one replica a rank, gradients averaged.
+
+The reduction of a bucket of gradients starts from a hook as soon as the bucket is full, beside
+the rest of the backward pass. What is not PyTorch's own is in :mod:`collective.gradients`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from collective.errors import GradientError, InvalidArgumentError
+from collective.gradients import Bucket, Gradients, Parameter
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+    from collective.work import Work
+
+__all__ = ["DistributedDataParallel"]
+
+_MIB = 1 << 20
+_PREFIX = "module."
+
+
+class DistributedDataParallel(nn.Module):
+    """A module whose gradients are averaged over the ranks in each backward pass.
+
+    Every rank makes it, of the same module. Rank 0's parameters and buffers go to all others
+    then. ``parameter.grad`` is a view of a bucket in memory that the transport reduces without
+    copies. A gradient is averaged over the ranks, as if the loss were the mean over all their
+    samples (if each rank has as many). Gradients become the same bits on all ranks, so that
+    the replicas stay equal as long as the optimizers do the same.
+
+    ``state_dict()`` is that of the bare module; ``load_state_dict`` also takes one with
+    ``module.`` before each name, as PyTorch's own wrapper writes it.
+
+    Args:
+        module: on the CPU or a GPU; all of its parameters on one device. Freeze parameters
+            before, not afterwards.
+        comm: connects the ranks.
+        bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB
+            at most, so that it is on its way early.
+        find_unused_parameters: look in each pass for parameters that the outputs do not depend
+            on. Their gradients count as zeros where another rank has some, and stay as they
+            are where nobody has.
+        broadcast_buffers: whether rank 0's buffers (running statistics) go to all ranks before
+            each forward pass that is followed by a reduction.
+        static_graph: the same parameters are used in every pass, equally often. Then they may
+            be used several times, in nested backward passes (reentrant checkpoints).
+        reduce: what to do with a full bucket, see :data:`collective.gradients.Reduce`; by
+            default the average over the ranks.
+
+    Raises:
+        MismatchError: the ranks' modules differ.
+        InvalidArgumentError: no parameter requires a gradient, or they are on several devices.
+
+    See Also:
+        torch.nn.parallel.DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        *,
+        bucket_mib: float = 25.0,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        static_graph: bool = False,
+        reduce: Callable[[Bucket], Work[Any] | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.comm = comm
+        self.find_unused_parameters = find_unused_parameters
+        self.broadcast_buffers = broadcast_buffers
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise InvalidArgumentError(
+                "DistributedDataParallel: no parameter of the module requires a gradient; there is "
+                "nothing to reduce. Use the module as it is."
+            )
+        devices = sorted({str(p.device) for p in module.parameters()})
+        if len(devices) > 1:
+            raise InvalidArgumentError(
+                f"DistributedDataParallel: parameters on {', '.join(devices)}; all must be on one "
+                "device. Move the module there, or give each part a wrapper of its own."
+            )
+        # Gradients mostly arrive in the reverse of the order in which modules were made.
+        named.reverse()
+        self._trained = [parameter for _, parameter in named]
+        self._numbers = {parameter: number for number, parameter in enumerate(self._trained)}
+        self._gradients = Gradients(
+            comm,
+            [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
+            like=self._trained[0].detach(),
+            bucket_bytes=max(1, int(bucket_mib * _MIB)),
+            first_bytes=max(1, min(_MIB, int(bucket_mib * _MIB))),
+            reduce=reduce,
+            counts=static_graph,
+        )
+        broadcast_state(module, comm)
+        self._sync = True  # whether the next forward pass is one whose gradients are reduced
+        self._syncing = True  # whether that of the backward pass under way was
+        self._queued = False  # whether the backward pass will call _finish
+        self._unused: list[int] = []
+        self._gradients.moved = _weakly(self._point)
+        arrived = _weakly(self._arrived)
+        untyped: Any
+        for number, untyped in enumerate(self._trained):
+            untyped.register_post_accumulate_grad_hook(_hook(arrived, number))
+        untyped = self
+        untyped.register_state_dict_post_hook(_without_prefix)
+        untyped.register_load_state_dict_pre_hook(_with_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            GradientError: the backward pass before broke off.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._syncing, self._queued = self._sync, False
+        if not self._syncing:
+            return self.module(*args, **kwargs)
+        if self._gradients.begun:
+            self._gradients.drop()
+            raise GradientError(
+                "DistributedDataParallel: the backward pass before this forward pass did not come "
+                f"to its end [rank {self.comm.rank} of {self.comm.size}]. With "
+                "find_unused_parameters=True each forward pass needs a backward pass; put those "
+                "without one under torch.no_grad() or no_sync()."
+            )
+        if self.broadcast_buffers:
+            _broadcast(list(self.module.buffers()), self.comm)
+        outputs = self.module(*args, **kwargs)
+        if self.find_unused_parameters:
+            self._leave_out(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the forward passes in the body add up on this rank alone.
+
+        The next pass outside of it reduces the sum.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # -- the backward pass ----------------------------------------------------------------
+
+    def _arrived(self, number: int, parameter: nn.Parameter) -> None:
+        """Have a gradient in its place; called when autograd has added to it."""
+        view = self._gradients.views[number]
+        if parameter.grad is not view:
+            # Made anew, as it was None: autograd adds to it in its place from now on.
+            assert parameter.grad is not None
+            view.copy_(parameter.grad.detach())
+            parameter.grad = view
+        if not self._syncing:
+            return
+        if not self._queued:
+            self._queued = True
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._finish)
+        self._gradients.ready(number)
+
+    def _finish(self) -> None:
+        """Wait for the reductions; called at the end of the backward pass."""
+        self._queued = False
+        self._gradients.finish()
+        if self.find_unused_parameters:
+            self._give_to_unused()
+
+    def _point(self) -> None:
+        """Have the parameters' gradients where the engine has laid them out anew."""
+        for parameter, view in zip(self._trained, self._gradients.views):
+            if parameter.grad is not None:
+                parameter.grad = view
+
+    # -- unused parameters ----------------------------------------------------------------
+
+    def _leave_out(self, outputs: Any) -> None:
+        """Find the parameters on which no output depends; their gradients are there already."""
+        used = _used(outputs)
+        self._unused = [n for n, p in enumerate(self._trained) if p not in used]
+        for number in self._unused:
+            view, grad = self._gradients.views[number], self._trained[number].grad
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                view.copy_(grad)
+            self._gradients.ready(number)
+        if len(self._unused) == len(self._trained):
+            # No hook will be called.
+            self._finish()
+
+    def _give_to_unused(self) -> None:
+        """Give the parameters that others have used what these had."""
+        used = torch.ones(len(self._trained), dtype=torch.uint8, device=self._trained[0].device)
+        used[self._unused] = 0
+        self.comm.all_reduce(used, op="max", out=used)
+        for number in self._unused:
+            if used[number]:
+                self._trained[number].grad = self._gradients.views[number]
+
+
+def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
+    """Give every rank the parameters and buffers of ``root``.
+
+    Raises:
+        MismatchError: the ranks' modules have not the same.
+    """
+    _broadcast([p.detach() for p in module.parameters()] + list(module.buffers()), comm, root)
+
+
+def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -> None:
+    """Give every rank some tensors of ``root``, those of one type in one message."""
+    if tensors:
+        comm.broadcast(tensors, root=root, out=tensors)
+
+
+def _used(outputs: Any) -> set[Any]:
+    """Return the leaves of the graph behind some tensors."""
+    todo = [tensor.grad_fn for tensor in _tensors(outputs) if tensor.grad_fn is not None]
+    found = {tensor for tensor in _tensors(outputs) if tensor.grad_fn is None}
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(leaf)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module has returned."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, dict):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, (list, tuple, set)):
+        for value in outputs:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        for each in dataclasses.fields(outputs):
+            yield from _tensors(getattr(outputs, each.name))
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """Return a call of ``method`` that does not keep its object alive, as hooks would."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = weak()
+        return None if found is None else found(*args)
+
+    return call
+
+
+def _hook(arrived: Callable[..., Any], number: int) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        arrived(number, parameter)
+
+    return hook
+
+
+def _without_prefix(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Name what is in a state as the bare module does."""
+    inner = prefix + _PREFIX
+    for name in [name for name in state if name.startswith(inner)]:
+        state[prefix + name[len(inner) :]] = state.pop(name)
+
+
+def _with_prefix(
+    module: DistributedDataParallel, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Name what is in a state as the wrapper does, if it is not."""
+    inner = prefix + _PREFIX
+    bare = {prefix + name for name, _ in module.module.named_parameters()}
+    if not any(name in bare for name in state):
+        return
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[inner + name[len(prefix) :]] = state.pop(name)

@@ -1,0 +1,381 @@
+"""``DistributedDataParallel``: against one process on the joined batch, and torch's own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import collective
+from collective.adapters.torch.distributed_data_parallel import DistributedDataParallel
+from collective.testing import RankPool, RanksFailedError
+
+_BACKENDS = ("threads", "shm", "gloo")
+
+
+@pytest.fixture(scope="module", params=[(b, n) for b in _BACKENDS for n in (2, 4)], ids=str)
+def pool(request: pytest.FixtureRequest) -> Any:
+    backend, size = request.param
+    with RankPool(size, backend, timeout=60.0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(2, "threads", timeout=30.0) as made:
+        yield made
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def mlp(seed: int = 3) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    made = nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
+    return made
+
+
+def batches(steps: int, rows: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        (
+            torch.randn(rows, 6, generator=generator, dtype=torch.float64),
+            torch.randn(rows, 2, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(steps)
+    ]
+
+
+def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def trained_alone(steps: int, set_to_none: bool = True, **options: Any) -> list[torch.Tensor]:
+    """Return the weights after training on the joined batches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def shard(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.chunk(comm.size)[comm.rank]
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_mib", [25.0, 0.001])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_equals_one_process_on_the_joined_batch(
+    pool: RankPool, bucket_mib: float, set_to_none: bool
+) -> None:
+    expected = trained_alone(5, set_to_none)
+    results = pool.run(training, bucket_mib, set_to_none)
+    for weights, same in results:
+        assert same
+        for a, b in zip(weights, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def training(comm: Any, bucket_mib: float, set_to_none: bool) -> Any:
+    model = mlp(seed=3 + comm.rank)  # rank 0's weights count
+    ddp = DistributedDataParallel(model, comm, bucket_mib=bucket_mib)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(5):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
+        for parameter, view in zip(ddp._trained, ddp._gradients.views):
+            assert parameter.grad is view
+        optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    flat = torch.cat([weight.reshape(-1) for weight in weights])
+    every = comm.all_gather(flat[None])
+    return weights, bool((every == every[0]).all())
+
+
+def test_buckets_are_reduced_during_the_backward_pass(two: RankPool) -> None:
+    two.run(early_buckets)
+
+
+def early_buckets(comm: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    model = mlp()
+
+    def reduce(bucket: Any) -> Any:
+        done = sum(parameter.grad is not None for parameter in model.parameters())
+        seen.append((bucket.index, done))
+        return ddp._gradients.average(bucket)
+
+    ddp = DistributedDataParallel(model, comm, bucket_mib=0.001, reduce=reduce)
+    x, y = batches(1)[0]
+    loss_of(ddp, x, y).backward()
+    indices = [index for index, _ in seen]
+    assert indices == list(range(len(ddp._gradients.buckets))) and len(indices) > 2
+    assert seen[0][1] < 6 and seen[-1][1] == 6
+
+
+def test_buckets_follow_the_order_of_arrival(two: RankPool) -> None:
+    two.run(reordered)
+
+
+class Backwards(nn.Module):
+    """Uses its layers in the reverse of the order in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def reordered(comm: Any) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Backwards(), comm, bucket_mib=0.0001)
+    assert [bucket.members for bucket in ddp._gradients.buckets] == [[0], [1], [2], [3]]
+    x = torch.full((2, 8), comm.rank + 1.0)
+    ddp(x).sum().backward()
+    first = [parameter.grad.clone() for parameter in ddp.parameters()]
+    assert [bucket.members for bucket in ddp._gradients.buckets] == [[3], [2], [1], [0]]
+    for parameter, view in zip(ddp._trained, ddp._gradients.views):
+        assert parameter.grad is view
+    ddp.zero_grad()
+    ddp(x).sum().backward()
+    for parameter, before in zip(ddp.parameters(), first):
+        torch.testing.assert_close(parameter.grad, before)
+
+
+def test_no_sync_adds_up_on_each_rank(pool: RankPool) -> None:
+    pool.run(accumulating)
+
+
+def accumulating(comm: Any) -> None:
+    model, alone = mlp(), mlp()
+    ddp = DistributedDataParallel(model, comm)
+    data = batches(3)
+    with ddp.no_sync():
+        for x, y in data[:2]:
+            loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    every = comm.all_gather(mine[0][None])
+    assert not (every[0] == every[1]).all()
+    loss_of(ddp, *(shard(comm, part) for part in data[2])).backward()
+    for x, y in data:
+        loss_of(alone, x, y).backward()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+# -- unused parameters ----------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4).double()
+        self.arms = nn.ModuleList(nn.Linear(4, 1).double() for _ in range(3))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+    def forward(self, x: torch.Tensor, arm: int) -> dict[str, torch.Tensor]:
+        return {"out": self.arms[arm](self.trunk(x))}
+
+
+def test_unused_parameters_are_named(two: RankPool) -> None:
+    two.run(forgotten)
+
+
+def forgotten(comm: Any) -> None:
+    ddp = DistributedDataParallel(Branches(), comm)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with pytest.raises(
+        collective.GradientError, match=r"none came .*arms\.1\.\w+.*find_unused_par"
+    ):
+        ddp(x, 0)["out"].sum().backward()
+
+
+def test_unused_parameters_are_found(pool: RankPool) -> None:
+    pool.run(found)
+
+
+def found(comm: Any) -> None:
+    model = Branches()
+    ddp = DistributedDataParallel(model, comm, find_unused_parameters=True, bucket_mib=0.0001)
+    for _ in range(3):
+        ddp.zero_grad()
+        x = torch.full((2, 4), comm.rank + 1.0, dtype=torch.float64)
+        ddp(x, comm.rank % 2)["out"].sum().backward()
+        ones = sum(range(1, comm.size + 1))
+        # Each arm's bias has a gradient of 2 from each of its ranks.
+        for arm in (0, 1):
+            ranks = len(range(arm, comm.size, 2))
+            got = model.arms[arm].bias.grad
+            assert got.item() == pytest.approx(2 * ranks / comm.size)
+        assert model.arms[2].weight.grad is None  # nobody's
+        got = model.trunk.weight.grad
+        torch.testing.assert_close(got, torch.full_like(got, 0.5 * 2 * ones / comm.size))
+
+
+def test_static_graph_takes_parameters_that_are_used_twice(two: RankPool) -> None:
+    two.run(twice)
+
+
+def twice(comm: Any) -> None:
+    model, alone = mlp(), mlp()
+    ddp = DistributedDataParallel(model, comm, static_graph=True, bucket_mib=0.001)
+    for x, y in batches(3):
+        ddp.zero_grad()
+        alone.zero_grad()
+        loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
+        loss_of(alone, x, y).backward()
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+# -- what else ------------------------------------------------------------------------------------
+
+
+def test_shared_and_frozen_parameters(two: RankPool) -> None:
+    two.run(shared)
+
+
+def shared(comm: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[2].weight = model[0].weight
+    model[3].weight.requires_grad = False
+    ddp = DistributedDataParallel(model, comm)
+    assert len(ddp._trained) == 4
+    frozen = model[3].weight.clone()
+    ddp(torch.full((3, 4), comm.rank + 1.0)).sum().backward()
+    assert model[0].weight.grad is model[2].weight.grad is not None
+    assert model[3].weight.grad is None and (comm.broadcast(frozen, root=0) == frozen).all()
+    every = comm.all_gather(model[0].weight.grad[None])
+    assert (every[0] == every[1]).all()
+
+
+def test_buffers_are_those_of_rank_0(two: RankPool) -> None:
+    two.run(buffers, True)
+    two.run(buffers, False)
+
+
+def buffers(comm: Any, broadcast: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    ddp = DistributedDataParallel(model, comm, broadcast_buffers=broadcast)
+    for _ in range(2):
+        ddp(torch.randn(5, 3) + comm.rank).sum().backward()
+    mine = model[0].running_mean.clone()
+    with torch.no_grad():
+        ddp.eval()(torch.zeros(2, 3))  # no rank has to join in this
+    ddp.train()(torch.randn(5, 3)).sum().backward()
+    zeros = comm.broadcast(mine, root=0)
+    assert bool((mine == zeros).all()) == (comm.rank == 0)
+    assert model[0].num_batches_tracked.item() == 3
+
+
+def test_state_is_that_of_the_bare_module(two: RankPool) -> None:
+    two.run(states)
+
+
+def states(comm: Any) -> None:
+    bare, other = mlp(1), mlp(2)
+    ddp = DistributedDataParallel(other, comm)
+    assert list(ddp.state_dict()) == list(bare.state_dict())
+    ddp.load_state_dict(bare.state_dict())
+    prefixed = {f"module.{name}": value for name, value in bare.state_dict().items()}
+    ddp.load_state_dict(prefixed)
+    for a, b in zip(other.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(a, b)
+    bare.load_state_dict(ddp.state_dict())
+    outer = nn.ModuleDict({"net": ddp})
+    assert list(outer.state_dict())[0] == "net.0.weight"
+    outer.load_state_dict(outer.state_dict())
+
+
+def test_clipping_and_scaling(two: RankPool) -> None:
+    two.run(clipped)
+
+
+def clipped(comm: Any) -> None:
+    model, alone = mlp().float(), mlp().float()
+    ddp = DistributedDataParallel(model, comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    x, y = (part.float() for part in batches(1)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(ddp, shard(comm, x), shard(comm, y))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    loss_of(alone, x, y).backward()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0.1, atol=0.05)
+    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    norms = comm.all_gather(norm.reshape(1))
+    assert (norms == norms[0]).all()
+    scaler.step(optimizer)
+    every = comm.all_gather(model[0].weight.detach()[None])
+    assert (every[0] == every[1]).all()
+
+
+def test_models_that_differ_are_refused(two: RankPool) -> None:
+    two.run(differing)
+
+
+def differing(comm: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3 + comm.rank))
+    with pytest.raises(
+        collective.MismatchError, match=r"rank 1 has 0\.bias float32\[4\], rank 0 0"
+    ):
+        DistributedDataParallel(model, comm)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + comm.rank)))
+    with pytest.raises(collective.MismatchError, match="rank 1 has 4 parameters, rank 0 has 2"):
+        DistributedDataParallel(model, comm)
+    with pytest.raises(collective.InvalidArgumentError, match="no parameter"):
+        DistributedDataParallel(nn.ReLU(), comm)
+
+
+def test_a_backward_pass_that_breaks_off(two: RankPool) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        two.run(broken, timeout=20.0)
+    text = str(caught.value)
+    assert "the third layer fails" in text and "PeerFailedError" in text
+
+
+def broken(comm: Any) -> None:
+    ddp = DistributedDataParallel(mlp(), comm, bucket_mib=0.001)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("the third layer fails")
+
+    if comm.rank == 1:
+        ddp.module[0].weight.register_hook(fail)
+    x, y = batches(1)[0]
+    with comm:
+        loss_of(ddp, x, y).backward()
+
+
+def test_nothing_keeps_it_alive(two: RankPool) -> None:
+    two.run(dropped)
+
+
+def dropped(comm: Any) -> None:
+    model = mlp()
+    ddp = DistributedDataParallel(model, comm)
+    weak = weakref.ref(ddp._gradients)
+    x, y = batches(1)[0]
+    loss_of(ddp, x, y).backward()
+    del ddp
+    assert weak() is None
+    loss_of(model, x, y).backward()  # its hooks are there still, and do nothing
