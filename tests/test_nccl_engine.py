@@ -248,6 +248,9 @@ def test_an_error_of_another_rank_is_seen(ranks: Ranks) -> None:
         for rank, comm in enumerate(comms):
             comm.all_reduce(at(x), at(x), 3, FLOAT32, SUM, ranks.stream(rank))
         said = until(comms[0].async_error)
+    with comms[0]._lock:  # as a call does that is inside NCCL
+        assert ranks.run(1, lambda _: comms[0].async_error(wait=False)) == [None]
+    assert comms[0].async_error(wait=False) == said
     assert "rank 0 of NCCL's communicator: remote process exited" in said
     assert "ncclRemoteError, 6" in said
     comms[0].destroy(within())  # what is broken is aborted, not destroyed

@@ -1,4 +1,4 @@
-"""``nccl`` on the ABI fake with ranks that are threads, a GPU each, and calls from other threads."""
+"""``nccl`` on the ABI fake: ranks that are threads, a GPU each, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ from collective import cuda
 from collective.backends.nccl import NcclBackend
 from collective.cuda.array import DeviceArray
 from collective.errors import (
-    CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     DeviceError,

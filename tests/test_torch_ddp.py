@@ -121,8 +121,10 @@ def early_buckets(comm: Any) -> None:
     x, y = batches(1)[0]
     loss_of(ddp, x, y).backward()
     indices = [index for index, _ in seen]
-    assert indices == list(range(len(ddp._gradients.buckets))) and len(indices) > 2
-    assert seen[0][1] < 6 and seen[-1][1] == 6
+    assert indices == list(range(len(ddp._gradients.buckets)))
+    assert len(indices) > 2
+    assert seen[0][1] < 6
+    assert seen[-1][1] == 6
 
 
 def test_buckets_follow_the_order_of_arrival(two: RankPool) -> None:
@@ -261,7 +263,8 @@ def shared(comm: Any) -> None:
     frozen = model[3].weight.clone()
     ddp(torch.full((3, 4), comm.rank + 1.0)).sum().backward()
     assert model[0].weight.grad is model[2].weight.grad is not None
-    assert model[3].weight.grad is None and (comm.broadcast(frozen, root=0) == frozen).all()
+    assert model[3].weight.grad is None
+    assert (comm.broadcast(frozen, root=0) == frozen).all()
     every = comm.all_gather(model[0].weight.grad[None])
     assert (every[0] == every[1]).all()
 
@@ -300,7 +303,7 @@ def states(comm: Any) -> None:
         assert torch.equal(a, b)
     bare.load_state_dict(ddp.state_dict())
     outer = nn.ModuleDict({"net": ddp})
-    assert list(outer.state_dict())[0] == "net.0.weight"
+    assert next(iter(outer.state_dict())) == "net.0.weight"
     outer.load_state_dict(outer.state_dict())
 
 
@@ -350,7 +353,8 @@ def test_a_backward_pass_that_breaks_off(two: RankPool) -> None:
     with pytest.raises(RanksFailedError) as caught:
         two.run(broken, timeout=20.0)
     text = str(caught.value)
-    assert "the third layer fails" in text and "PeerFailedError" in text
+    assert "the third layer fails" in text
+    assert "PeerFailedError" in text
 
 
 def broken(comm: Any) -> None:

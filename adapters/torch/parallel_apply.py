@@ -73,9 +73,13 @@ def parallel_apply(
         if error is not None:
             place = calls.devices[index]
             on = f" on {place}" if place is not None else ""
-            raised = _told(error, f"replica {index} of {len(modules)}{on}")
-            errors.clear()  # an error that holds this frame, which holds it, would live on
-            raise raised.with_traceback(error.__traceback__)
+            told = _told(error, f"replica {index} of {len(modules)}{on}")
+            try:
+                raise told.with_traceback(error.__traceback__)
+            finally:
+                # An exception holds this frame: held by it, it would keep the replicas' memory.
+                errors.clear()
+                del error, told
     return results
 
 

@@ -25,8 +25,7 @@ BUFFER_BYTES = 10 << 20
 # something while it runs does so for itself alone.
 _OWN = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
 _CONTAINERS = (list, tuple, dict, OrderedDict)
-# Longer lists and dicts are taken for data, as vocabularies: to look through them at every
-# forward pass would take longer than the pass.
+# Longer lists are taken for data, as vocabularies: to search them would outlast a forward pass.
 _LONGEST = 1000
 _DEEPEST = 3
 
@@ -210,7 +209,8 @@ def _copies_of(module: nn.Module, known: list[dict[int, Any]]) -> list[nn.Module
             copied = vars(found[id(part)])
             copied.update(attributes)
             for name, value in own.items():
-                copied[name] = value.copy() if isinstance(value, set) else _mapped(value, found)
+                keep = not value or isinstance(value, set)
+                copied[name] = value.copy() if keep else _mapped(value, found)
             for name, value in live.items():
                 copied[name] = _mapped(value, found)
     return [found[id(module)] for found in known]
@@ -380,7 +380,8 @@ def _buckets(tensors: Sequence[Tensor], buffer_bytes: int) -> list[list[int]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return strided and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _one_device(call: str, tensors: Sequence[Tensor]) -> None:
