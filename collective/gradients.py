@@ -281,6 +281,18 @@ class Gradients:
                 "into the loss, pass find_unused_parameters=True; parameters that are never "
                 "trained want requires_grad=False."
             )
+        self._conclude()
+
+    def shadow(self) -> None:
+        """Take part, with zeros, in a pass that only other ranks make."""
+        self._begin()
+        for slab in self._slabs.values():
+            slab[...] = 0
+        for bucket in self.buckets:
+            bucket.missing = 0
+        self._conclude()
+
+    def _conclude(self) -> None:
         try:
             self._launch(all_of_them=True)
             for work in self._works:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from collective.adapters.torch.joining import Attendance
+from collective.adapters.torch.sparse import all_reduce_sparse
 from collective.errors import GradientError, InvalidArgumentError
 from collective.gradients import Bucket, Gradients, Parameter
 
@@ -82,6 +84,9 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        sparse = {
+            each.weight for each in module.modules() if getattr(each, "sparse", False) is True
+        }
         if not named:
             raise InvalidArgumentError(
                 "DistributedDataParallel: no parameter of the module requires a gradient; there is "
@@ -95,12 +100,14 @@ class DistributedDataParallel(nn.Module):
             )
         # Gradients mostly arrive in the reverse of the order in which modules were made.
         named.reverse()
+        self._sparse = [parameter for _, parameter in named if parameter in sparse]
+        named = [(name, parameter) for name, parameter in named if parameter not in sparse]
         self._trained = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._trained)}
         self._gradients = Gradients(
             comm,
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
-            like=self._trained[0].detach(),
+            like=next(module.parameters()).detach(),
             bucket_bytes=max(1, int(bucket_mib * _MIB)),
             first_bytes=max(1, min(_MIB, int(bucket_mib * _MIB))),
             reduce=reduce,
@@ -111,11 +118,15 @@ class DistributedDataParallel(nn.Module):
         self._syncing = True  # whether that of the backward pass under way was
         self._queued = False  # whether the backward pass will call _finish
         self._unused: list[int] = []
+        self._attendance: Attendance | None = None  # inside of join()
         self._gradients.moved = _weakly(self._point)
         arrived = _weakly(self._arrived)
         untyped: Any
         for number, untyped in enumerate(self._trained):
             untyped.register_post_accumulate_grad_hook(_hook(arrived, number))
+        expect = _weakly(self._expect_end)
+        for untyped in self._sparse:
+            untyped.register_post_accumulate_grad_hook(lambda _: expect())
         untyped = self
         untyped.register_state_dict_post_hook(_without_prefix)
         untyped.register_load_state_dict_pre_hook(_with_prefix)
@@ -139,8 +150,12 @@ class DistributedDataParallel(nn.Module):
                 "find_unused_parameters=True each forward pass needs a backward pass; put those "
                 "without one under torch.no_grad() or no_sync()."
             )
+        root = 0
+        if self._attendance is not None:
+            self._attendance.step(True)
+            root = self._attendance.root
         if self.broadcast_buffers:
-            _broadcast(list(self.module.buffers()), self.comm)
+            _broadcast(list(self.module.buffers()), self.comm, root)
         outputs = self.module(*args, **kwargs)
         if self.find_unused_parameters:
             self._leave_out(outputs)
@@ -158,6 +173,35 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._sync = before
 
+    @contextlib.contextmanager
+    def join(self, by_all: bool = True) -> Iterator[None]:
+        """Let ranks have different numbers of batches in the body, a loop over them.
+
+        A rank whose body has ended takes part, with gradients of zero, in the passes of those
+        that still have batches. At the end all ranks get the state of one that was among the
+        last; optimizers of others have made fewer steps.
+
+        Collective: every rank enters it; inside, every forward pass whose gradients are
+        reduced has one backward pass.
+
+        Args:
+            by_all: averages stay over all ranks, so that samples count alike; else they are
+                over those that still have batches.
+        """
+        attendance = self._attendance = Attendance(self.comm, by_all)
+        try:
+            yield
+            for _ in attendance.rest():
+                if self.broadcast_buffers:
+                    _broadcast(list(self.module.buffers()), self.comm, attendance.root)
+                self._gradients.shadow()
+                self._reduce_sparse(absent=True)
+                if self.find_unused_parameters:
+                    self._agree_on_unused(range(len(self._trained)))
+            broadcast_state(self.module, self.comm, attendance.root)
+        finally:
+            self._attendance = None
+
     # -- the backward pass ----------------------------------------------------------------
 
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
@@ -168,20 +212,41 @@ class DistributedDataParallel(nn.Module):
             assert parameter.grad is not None
             view.copy_(parameter.grad.detach())
             parameter.grad = view
-        if not self._syncing:
-            return
-        if not self._queued:
+        if self._syncing:
+            self._expect_end()
+            self._gradients.ready(number)
+
+    def _expect_end(self) -> None:
+        """Have autograd call :meth:`_finish` at the end of this backward pass."""
+        if self._syncing and not self._queued:
             self._queued = True
             engine: Any = Variable._execution_engine
             engine.queue_callback(self._finish)
-        self._gradients.ready(number)
 
     def _finish(self) -> None:
         """Wait for the reductions; called at the end of the backward pass."""
         self._queued = False
         self._gradients.finish()
+        self._reduce_sparse()
         if self.find_unused_parameters:
-            self._give_to_unused()
+            used = self._agree_on_unused(self._unused)
+            for number in self._unused:
+                if used[number]:
+                    self._trained[number].grad = self._gradients.views[number]
+        if self._attendance is not None and self._attendance.factor != 1:
+            for parameter in [*self._trained, *self._sparse]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._attendance.factor)
+
+    def _reduce_sparse(self, absent: bool = False) -> None:
+        """Average the gradients that are not in buckets, as they are sparse."""
+        for parameter in self._sparse:
+            grad = None if absent else parameter.grad
+            if grad is None:
+                grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            reduced = all_reduce_sparse(grad, self.comm, "avg")
+            if not absent:
+                parameter.grad = reduced
 
     def _point(self) -> None:
         """Have the parameters' gradients where the engine has laid them out anew."""
@@ -202,18 +267,16 @@ class DistributedDataParallel(nn.Module):
             elif grad is not view:
                 view.copy_(grad)
             self._gradients.ready(number)
-        if len(self._unused) == len(self._trained):
+        if len(self._unused) == len(self._trained) and not used.intersection(self._sparse):
             # No hook will be called.
             self._finish()
 
-    def _give_to_unused(self) -> None:
-        """Give the parameters that others have used what these had."""
-        used = torch.ones(len(self._trained), dtype=torch.uint8, device=self._trained[0].device)
-        used[self._unused] = 0
-        self.comm.all_reduce(used, op="max", out=used)
-        for number in self._unused:
-            if used[number]:
-                self._trained[number].grad = self._gradients.views[number]
+    def _agree_on_unused(self, unused: Sequence[int]) -> list[int]:
+        """Return for each parameter whether it was used on any rank."""
+        used = torch.ones(len(self._trained), dtype=torch.uint8)
+        used[list(unused)] = 0
+        found: list[int] = self.comm.all_gather_object(used.tolist())
+        return [max(each) for each in zip(*found)]
 
 
 def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
