@@ -85,7 +85,7 @@ def rank(folder: Path, names: Sequence[str], quick: bool) -> None:
     import torch.distributed as dist
 
     import collective
-    from collective.adapters.torch.distributed_data_parallel import DistributedDataParallel
+    from collective.adapters.torch import DistributedDataParallel
 
     torch.set_num_threads(1)
     comm = collective.init("shm")

@@ -48,12 +48,14 @@ class Bucket:
         index: its place in the order in which buckets are reduced, the same on all ranks.
         array: their memory, one-dimensional, of the framework; gaps between them hold zeros.
         members: which parameters' they are, by number.
+        views: the gradients in it, one for each member.
         is_last: whether it is the last one of a backward pass.
     """
 
     index: int
     array: Any
     members: list[int]
+    views: list[Any]
     is_last: bool = False
     missing: int = field(default=0, repr=False)
 
@@ -194,11 +196,14 @@ class Gradients:
             slab = self._slabs[self.parameters[members[0]].dtype]
             start = placed[members[0]][0]
             stop = placed[members[-1]][0] + self._extents(members[-1])[1]
-            bucket = Bucket(index, slab[start:stop], members, index == len(closed) - 1)
-            self.buckets.append(bucket)
             for number in members:
                 at, count = placed[number]
                 self.views[number] = slab[at : at + count].reshape(self.parameters[number].shape)
+            views = [self.views[number] for number in members]
+            last = index == len(closed) - 1
+            bucket = Bucket(index, slab[start:stop], members, views, last)
+            self.buckets.append(bucket)
+            for number in members:
                 self._bucket_of[number] = bucket
 
     def _settle(self) -> None:

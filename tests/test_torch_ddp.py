@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import collective
-from collective.adapters.torch.distributed_data_parallel import DistributedDataParallel
+from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool, RanksFailedError
 
 _BACKENDS = ("threads", "shm", "gloo")

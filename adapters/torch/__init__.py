@@ -1,1 +1,59 @@
-"""PyTorch: its tensors as arrays of ``collective``."""
+"""PyTorch: its tensors as arrays of ``collective``, and data-parallel training.
+
+What is exported is imported when it is first asked for: a program that only passes tensors to a
+communicator does without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collective.adapters.torch.applying import parallel_apply
+    from collective.adapters.torch.distributed_data_parallel import (
+        DistributedDataParallel,
+        broadcast_state,
+    )
+    from collective.adapters.torch.replicas import DataParallel, data_parallel
+    from collective.adapters.torch.replicating import (
+        broadcast_coalesced,
+        reduce_add_coalesced,
+        replicate,
+    )
+    from collective.adapters.torch.scattering import gather, scatter
+    from collective.adapters.torch.sparse import all_reduce_sparse
+
+__all__ = [
+    "DataParallel",
+    "DistributedDataParallel",
+    "all_reduce_sparse",
+    "broadcast_coalesced",
+    "broadcast_state",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "reduce_add_coalesced",
+    "replicate",
+    "scatter",
+]
+
+_MODULES = {
+    "DataParallel": "replicas",
+    "DistributedDataParallel": "distributed_data_parallel",
+    "all_reduce_sparse": "sparse",
+    "broadcast_coalesced": "replicating",
+    "broadcast_state": "distributed_data_parallel",
+    "data_parallel": "replicas",
+    "gather": "scattering",
+    "parallel_apply": "applying",
+    "reduce_add_coalesced": "replicating",
+    "replicate": "replicating",
+    "scatter": "scattering",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.work import Work
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "broadcast_state"]
 
 _MIB = 1 << 20
 _PREFIX = "module."

@@ -35,8 +35,7 @@ def broadcast_coalesced(
 ) -> list[list[Tensor]]:
     """Give each device the tensors, copied in buckets.
 
-    The backward pass adds up the gradients of a tensor's copies on its own device, in the
-    devices' order; a copy without gradient is left out.
+    The backward pass adds up the copies' gradients on the tensor's device, those there are.
 
     Args:
         tensors: dense or sparse, of any dtypes, all on one device.
@@ -307,8 +306,9 @@ def _placed(
 ) -> list[list[Tensor]]:
     """Return the tensors on each device, as aliases where they are there."""
     return [
-        # A view, so that torch refuses in-place changes of what belongs to the module.
-        [t.view_as(t) if _is_plain(t) else t.detach() for t in tensors]
+        # Their version is kept, to notice a step before the backward pass; as views they could
+        # not be changed in place, as an embedding with max_norm does.
+        [t.detach() for t in tensors]
         if tensors and tensors[0].device == place
         else _copied(tensors, place, buffer_bytes)
         for place in places

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from collective.adapters.torch import scattering
-from collective.adapters.torch.parallel_apply import parallel_apply
+from collective.adapters.torch.applying import parallel_apply
 from collective.adapters.torch.replicating import check_replicable, replicate
 from collective.errors import DeviceError, InvalidArgumentError
 

@@ -69,17 +69,7 @@ def parallel_apply(
         thread.start()
     for thread in threads:
         thread.join()
-    for index, error in enumerate(errors):
-        if error is not None:
-            place = calls.devices[index]
-            on = f" on {place}" if place is not None else ""
-            told = _told(error, f"replica {index} of {len(modules)}{on}")
-            try:
-                raise told.with_traceback(error.__traceback__)
-            finally:
-                # An exception holds this frame: held by it, it would keep the replicas' memory.
-                errors.clear()
-                del error, told
+    _raise_first(errors, calls.devices)
     return results
 
 
@@ -155,6 +145,21 @@ class _Ambience:
             if device in self._streams:
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
+
+
+def _raise_first(
+    errors: list[BaseException | None], devices: Sequence[torch.device | None]
+) -> None:
+    for index, error in enumerate(errors):
+        if error is not None:
+            on = "" if devices[index] is None else f" on {devices[index]}"
+            told = _told(error, f"replica {index} of {len(errors)}{on}")
+            try:
+                raise told.with_traceback(error.__traceback__)
+            finally:
+                # An exception holds this frame: held by it, it would keep the replicas' memory.
+                errors.clear()
+                del error, told
 
 
 def _told(error: BaseException, where: str) -> BaseException:

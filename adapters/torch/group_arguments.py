@@ -1,0 +1,49 @@
+"""What torch passes to the methods of a process group: a list or a tensor, options or a root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["listed", "op_of", "options_of", "root_of", "seconds_of"]
+
+Tensor = torch.Tensor
+
+
+class _Timeout:
+    """Options of a call of which only the timeout was given."""
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self.timeout = timeout
+
+
+def listed(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def options_of(opts: Any, timeout: timedelta | None) -> Any:
+    return opts if hasattr(opts, "timeout") else _Timeout(timeout)
+
+
+def seconds_of(opts: Any) -> float | None:
+    """Return the seconds that a call may take, None for the group's own timeout."""
+    timeout = getattr(opts, "timeout", None)
+    if timeout is None or timeout <= timedelta(0):  # torch says "unset" with a negative one
+        return None
+    return float(timeout.total_seconds())
+
+
+def op_of(opts: Any) -> Any:
+    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        return opts
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def root_of(opts: Any) -> int:
+    if opts is None or isinstance(opts, int):
+        return opts or 0
+    return int(opts.rootRank)

@@ -1,0 +1,222 @@
+"""Modules called in parallel, a thread each."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from collective.adapters.torch.applying import parallel_apply  # noqa: E402
+from collective.errors import InvalidArgumentError  # noqa: E402
+
+
+class CodedError(Exception):
+    """With a constructor of its own, as many libraries' errors."""
+
+    def __init__(self, code, *, hint):
+        super().__init__(f"code {code}")
+        self.code = code
+        self.hint = hint
+
+
+class WordlessError(Exception):
+    def __str__(self):
+        return "words of its own"
+
+
+def raising(error):
+    def where_it_broke(*_):
+        raise error
+
+    return where_it_broke
+
+
+def fine(*args):
+    return args
+
+
+def test_each_module_has_its_arguments_and_a_thread():
+    meeting = threading.Barrier(3)
+
+    def call(*args, **kwargs):
+        meeting.wait(timeout=10)  # nobody gets by unless all three run at once
+        return args, kwargs, threading.current_thread().name
+
+    found = parallel_apply([call] * 3, [(1, 2), [3], "one"], [{"a": 1}, None, {}])
+    assert found == [
+        ((1, 2), {"a": 1}, "replica-0"),
+        ((3,), {}, "replica-1"),
+        (("one",), {}, "replica-2"),
+    ]
+
+
+def test_one_module_alone_is_called_in_the_callers_thread():
+    def call():
+        return threading.current_thread()
+
+    assert parallel_apply([call], [()]) == [threading.current_thread()]
+    error = ValueError("bad")
+    with pytest.raises(ValueError, match="bad") as caught:
+        parallel_apply([raising(error)], [()])
+    assert caught.value is error
+
+
+def state():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.is_autocast_cache_enabled() if torch.is_autocast_enabled("cpu") else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "entered",
+    [
+        lambda: torch.enable_grad(),
+        lambda: torch.no_grad(),
+        lambda: torch.inference_mode(),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+    ],
+    ids="grad no_grad inference bfloat16 float16".split(),
+)
+def test_threads_have_the_callers_state(entered):
+    with entered():
+        expected = state()
+        assert parallel_apply([state] * 2, [(), ()]) == [expected] * 2
+    assert parallel_apply([state] * 2, [(), ()]) == [state()] * 2
+
+
+def test_grad_mode_inside_of_inference_mode_is_carried():
+    with torch.inference_mode(), torch.enable_grad():
+        assert parallel_apply([state] * 2, [(), ()]) == [state()] * 2
+
+
+def test_autocast_changes_what_the_replicas_compute():
+    linear = torch.nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = parallel_apply([linear] * 2, [torch.ones(1, 4)] * 2)
+    assert [out.dtype for out in found] == [torch.bfloat16] * 2
+
+
+def test_context_variables_are_carried_and_not_shared():
+    variable = contextvars.ContextVar("variable", default="none")
+    variable.set("mine")
+
+    def call():
+        found = variable.get()
+        variable.set("the replica's")
+        return found
+
+    assert parallel_apply([call] * 2, [(), ()]) == ["mine", "mine"]
+    assert variable.get() == "mine"
+
+
+def test_an_exception_tells_the_replica_and_where_it_broke():
+    with pytest.raises(ValueError, match=r"^replica 1 of 3 on cpu: bad$") as caught:
+        parallel_apply(
+            [fine, raising(ValueError("bad")), raising(KeyError("later"))], [torch.ones(1)] * 3
+        )
+    assert type(caught.value) is ValueError
+    text = "".join(traceback.format_exception(caught.value))
+    assert "where_it_broke" in text
+    assert text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("missing"), "replica 0 of 2: missing"),
+        (AssertionError(), "replica 0 of 2"),
+        (NotImplementedError("later"), "replica 0 of 2: later"),
+        (torch.OutOfMemoryError("no memory"), "replica 0 of 2: no memory"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_the_type_of_an_exception_is_kept(error, text):
+    with pytest.raises(type(error)) as caught:
+        parallel_apply([raising(error), fine], [(), ()])
+    assert type(caught.value) is type(error)
+    assert caught.value.args == (text,)
+    assert error.args != (text,)  # the module's own object is as it was
+
+
+def test_the_attributes_and_the_cause_of_an_exception_are_kept():
+    error = CodedError(7, hint="try less")
+    error.__cause__ = OSError("disk")
+    with pytest.raises(CodedError, match="replica 0 of 2: code 7") as caught:
+        parallel_apply([raising(error), fine], [(), ()])
+    assert (caught.value.code, caught.value.hint) == (7, "try less")
+    assert caught.value.__cause__ is error.__cause__
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(2, "no such file"),
+        UnicodeDecodeError("utf-8", b"a", 0, 1, "broken"),
+        WordlessError(),
+        SystemExit(3),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_that_is_no_plain_text_is_raised_as_it_is_with_a_note(error):
+    before = str(error), error.args
+    with pytest.raises(type(error)) as caught:
+        parallel_apply([fine, raising(error)], [(), ()])
+    assert caught.value is error
+    assert (str(error), error.args) == before
+    assert error.__notes__ == ["replica 1 of 2"]
+
+
+def test_all_have_ended_before_an_exception_is_raised():
+    ended = []
+
+    def slow():
+        time.sleep(0.1)
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="replica 0"):
+        parallel_apply([raising(ValueError("bad")), slow], [(), ()])
+    assert ended == [True]
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
+
+
+def test_an_exception_that_was_handled_leaves_nothing_behind():
+    kept = []
+
+    def broken(x):
+        activation = x * 2
+        kept.append(weakref.ref(activation))
+        raise ValueError("bad")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            parallel_apply([broken, broken], [torch.ones(1)] * 2)
+        assert [reference() for reference in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_one_object_raised_twice_does_not_gather_prefixes():
+    error = ValueError("bad")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^replica 0 of 2: bad$"):
+            parallel_apply([raising(error), raising(error)], [(), ()])
+
+
+def test_lists_of_different_lengths_are_refused():
+    for options in ({"inputs": [()]}, {"kwargs": [{}]}, {"devices": ["cpu"]}):
+        with pytest.raises(InvalidArgumentError, match=f"1 {next(iter(options))} for 2 modules"):
+            parallel_apply([fine] * 2, **{"inputs": [(), ()], **options})

@@ -1,0 +1,159 @@
+"""``DistributedDataParallel`` where the ranks' inputs are uneven, and gradients sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import collective
+from collective.adapters.torch import DistributedDataParallel, all_reduce_sparse
+from collective.testing import RankPool, RanksFailedError
+
+
+@pytest.fixture(scope="module", params=[("threads", 2), ("shm", 3), ("gloo", 2)], ids=str)
+def pool(request: pytest.FixtureRequest) -> Any:
+    backend, size = request.param
+    with RankPool(size, backend, timeout=60.0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(2, "threads", timeout=30.0) as made:
+        yield made
+
+
+# -- uneven inputs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("unused", [True, False])
+def test_join(pool: RankPool, by_all: bool, unused: bool) -> None:
+    """Each step's average is of those that are there, or of all; the end is the same for all."""
+    for weights, expected, counted in pool.run(joined, by_all, unused):
+        torch.testing.assert_close(weights, expected)
+        assert counted == 2 + pool.size - 1  # the buffers' too
+
+
+def joined(comm: Any, by_all: bool, unused: bool) -> Any:
+    model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1, bias=False))
+    model = model.double()
+    nn.init.zeros_(model[1].weight)
+    ddp = DistributedDataParallel(model, comm, find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    steps = 2 + comm.rank
+    x = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    target = x / (1 + 1e-5) ** 0.5
+    with ddp.join(by_all):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            # A gradient of -1 on each rank that is there.
+            (-(ddp(x) * target / target.square()).mean()).backward()
+            optimizer.step()
+    expected = 0.0
+    for step in range(2 + comm.size - 1):
+        there = sum(step < 2 + rank for rank in range(comm.size))
+        expected += there / comm.size if by_all else 1.0
+    got = model[1].weight.detach()
+    return got, torch.full_like(got, expected), model[0].num_batches_tracked.item()
+
+
+def test_join_with_a_static_graph_and_rank_0_first(two: RankPool) -> None:
+    two.run(empty_at_first)
+
+
+def empty_at_first(comm: Any) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(model, comm, static_graph=True, bucket_mib=1e-5)
+    for _ in range(2):
+        with ddp.join():
+            for _ in range(2 * comm.rank):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 2)).sum().backward()
+                assert (model.weight.grad == 0.5).all()
+    ddp.zero_grad()
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert (model.weight.grad == 1.0).all()
+
+
+def test_an_error_inside_of_join_ends_all_ranks(two: RankPool) -> None:
+    with pytest.raises(RanksFailedError, match="no more of it") as caught:
+        two.run(fails_inside, timeout=20.0)
+    assert "PeerFailedError" in str(caught.value)
+
+
+def fails_inside(comm: Any) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 1), comm)
+    with comm, ddp.join():
+        for step in range(3):
+            if comm.rank and step == 1:
+                raise ValueError("no more of it")
+            ddp(torch.ones(1, 2)).sum().backward()
+
+
+# -- sparse gradients -----------------------------------------------------------------------------
+
+
+def test_sparse_sums(pool: RankPool) -> None:
+    pool.run(sums)
+
+
+def sums(comm: Any) -> None:
+    rank, size = comm.rank, comm.size
+    # Ranks have different numbers of elements, rank 0 none, one of them twice.
+    indices = torch.tensor([[i % 4 for i in range(2 * rank)], [i % 2 for i in range(2 * rank)]])
+    mine = torch.sparse_coo_tensor(
+        indices.long(), torch.arange(2.0 * rank) + 1, (4, 2), check_invariants=True
+    )
+    expected = comm.all_reduce(mine.to_dense())
+    got = all_reduce_sparse(mine, comm)
+    assert got.is_coalesced()
+    torch.testing.assert_close(got.to_dense(), expected)
+    torch.testing.assert_close(all_reduce_sparse(mine, comm, "avg").to_dense(), expected / size)
+    rows = torch.sparse_coo_tensor(
+        [[rank, 0]], torch.ones(2, 3), (size, 3), check_invariants=True
+    )  # of whole rows
+    expected = comm.all_reduce(rows.to_dense())
+    torch.testing.assert_close(all_reduce_sparse(rows, comm).to_dense(), expected)
+    with pytest.raises(collective.InvalidArgumentError, match="'sum' or 'avg' of one in COO"):
+        all_reduce_sparse(expected, comm)
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_sparse_embeddings(pool: RankPool, unused: bool) -> None:
+    pool.run(embedded, unused)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4, sparse=sparse).double()
+        self.bag = nn.EmbeddingBag(9, 4, sparse=sparse, mode="sum").double()
+        self.out = nn.Linear(4, 1).double()
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(x).sum(1) + self.bag(x))
+
+
+def embedded(comm: Any, unused: bool) -> None:
+    model, alone = Words(sparse=True), Words(sparse=False)
+    ddp = DistributedDataParallel(model, comm, find_unused_parameters=unused)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(3):
+        x = torch.randint(9, (2 * comm.size, 3), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(x.chunk(comm.size)[comm.rank]).mean().backward()
+        alone(x).mean().backward()
+        assert model.words.weight.grad.is_sparse
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b)

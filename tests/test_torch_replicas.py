@@ -1,0 +1,373 @@
+"""DataParallel: one process, several devices, a replica and a thread each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import traceback
+import types
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from collective.adapters.torch import scattering  # noqa: E402
+from collective.adapters.torch.replicas import (  # noqa: E402
+    DataParallel,
+    data_parallel,
+    imbalance,
+)
+from collective.errors import (  # noqa: E402
+    DeviceError,
+    InvalidArgumentError,
+    ShapeError,
+    UnsupportedError,
+)
+
+CPUS = ["cpu", "cpu"]
+# Sums in another order are within; a lost gradient is far outside.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 6, 2, padding=1),
+        nn.BatchNorm2d(6).eval(),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.GRU(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        out, _ = self.cells(x.unflatten(1, (2, 4)))
+        return self.head(out[:, -1])
+
+
+@pytest.mark.parametrize("build", [mlp, cnn, Recurrent])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_training_ends_with_the_weights_of_the_module_alone(build, devices):
+    torch.manual_seed(0)
+    alone = build()
+    wrapped = DataParallel(copy.deepcopy(alone), ["cpu"] * devices)
+    data = [(torch.randn(n, 8), torch.randint(3, (n,))) for n in (10, 7, 12, 1, 10)]
+    ends = []
+    for model in (alone, wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for x, y in data * 2:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        ends.append(losses)
+    assert ends[1] == pytest.approx(ends[0], rel=1e-4)
+    assert ends[0][0] != ends[0][-1]
+    for expected, found in zip(alone.parameters(), wrapped.parameters()):
+        assert torch.allclose(expected, found, **CLOSE)
+
+
+class Echo(nn.Module):
+    """Return what came, and remember in which thread and replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.calls: list[Any] = []
+
+    def forward(self, *args, **kwargs):
+        self.calls.append((threading.current_thread().name, self))
+        return args, kwargs
+
+
+@dataclasses.dataclass
+class Batch:
+    image: torch.Tensor
+    more: dict
+
+
+def test_nested_arguments_reach_the_replicas_and_come_back():
+    module = Echo()
+    batch = Batch(torch.randn(4, 2), {"mask": [torch.arange(4)], "name": "a"})
+    args, kwargs = DataParallel(module, CPUS)(batch, 3, None, scale=torch.arange(4.0), flag=True)
+    assert torch.equal(args[0].image, batch.image)
+    assert args[0].more["mask"][0].tolist() == [0, 1, 2, 3]
+    assert (args[0].more["name"], args[1:], kwargs["flag"]) == ("a", (3, None), True)
+    assert kwargs["scale"].tolist() == [0, 1, 2, 3]
+    assert sorted(name for name, _ in module.calls) == ["replica-0", "replica-1"]
+    assert module not in [part for _, part in module.calls]
+
+
+@pytest.mark.parametrize(("samples", "replicas"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3)])
+def test_fewer_samples_use_fewer_replicas(samples, replicas):
+    module = Echo()
+    (x,), _ = DataParallel(module, ["cpu"] * 3)(torch.arange(samples), flag=True)
+    assert x.tolist() == list(range(samples))
+    assert len(module.calls) == replicas
+    # One replica is the module itself.
+    assert (module in [part for _, part in module.calls]) is (replicas == 1)
+
+
+def test_one_device_is_a_plain_call():
+    module = Echo()
+    x = torch.ones(3)
+    args, kwargs = DataParallel(module, ["cpu"])(x, loss=torch.tensor(1.0)[None])
+    assert args[0] is x
+    assert list(kwargs) == ["loss"]
+    assert module.calls == [(threading.current_thread().name, module)]
+
+
+def test_calls_without_tensors_are_plain_calls():
+    module = Echo()
+    assert DataParallel(module, CPUS)() == ((), {})
+    assert DataParallel(module, CPUS)(2, n=3) == ((2,), {"n": 3})
+    assert len(module.calls) == 2
+
+
+def test_the_dimension_of_the_samples():
+    x = torch.randn(2, 4, 3)
+    module = Echo()
+    (found,), _ = DataParallel(module, CPUS, dim=1)(x)
+    assert torch.equal(found, x)
+    assert len(module.calls) == 2
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:gather. every replica")
+def test_a_loss_inside_of_the_module_becomes_a_vector():
+    module = Loss()
+    x = torch.randn(6, 8)
+    wrapped = DataParallel(module, CPUS)
+    losses = wrapped(x)
+    assert losses.shape == (2,)
+    assert wrapped(x[:1]).shape == (1,)
+    assert DataParallel(module, ["cpu"])(x).shape == ()
+    losses.mean().backward()
+    found = module.linear.weight.grad.clone()
+    module.zero_grad()
+    module(x).backward()
+    assert torch.allclose(found, module.linear.weight.grad, **CLOSE)
+
+
+def test_scalars_are_warned_of():
+    scattering._warn_of_scalars.cache_clear()
+    wrapped = DataParallel(Loss(), CPUS)
+    with pytest.warns(UserWarning, match="every replica returned a scalar") as caught:
+        wrapped(torch.ones(2, 8))
+    wrapped(torch.ones(2, 8))  # another warning would be an error
+    assert len(caught) == 1
+
+
+def test_running_statistics_are_those_of_the_first_part():
+    torch.manual_seed(0)
+    module = nn.BatchNorm1d(3)
+    expected = copy.deepcopy(module)
+    x = torch.randn(8, 3)
+    out = DataParallel(module, CPUS)(x)
+    first = expected(x[:4])
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffer, module.get_buffer(name))
+    assert torch.allclose(out[:4], first)
+    assert not torch.allclose(out[4:], expected.eval()(x[4:]), atol=1e-2)
+
+
+def test_gradients_of_the_inputs():
+    module = mlp()
+    x = torch.randn(5, 8, requires_grad=True)
+    again = x.detach().requires_grad_()
+    DataParallel(module, CPUS)(x).square().sum().backward()
+    module(again).square().sum().backward()
+    assert torch.allclose(x.grad, again.grad, **CLOSE)
+
+
+def test_gradients_of_gradients():
+    module = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(5, 8)
+    found = []
+    for model in (module, DataParallel(module, CPUS)):
+        module.zero_grad()
+        first = torch.autograd.grad(model(x).sum(), list(module.parameters()), create_graph=True)
+        sum(grad.square().sum() for grad in first).backward()
+        found.append([parameter.grad.clone() for parameter in list(module.parameters())[:-1]])
+    assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(*found))
+
+
+def test_unused_and_frozen_parameters_have_no_gradient():
+    module = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    module.forward = types.MethodType(lambda self, x: self["used"](x), module)
+    module["used"].bias.requires_grad_(False)
+    DataParallel(module, CPUS)(torch.ones(4, 2)).sum().backward()
+    assert module["used"].weight.grad.tolist() == [[4, 4], [4, 4]]
+    assert [p.grad for p in (module["used"].bias, *module["unused"].parameters())] == [None] * 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_is_no_graph(mode):
+    module = mlp()
+    x = torch.randn(4, 8)
+    with mode():
+        out = DataParallel(module, CPUS)(x)
+        assert torch.allclose(out, module(x), **CLOSE)
+    assert out.grad_fn is None
+    assert out.is_inference() is (mode is torch.inference_mode)
+
+
+def test_autocast_and_its_gradients():
+    module = mlp()
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = DataParallel(module, CPUS)(x)
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_hooks_of_the_module_its_parts_and_its_parameters_run():
+    module = mlp()
+    seen = []
+    module[0].register_forward_pre_hook(lambda part, args: seen.append("pre"))
+    module[2].register_full_backward_hook(lambda part, *_: seen.append("backward"))
+    module[0].weight.register_hook(lambda grad: seen.append("parameter"))
+    module[4].bias.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    DataParallel(module, CPUS)(torch.ones(4, 8)).sum().backward()
+    counts = {name: seen.count(name) for name in seen}
+    assert counts == {"pre": 2, "backward": 2, "parameter": 1, "accumulated": 1}
+
+
+def test_a_failing_replica_is_told_after_all_have_ended():
+    class Failing(nn.Module):
+        def forward(self, x):
+            self.check(x)
+            return x
+
+        def check(self, x):
+            if (x > 2).any():
+                raise ValueError(f"too large: {x.max()}")
+
+    with pytest.raises(ValueError, match=r"^replica 1 of 2 on cpu: too large: 3$") as caught:
+        DataParallel(Failing(), CPUS)(torch.arange(4))
+    assert "in check" in "".join(traceback.format_exception(caught.value))
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
+
+
+def test_checkpoints_are_those_of_the_module_with_a_prefix():
+    module = cnn()
+    wrapped = DataParallel(module, CPUS)
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+    other = DataParallel(cnn(), ["cpu"] * 3)
+    other.load_state_dict(wrapped.state_dict())
+    assert all(map(torch.equal, other.parameters(), module.parameters()))
+    again = copy.deepcopy(wrapped)
+    x = torch.randn(4, 8)
+    assert torch.allclose(again(x), wrapped(x), **CLOSE)
+    assert "devices=[cpu, cpu], output_device=cpu, dim=0" in repr(wrapped)
+
+
+def test_steps_can_be_replaced():
+    class Mine(DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            return scattering.scatter_kwargs(inputs, kwargs, devices, self.dim, [1, 3])
+
+        def gather(self, outputs, output_device):
+            return [len(args[0]) for args, _ in outputs]
+
+    assert Mine(Echo(), CPUS)(torch.ones(4)) == [1, 3]
+
+
+def test_the_function_is_the_module_for_one_call():
+    module = Echo()
+    (x,), kwargs = data_parallel(module, torch.arange(3), CPUS, module_kwargs={"n": 1})
+    assert (x.tolist(), kwargs, len(module.calls)) == ([0, 1, 2], {"n": 1}, 2)
+    args, _ = data_parallel(module, (torch.ones(2, 4), 5), CPUS, dim=1)
+    assert (args[0].shape, args[1]) == ((2, 4), 5)
+    assert data_parallel(module, (torch.ones(2),), CPUS, "meta")[0][0].is_meta
+
+
+def test_without_devices_all_gpus_or_the_modules_device_are_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert DataParallel(nn.Linear(1, 1)).devices == [torch.device("cpu")]
+    assert DataParallel(nn.Linear(1, 1, device="meta")).devices == [torch.device("meta")]
+    assert DataParallel(nn.ReLU()).devices == [torch.device("cpu")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    same = types.SimpleNamespace(total_memory=1, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: same)
+    found = DataParallel(nn.Linear(1, 1))
+    assert found.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert found.output_device == torch.device("cuda:0")
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(InvalidArgumentError, match="a function"):
+        DataParallel(test_what_does_not_fit_is_refused, CPUS)
+    with pytest.raises(DeviceError, match="a list"):
+        DataParallel(nn.ReLU(), [])
+    with pytest.raises(InvalidArgumentError, match="not initialized"):
+        DataParallel(nn.LazyLinear(1), CPUS)
+    with pytest.raises(DeviceError, match=r"on meta; allowed is cpu.*module\.to\('cpu'\)"):
+        DataParallel(nn.Linear(1, 1, device="meta"), CPUS)(torch.ones(2, 1))
+    with pytest.raises(ShapeError, match="pieces"):
+        DataParallel(Echo(), CPUS)(torch.ones(4), torch.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scripted_and_compiled_modules_are_refused():
+    for module in (torch.jit.trace(mlp(), torch.ones(1, 8)), torch.compile(mlp())):
+        with pytest.raises(UnsupportedError, match="Wrap the module"):
+            DataParallel(nn.Sequential(module), CPUS)
+
+
+def gpu(memory: int, cores: int) -> Any:
+    return types.SimpleNamespace(total_memory=memory, multi_processor_count=cores)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        ([gpu(75, 100), gpu(100, 75)], None),
+        ([gpu(100, 10)], None),
+        ([], None),
+        ([gpu(100, 10), gpu(74, 10)], "b has 74% of the memory of a"),
+        ([gpu(100, 6), gpu(90, 10), gpu(80, 9)], "a has 60% of the cores of b"),
+    ],
+    ids="alike one none memory cores".split(),
+)
+def test_unequal_gpus_are_told(gpus, text):
+    found = imbalance("abc"[: len(gpus)], gpus)
+    assert (found is None) if text is None else (text in found)
+
+
+def test_unequal_gpus_are_warned_of(monkeypatch):
+    properties = {0: gpu(100, 10), 1: gpu(50, 10)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties[gpu.index])
+    with pytest.warns(UserWarning, match="cuda:1 has 50% of the memory of cuda:0") as caught:
+        DataParallel(nn.ReLU(), [0, 1])
+    assert caught[0].filename == __file__
