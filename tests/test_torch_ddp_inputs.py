@@ -157,3 +157,8 @@ def embedded(comm: Any, unused: bool) -> None:
             optimizer.step()
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+    with ddp.join():
+        for _ in range(comm.rank):
+            ddp.zero_grad()
+            ddp(x).mean().backward()
+            assert model.words.weight.grad.is_sparse

@@ -10,11 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collective.adapters.torch import functional
     from collective.adapters.torch.applying import parallel_apply
+    from collective.adapters.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from collective.adapters.torch.data import PrefetchLoader, ShardedSampler
     from collective.adapters.torch.distributed_data_parallel import (
         DistributedDataParallel,
         broadcast_state,
     )
+    from collective.adapters.torch.loops import sync_gradients, sync_initial_weights
     from collective.adapters.torch.replicas import DataParallel, data_parallel
     from collective.adapters.torch.replicating import (
         broadcast_coalesced,
@@ -22,38 +26,56 @@ if TYPE_CHECKING:
         replicate,
     )
     from collective.adapters.torch.scattering import gather, scatter
+    from collective.adapters.torch.sharded_optimizer import ShardedOptimizer
     from collective.adapters.torch.sparse import all_reduce_sparse
 
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "PrefetchLoader",
+    "ShardedOptimizer",
+    "ShardedSampler",
+    "SyncBatchNorm",
     "all_reduce_sparse",
     "broadcast_coalesced",
     "broadcast_state",
+    "convert_sync_batchnorm",
     "data_parallel",
+    "functional",
     "gather",
     "parallel_apply",
     "reduce_add_coalesced",
     "replicate",
     "scatter",
+    "sync_gradients",
+    "sync_initial_weights",
 ]
 
 _MODULES = {
     "DataParallel": "replicas",
     "DistributedDataParallel": "distributed_data_parallel",
+    "PrefetchLoader": "data",
+    "ShardedOptimizer": "sharded_optimizer",
+    "ShardedSampler": "data",
+    "SyncBatchNorm": "batch_norm",
     "all_reduce_sparse": "sparse",
     "broadcast_coalesced": "replicating",
     "broadcast_state": "distributed_data_parallel",
+    "convert_sync_batchnorm": "batch_norm",
     "data_parallel": "replicas",
     "gather": "scattering",
     "parallel_apply": "applying",
     "reduce_add_coalesced": "replicating",
     "replicate": "replicating",
     "scatter": "scattering",
+    "sync_gradients": "loops",
+    "sync_initial_weights": "loops",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return importlib.import_module(f"{__name__}.functional")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

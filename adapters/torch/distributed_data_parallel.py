@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from collective.adapters.torch.joining import Attendance
-from collective.adapters.torch.sparse import all_reduce_sparse
+from collective.adapters.torch.sparse import all_reduce_sparse, empty_sparse
 from collective.errors import GradientError, InvalidArgumentError
 from collective.gradients import Bucket, Gradients, Parameter
 
@@ -243,7 +243,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in self._sparse:
             grad = None if absent else parameter.grad
             if grad is None:
-                grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+                grad = empty_sparse(parameter.detach())
             reduced = all_reduce_sparse(grad, self.comm, "avg")
             if not absent:
                 parameter.grad = reduced

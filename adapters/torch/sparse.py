@@ -11,7 +11,19 @@ from collective.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["all_reduce_sparse"]
+__all__ = ["all_reduce_sparse", "empty_sparse"]
+
+
+def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
+    """Return a sparse tensor without elements, by default as an embedding's gradient is.
+
+    Args:
+        like: a dense one of its shape, dtype and device.
+        sparse_dim: how many of the first axes are indexed.
+    """
+    indices = torch.zeros((sparse_dim, 0), dtype=torch.int64, device=like.device)
+    values = like.new_zeros((0, *like.shape[sparse_dim:]))
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
 
 
 def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Hand-written loops, and an optimizer whose state is spread over the ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import collective
+from collective.adapters.torch import ShardedOptimizer, sync_gradients, sync_initial_weights
+from collective.testing import RankPool
+
+
+@pytest.fixture(scope="module", params=[("threads", 2), ("shm", 3), ("gloo", 2)], ids=str)
+def pool(request: pytest.FixtureRequest) -> Any:
+    backend, size = request.param
+    with RankPool(size, backend, timeout=60.0) as made:
+        yield made
+
+
+def model_of(seed: int = 1) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    made = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 1))
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
+    return made
+
+
+def batch(step: int, rows: int = 12) -> torch.Tensor:
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+# -- weights and gradients ------------------------------------------------------------------------
+
+
+def test_a_hand_written_loop(pool: RankPool) -> None:
+    pool.run(by_hand)
+
+
+def by_hand(comm: Any) -> None:
+    model, alone = model_of(1 + comm.rank), model_of(1)
+    sync_initial_weights(model, comm)
+    for step in range(4):
+        x = batch(step)
+        for each, part in ((model, x.chunk(comm.size)[comm.rank]), (alone, x)):
+            each.zero_grad()
+            each(part).square().mean().backward()
+        sync_gradients(model, comm)
+        with torch.no_grad():
+            for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
+                a -= 0.1 * a.grad
+                b -= 0.1 * b.grad
+
+
+def test_gradients_that_some_ranks_lack(pool: RankPool) -> None:
+    pool.run(lacking)
+
+
+def lacking(comm: Any) -> None:
+    a, b, c, d = (nn.Parameter(torch.ones(3)) for _ in range(4))
+    words = nn.Parameter(torch.zeros(4, 2))
+    a.grad = torch.full((3,), comm.rank + 1.0)
+    if comm.rank == 1:
+        b.grad = torch.full((3,), 6.0)
+        words.grad = torch.sparse_coo_tensor([[2]], torch.ones(1, 2), (4, 2), check_invariants=True)
+    d.requires_grad = False
+    sync_gradients([a, b, c, d, words], comm, op="sum")
+    assert a.grad.tolist() == [sum(range(1, comm.size + 1))] * 3
+    assert b.grad.tolist() == [6.0] * 3
+    assert c.grad is None
+    assert d.grad is None
+    assert words.grad.to_dense().tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
+
+
+# -- a state that is spread -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "groups"])
+def test_equals_the_optimizer_that_is_spread(pool: RankPool, kind: str) -> None:
+    pool.run(spread, kind)
+
+
+def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
+    """Return an optimizer, spread if there is a communicator."""
+    parameters: Any = list(model.parameters())
+    options: dict[str, Any] = {"lr": 0.05}
+    made: Any = torch.optim.Adam
+    if kind == "sgd":
+        made, options = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
+    if kind == "groups":
+        parameters = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:]}]
+    if comm is None:
+        return made(parameters, **options)
+    return ShardedOptimizer(parameters, made, comm, **options)
+
+
+def trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = None) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def spread(comm: Any, kind: str) -> None:
+    model, alone = model_of(), model_of()
+    optimizers = optimizer_of(kind, model, comm), optimizer_of(kind, alone)
+    for each, optimizer in zip((model, alone), optimizers):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        trained(each, optimizer, range(5), scheduler)
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    held = sum(
+        value.numel()
+        for state in optimizers[0]._local.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    everything = sum(
+        value.numel()
+        for state in optimizers[1].state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    assert held < 0.75 * everything
+    assert comm.all_reduce(torch.tensor(held)).item() == everything
+
+
+@pytest.mark.parametrize("kind", ["adam", "groups"])
+def test_states_of_any_number_of_ranks(pool: RankPool, kind: str) -> None:
+    pool.run(resumed, kind)
+
+
+def resumed(comm: Any, kind: str) -> None:
+    first, alone = model_of(), model_of()
+    optimizer, whole = optimizer_of(kind, first, comm), optimizer_of(kind, alone)
+    trained(first, optimizer, range(3))
+    trained(alone, whole, range(6))
+    state = copy.deepcopy(optimizer.state_dict())
+    # On one rank, by the class itself.
+    single = copy.deepcopy(first)
+    resumed_alone = optimizer_of(kind, single)
+    resumed_alone.load_state_dict(copy.deepcopy(state))  # which it keeps, and writes to
+    trained(single, resumed_alone, range(3, 6))
+    # Spread again, from the state of one rank.
+    again = copy.deepcopy(first)
+    resumed_spread = optimizer_of(kind, again, comm)
+    resumed_spread.load_state_dict(state)
+    trained(again, resumed_spread, range(3, 6))
+    for model in (single, again):
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    small = ShardedOptimizer([nn.Parameter(torch.ones(1))], torch.optim.Adam, comm)
+    with pytest.raises(collective.InvalidArgumentError, match="groups of"):
+        small.load_state_dict(state)
+
+
+def test_more_ranks_than_parameters_and_groups_that_come_later(pool: RankPool) -> None:
+    pool.run(few)
+
+
+def few(comm: Any) -> None:
+    a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = ShardedOptimizer([a], torch.optim.SGD, comm, lr=1.0)
+    optimizer.add_param_group({"params": [b], "lr": 0.5})
+    loss = torch.tensor(3.0)
+
+    def closure() -> torch.Tensor:
+        a.grad, b.grad = torch.ones(4), torch.ones(2, dtype=torch.float64)
+        return loss
+
+    assert optimizer.step(closure) is loss
+    assert a.tolist() == [0.0] * 4
+    assert b.tolist() == [0.5] * 2
+
+
+def test_other_parameters_are_refused(pool: RankPool) -> None:
+    pool.run(others)
+
+
+def others(comm: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
+    with pytest.raises(collective.MismatchError, match="rank 1 has other parameters than rank 0"):
+        ShardedOptimizer([parameter], torch.optim.SGD, comm, lr=1.0)
