@@ -1,0 +1,169 @@
+"""The gradient engine by itself, on NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import collective
+from collective.gradients import Gradients, Parameter
+from collective.testing import RankPool
+
+_SIZES = {"float32": 4, "float64": 8, "float16": 2}
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(2, "threads", timeout=30.0) as made:
+        yield made
+
+
+def parameters_of(shapes: list[tuple[tuple[int, ...], str]]) -> list[Parameter]:
+    return [Parameter(f"p{i}", shape, dtype) for i, (shape, dtype) in enumerate(shapes)]
+
+
+# -- layout ---------------------------------------------------------------------------------------
+
+_shapes = st.lists(
+    st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(list(_SIZES))),
+    max_size=12,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes=_shapes, first=st.integers(1, 400), limit=st.integers(1, 2000), data=st.data())
+def test_layout(shapes: Any, first: int, limit: int, data: Any) -> None:
+    """Each gradient has a place of its own in one bucket, in any order of arrival."""
+    with collective.init("threads") as comm:
+        engine = Gradients(
+            comm, parameters_of(shapes), like="numpy", first_bytes=first, bucket_bytes=limit
+        )
+        values = [np.full(shape, i + 1, dtype) for i, (shape, dtype) in enumerate(shapes)]
+        orders = [
+            data.draw(st.permutations(range(len(shapes)))),
+            data.draw(st.permutations(range(len(shapes)))),
+        ]
+        for order in orders:
+            for number in order:
+                assert engine.views[number].shape == shapes[number][0]
+                engine.views[number][...] = values[number]
+            for number in order:
+                engine.ready(number)
+            engine.finish()
+            for view, value in zip(engine.views, values, strict=True):
+                np.testing.assert_array_equal(view, value)
+            members = [number for bucket in engine.buckets for number in bucket.members]
+            assert sorted(members) == list(range(len(shapes)))
+        for bucket in engine.buckets:
+            assert len({shapes[number][1] for number in bucket.members}) == 1
+            total = sum(-(-engine.views[n].nbytes // 64) * 64 for n in bucket.members)
+            assert bucket.array.nbytes == total
+            filled = [view for view in bucket.views if view.size]
+            assert total <= (limit if bucket.index else first) or len(filled) == 1
+            assert all(np.shares_memory(v, bucket.array) for v in bucket.views if v.size)
+            used = sum(int((bucket.array == n + 1).sum()) for n in bucket.members)
+            assert used == sum(engine.views[n].size for n in bucket.members)
+
+
+# -- passes ---------------------------------------------------------------------------------------
+
+
+def test_buckets_go_in_one_order_whatever_comes_first(two: RankPool) -> None:
+    two.run(any_order)
+
+
+def any_order(comm: Any) -> None:
+    shapes = [((40,), "float32")] * 6
+    launched: list[int] = []
+
+    def reduce(bucket: Any) -> Any:
+        launched.append(bucket.index)
+        return engine.average(bucket)
+
+    engine = Gradients(
+        comm, parameters_of(shapes), like="numpy", first_bytes=1, bucket_bytes=1, reduce=reduce
+    )
+    for step in range(3):
+        order = np.random.default_rng((step, comm.rank)).permutation(6)
+        launched.clear()
+        for number in order:
+            engine.views[number][...] = comm.rank + number
+            engine.ready(int(number))
+        assert engine.begun
+        engine.finish()
+        assert not engine.begun
+        assert launched == list(range(6))
+        for number, view in enumerate(engine.views):
+            assert (view == number + 0.5).all()
+
+
+def test_after_the_first_pass_the_order_is_rank_0s(two: RankPool) -> None:
+    two.run(settled)
+
+
+def settled(comm: Any) -> None:
+    engine = Gradients(
+        comm, parameters_of([((3,), "float64")] * 3), like="numpy", first_bytes=1, bucket_bytes=1
+    )
+    moves: list[int] = []
+    engine.moved = lambda: moves.append(1)
+    for number in (2, 0, 1) if comm.rank == 0 else (0, 1, 2):
+        engine.views[number][...] = number
+        engine.ready(number)
+    engine.finish()
+    assert [bucket.members for bucket in engine.buckets] == [[2], [0], [1]]
+    assert [view.tolist() for view in engine.views] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert moves == [1]
+    for number in (0, 1, 2):
+        engine.ready(number)
+    engine.finish()
+    assert moves == [1]
+
+
+def test_gradients_that_are_missing_or_come_twice(two: RankPool) -> None:
+    two.run(wrong)
+
+
+def wrong(comm: Any) -> None:
+    engine = Gradients(comm, parameters_of([((3,), "float32")] * 14), like="numpy")
+    engine.ready(1)
+    with pytest.raises(collective.GradientError, match="p1 was ready twice"):
+        engine.ready(1)
+    assert engine.missing() == [0, *range(2, 14)]
+    with pytest.raises(collective.GradientError, match=r"p0, p2, .*p10 and 3 more \[rank"):
+        engine.finish()
+    for _ in range(2):  # it goes on
+        for number in range(14):
+            engine.views[number][...] = comm.rank
+            engine.ready(number)
+        engine.finish()
+        assert all((view == 0.5).all() for view in engine.views)
+
+
+@pytest.mark.parametrize("name", ["bucket_bytes", "first_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_bad_limits(name: str, value: Any) -> None:
+    with (
+        collective.init("threads") as comm,
+        pytest.raises(collective.InvalidArgumentError, match=name),
+    ):
+        Gradients(comm, [], like="numpy", **{name: value})
+
+
+def test_a_reduction_that_fails_ends_the_pass(two: RankPool) -> None:
+    two.run(failing)
+
+
+def failing(comm: Any) -> None:
+    def reduce(bucket: Any) -> Any:
+        raise ValueError("cannot")
+
+    engine = Gradients(comm, parameters_of([((3,), "float32")]), like="numpy", reduce=reduce)
+    engine.ready(0)
+    with pytest.raises(ValueError, match="cannot"):
+        engine.finish()
+    assert not engine.begun

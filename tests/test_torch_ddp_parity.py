@@ -1,0 +1,87 @@
+"""``DistributedDataParallel`` beside PyTorch's own, over Gloo: the same model, seeds and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel as Torchs
+
+from collective.adapters.torch import DistributedDataParallel
+from collective.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    with RankPool(2, "shm", timeout=90.0) as made:
+        yield made
+
+
+class Net(nn.Module):
+    """Convolutions with batch normalisation, and layers of which one is left out at times."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+        )
+        self.hidden = nn.ModuleList(nn.Linear(144, 16) for _ in range(1 + branches))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        chosen = self.hidden[step % len(self.hidden)]
+        return self.head(torch.tanh(chosen(self.features(x))))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("way", ["plain", "unused", "accumulate", "static"])
+def test_the_same_weights(pool: RankPool, tmp_path: Path, way: str, optimizer: str) -> None:
+    pool.run(both, str(tmp_path / "store"), way, optimizer)
+
+
+def both(comm: Any, store: str, way: str, optimizer: str) -> None:
+    files = dist.FileStore(store, comm.size)
+    dist.init_process_group("gloo", store=files, rank=comm.rank, world_size=comm.size)
+    try:
+        states = []
+        for ours in (True, False):
+            torch.manual_seed(comm.rank)
+            model = Net(way == "unused").double()
+            options: dict[str, Any] = {}
+            if way == "unused":
+                options["find_unused_parameters"] = True
+            if way == "static":
+                options["static_graph"] = True
+            wrapped: Any
+            if ours:
+                wrapped = DistributedDataParallel(model, comm, bucket_mib=0.005, **options)
+            else:
+                wrapped = Torchs(model, bucket_cap_mb=1, gradient_as_bucket_view=True, **options)
+            train(wrapped, getattr(torch.optim, optimizer), comm.rank, way == "accumulate")
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        for name, value in states[0].items():
+            if "running" in name and way == "accumulate" and comm.rank:
+                continue  # they get rank 0's in other passes, and nobody else gets theirs
+            torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-10)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(wrapped: Any, kind: Any, rank: int, accumulate: bool) -> None:
+    generator = torch.Generator().manual_seed(100 + rank)
+    optimizer = kind(wrapped.parameters(), lr=0.02)
+    for step in range(6):
+        x = torch.randn(5, 1, 8, 8, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (5,), generator=generator)
+        if accumulate and step % 2 == 0:
+            with wrapped.no_sync():
+                functional.cross_entropy(wrapped(x, step), y).backward()
+            continue
+        functional.cross_entropy(wrapped(x, step), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
