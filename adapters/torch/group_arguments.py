@@ -22,10 +22,12 @@ class _Timeout:
 
 
 def listed(tensors: Any) -> Sequence[Tensor]:
+    """Return the tensors of a call that may have been given one alone."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def options_of(opts: Any, timeout: timedelta | None) -> Any:
+    """Return the options of a call, which may be something else, and a timeout beside it."""
     return opts if hasattr(opts, "timeout") else _Timeout(timeout)
 
 
@@ -38,12 +40,14 @@ def seconds_of(opts: Any) -> float | None:
 
 
 def op_of(opts: Any) -> Any:
+    """Return the operator that options hold, or that stands in their place."""
     if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return opts
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def root_of(opts: Any) -> int:
+    """Return the root that options hold, or that stands in their place."""
     if opts is None or isinstance(opts, int):
         return opts or 0
     return int(opts.rootRank)
