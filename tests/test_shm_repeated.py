@@ -93,7 +93,7 @@ def new_views(comm) -> tuple[int, int]:
         comm.all_reduce(view, out=view)
         assert (view == sum(r + step for r in range(comm.size))).all(), step
         del view
-    return reused, len(comm._repeated)
+    return reused, len(comm._repeated._views)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -122,6 +122,26 @@ def sums(comm: Any) -> None:
         all_reduce_sparse(expected, comm)
 
 
+def test_sparse_gradients_of_what_is_no_embedding_become_dense(two: RankPool) -> None:
+    two.run(no_embedding)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
+
+
+def no_embedding(comm: Any) -> None:
+    model = Looks()
+    ddp = DistributedDataParallel(model, comm)
+    ddp(torch.tensor([comm.rank])).sum().backward()
+    assert model.table.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("unused", [True, False])
 def test_sparse_embeddings(pool: RankPool, unused: bool) -> None:
     pool.run(embedded, unused)

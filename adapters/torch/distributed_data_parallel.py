@@ -206,11 +206,12 @@ class DistributedDataParallel(nn.Module):
 
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
         """Have a gradient in its place; called when autograd has added to it."""
-        view = self._gradients.views[number]
-        if parameter.grad is not view:
+        view, grad = self._gradients.views[number], parameter.grad
+        if grad is not view:
             # Made anew, as it was None: autograd adds to it in its place from now on.
-            assert parameter.grad is not None
-            view.copy_(parameter.grad.detach())
+            assert grad is not None
+            grad = grad.detach()
+            view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
             parameter.grad = view
         if self._syncing:
             self._expect_end()

@@ -1,0 +1,245 @@
+"""What torch.distributed gets back from a call: works, with futures, and the queue they wait in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collective import call as call_module
+from collective.work import Lane, Work
+
+__all__ = ["Answer", "Joined", "Queue", "Task", "call_site", "in_backward"]
+
+# Its types change from version to version of torch.
+_Base: Any = dist.distributed_c10d.Work
+_OURS = os.path.dirname(os.path.abspath(call_module.__file__)) + os.sep
+#: Returns -1 but while a backward pass calls.
+in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+class Task(Work[Any]):
+    """A call in the background that tells a future when it is over.
+
+    Args:
+        what: the operation, for errors.
+        value: what the future holds in the end.
+    """
+
+    def __init__(self, what: str, value: Any) -> None:
+        super().__init__(what)
+        self._value = value
+        self._guard = threading.Lock()
+        self._told = False
+        self._future: torch.futures.Future[Any] | None = None
+
+    def future(self, devices: Sequence[torch.device]) -> torch.futures.Future[Any]:
+        """Return the future of this call, always the same one."""
+        with self._guard:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future(devices=list(devices))
+        if self._over:
+            self._tell()
+        return self._future
+
+    def _end(self) -> None:
+        super()._end()
+        self._tell()
+
+    def _tell(self) -> None:
+        # Once: what ends the call and who asks for the future may both come here.
+        with self._guard:
+            future = None if self._told else self._future
+            self._told = future is not None or self._told
+        if future is None:
+            return
+        if self._error is None:
+            future.set_result(self._value)
+        else:
+            future.set_exception(self._error)
+
+
+class Answer(_Base):  # type: ignore[misc]
+    """A call of torch.distributed's: over, or in the background.
+
+    Args:
+        tensors: what it writes to.
+        work: the call, if it is in the background.
+        source: the rank that a message is received from, or what tells it afterwards.
+        event: what the current stream of a GPU has to wait for.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor] = (),
+        work: Work[Any] | None = None,
+        source: int | Callable[[], int] = -1,
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._work = work
+        self._source = source
+        self._event = event
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the results may be used; raise what the call raised.
+
+        Args:
+            timeout: zero waits for as long as the call's own deadline allows.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` passed and the call goes on.
+            CollectiveError: whatever the call raised.
+        """
+        if self._work is not None:
+            seconds = timeout.total_seconds()
+            self._work.wait(seconds if seconds > 0 else None)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether the call is over, well or badly, without waiting."""
+        if self._work is not None and not self._work.done():
+            return False
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def is_success(self) -> bool:
+        """Tell whether the call is over and went well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what the call raised, None if it went well or is running."""
+        return None if self._work is None else self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait, and return the tensors that were written to."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from; -1 for anything else."""
+        return self._source() if callable(self._source) else self._source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future whose value are the tensors that are written to."""
+        devices: list[Any] = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
+        if isinstance(self._work, Task):
+            future = self._work.future(devices)
+            # DDP's reducer takes the value for tensors and crashes on an exception, which is
+            # what set_exception() leaves to C++. What a callback raises is an error there, too.
+            return future if in_backward() == -1 else future.then(lambda done: done.value())
+        if self._future is None:
+            future = torch.futures.Future(devices=devices)
+            try:
+                self.wait()
+                future.set_result(self._tensors)
+            except Exception as error:
+                future.set_exception(error)
+            self._future = future
+        return self._future
+
+
+class Joined(Answer):
+    """Several calls as one.
+
+    Args:
+        answers: the calls.
+    """
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        super().__init__([tensor for answer in answers for tensor in answer._tensors])
+        self._answers = answers
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for answer in self._answers:
+            answer.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(answer.is_completed() for answer in self._answers)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (each.exception() for each in self._answers) if e), None)
+
+
+class Queue:
+    """Runs calls in the order in which they were made: in the background, or here and now.
+
+    Args:
+        name: of its thread.
+        timeout: seconds that :meth:`close` waits for what is still running.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._lane = Lane(name)
+        self._timeout = timeout
+        self._inside = threading.local()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return self._lane.idle
+
+    def run(self, what: str, function: Callable[[], Any]) -> None:
+        """Run a call and return when it is over.
+
+        A callback of a future may make calls, too. They come right after the call whose future
+        it is, on every rank alike.
+        """
+        if self._lane.idle or getattr(self._inside, "thread", False):
+            outside = call_module.in_thread.site
+            call_module.in_thread.site = call_site() if outside is None else outside
+            try:
+                function()
+            finally:
+                call_module.in_thread.site = outside
+        else:
+            self.start(what, function, None).wait()
+
+    def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
+        """Run a call after those made before, in the background."""
+        task, site = Task(what, value), call_site()
+
+        def turn() -> Any:
+            self._inside.thread = True
+            call_module.in_thread.site = site
+            return function()
+
+        if getattr(self._inside, "thread", False):
+            task._run(function)
+            return task
+        return self._lane.submit(what, turn, task)
+
+    def close(self) -> None:
+        """Wait for what is running, and see the thread off."""
+        if not getattr(self._inside, "thread", False):
+            self._lane.close(self._timeout)
+
+
+def call_site() -> str:
+    """Return ``file:line in function`` of the innermost frame outside torch and this package."""
+    frame = innermost = sys._getframe(1)
+    while frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
+        if frame.f_back is None:
+            frame = innermost
+            break
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"

@@ -1,0 +1,347 @@
+"""The calls of torch.distributed, made of a communicator's: each runs here and now.
+
+torch.distributed speaks of lists of tensors of any strides; a communicator joins and cuts arrays
+along an axis. So what is collected or cut travels flat.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collective.buffer import Buffer
+from collective.communicator import Communicator
+from collective.dtypes import BY_NAME
+from collective.errors import InvalidArgumentError, UnsupportedError
+from collective.ops import ReduceOp, as_op, premul_sum
+
+__all__ = [
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_together",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "operator_of",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+    "send",
+    "told_sources",
+]
+
+Tensor = torch.Tensor
+_KNOWN = {getattr(torch, name) for name in BY_NAME if hasattr(torch, name)}
+_OPS = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+# torch counts True as 1 and anything but 0 as True.
+_OF_TRUTHS = {"sum": "lor", "max": "lor", "prod": "land", "min": "land"}
+
+
+def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
+    """Return our operator for one of torch's.
+
+    Raises:
+        UnsupportedError: a ``PREMUL_SUM`` by a tensor of several factors.
+    """
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.factor
+        if isinstance(factor, Tensor):
+            if factor.numel() != 1:
+                raise UnsupportedError(
+                    f"PREMUL_SUM: a tensor of {factor.numel()} factors; one factor is possible. "
+                    "Multiply before the call."
+                )
+            factor = factor.item()
+        return premul_sum(factor)
+    name = _OPS[kind.name]
+    return as_op(_OF_TRUTHS.get(name, name) if dtype is torch.bool else name)
+
+
+# -- flat tensors --------------------------------------------------------------------------
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in order, as what can travel: a view wherever possible."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+
+
+class _Target:
+    """What a result is received in: the tensor's own memory, or a copy that it takes over."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self._own = self._tensor if direct else torch.empty_like(
+            self._tensor, memory_format=torch.contiguous_format
+        )  # fmt: skip
+        self.flat = _flat(self._own)
+
+    def finish(self) -> None:
+        if self._own is not self._tensor:
+            self._tensor.copy_(self._own)
+
+
+def _hand_out(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy consecutive pieces of ``joined`` to the tensors."""
+    at = 0
+    for tensor in tensors:
+        count = tensor.numel() * tensor.element_size() // joined.element_size()
+        piece = joined[at : at + count]
+        tensor.detach().copy_(piece.view(tensor.dtype).view(tensor.shape))
+        at += count
+
+
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the tensors as one, flat, and their lengths."""
+    flats = [_flat(tensor) for tensor in tensors]
+    return torch.cat(flats), [flat.numel() for flat in flats]
+
+
+# -- reductions ----------------------------------------------------------------------------
+
+
+def all_reduce(comm: Communicator, tensor: Tensor, op: Any, seconds: float | None) -> None:
+    """Reduce a tensor, dense or of coordinates (COO), in place on every rank."""
+    if tensor.layout is not torch.strided:
+        _all_reduce_sparse(comm, tensor, op, seconds)
+        return
+    tensor = tensor.detach()
+    operator = operator_of(op, tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        target = _Target(tensor)
+        comm.all_reduce(_flat(tensor), op=operator, out=target.flat, timeout=seconds)
+        target.finish()
+    else:
+        comm.all_reduce(tensor, op=operator, out=tensor, timeout=seconds)
+
+
+def all_reduce_together(
+    comm: Communicator, tensors: Sequence[Tensor], op: Any, seconds: float | None
+) -> None:
+    """Reduce several tensors, in few messages where they allow it."""
+    alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+    if not alike or any(
+        t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors
+    ):
+        for tensor in tensors:
+            all_reduce(comm, tensor, op, seconds)
+    else:
+        plain = [tensor.detach() for tensor in tensors]
+        operator = operator_of(op, plain[0].dtype)
+        comm.all_reduce(plain, op=operator, out=plain, timeout=seconds)
+
+
+def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: float | None) -> None:
+    operator = operator_of(op, tensor.dtype)
+    if tensor.layout is not torch.sparse_coo or operator.name not in ("sum", "avg"):
+        raise UnsupportedError(
+            f"all_reduce: op {operator.name} of a {tensor.layout} tensor; of sparse tensors, the "
+            "sum and the average of those of coordinates (COO) [rank "
+            f"{comm.rank} of {comm.size}]. Use to_dense() first."
+        )
+    mine = tensor.detach().coalesce()
+    places = comm.all_gather(mine.indices(), axis=1, timeout=seconds)
+    values = comm.all_gather(mine.values(), timeout=seconds)
+    total = torch.sparse_coo_tensor(places, values, tensor.shape).coalesce()
+    # Of a sparse tensor, detach() would be a copy.
+    with torch.no_grad():
+        tensor.copy_(total / comm.size if operator.name == "avg" else total)
+
+
+def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: float | None) -> None:
+    """Reduce a tensor in place at ``root``; elsewhere it stays as it is."""
+    target = _Target(tensor) if comm.rank == root else None
+    out = None if target is None else target.flat
+    comm.reduce(
+        _flat(tensor), root=root, op=operator_of(op, tensor.dtype), out=out, timeout=seconds
+    )
+    if target is not None:
+        target.finish()
+
+
+def reduce_scatter(
+    comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any, seconds: float | None
+) -> None:
+    """Reduce lists of tensors and give each rank its entry."""
+    joined, counts = _joined(inputs)
+    target = _Target(output)
+    comm.reduce_scatter(
+        joined, op=operator_of(op, output.dtype), counts=counts, out=target.flat, timeout=seconds
+    )
+    target.finish()
+
+
+def reduce_scatter_single(
+    comm: Communicator, output: Tensor, tensor: Tensor, op: Any, seconds: float | None
+) -> None:
+    """Reduce a tensor that is made of the ranks' parts and give each rank its part."""
+    target = _Target(output)
+    comm.reduce_scatter(
+        _flat(tensor), op=operator_of(op, output.dtype), counts=[output.numel()] * comm.size,
+        out=target.flat, timeout=seconds,
+    )  # fmt: skip
+    target.finish()
+
+
+# -- moves ---------------------------------------------------------------------------------
+
+
+def broadcast(comm: Communicator, tensor: Tensor, root: int, seconds: float | None) -> None:
+    """Give every rank the tensor of ``root``."""
+    if comm.rank == root:
+        comm.broadcast(_flat(tensor), root=root, timeout=seconds)
+        return
+    target = _Target(tensor)
+    comm.broadcast(target.flat, root=root, out=target.flat, timeout=seconds)
+    target.finish()
+
+
+def all_gather(
+    comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor, seconds: float | None
+) -> None:
+    """Give every rank the ranks' tensors, as a list."""
+    flat = _flat(tensor)
+    counts = [o.numel() * o.element_size() // flat.element_size() for o in outputs]
+    _hand_out(comm.all_gather(flat, counts=counts, timeout=seconds), outputs)
+
+
+def all_gather_single(
+    comm: Communicator, output: Tensor, tensor: Tensor, seconds: float | None
+) -> None:
+    """Give every rank the ranks' tensors, one after the other in one tensor."""
+    target, flat = _Target(output), _flat(tensor)
+    comm.all_gather(flat, counts=[flat.numel()] * comm.size, out=target.flat, timeout=seconds)
+    target.finish()
+
+
+def gather(
+    comm: Communicator,
+    outputs: Sequence[Tensor],
+    tensor: Tensor,
+    root: int,
+    seconds: float | None,
+) -> None:
+    """Give ``root`` the ranks' tensors, as a list."""
+    joined = comm.gather(_flat(tensor), root=root, timeout=seconds)
+    if joined is not None:
+        _hand_out(joined, outputs)
+
+
+def scatter(
+    comm: Communicator,
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    root: int,
+    seconds: float | None,
+) -> None:
+    """Give each rank its entry of a list that ``root`` has."""
+    target = _Target(output)
+    joined, counts = _joined(inputs) if comm.rank == root else (None, None)
+    comm.scatter(joined, root=root, counts=counts, out=target.flat, timeout=seconds)
+    target.finish()
+
+
+def all_to_all(
+    comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], seconds: float | None
+) -> None:
+    """Give each rank its entry of every rank's list."""
+    joined, counts = _joined(inputs)
+    _hand_out(comm.all_to_all(joined, counts=counts, timeout=seconds), outputs)
+
+
+def all_to_all_single(
+    comm: Communicator,
+    output: Tensor,
+    tensor: Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    seconds: float | None,
+) -> None:
+    """Cut every rank's tensor along its first dimension and give each rank its pieces.
+
+    Args:
+        receives, sends: lengths along that dimension; empty for equal ones.
+
+    Raises:
+        InvalidArgumentError: they do not add up, or the dimension cannot be cut equally.
+    """
+    _widths(comm, "output", output, receives)
+    widths = _widths(comm, "input", tensor, sends)
+    target, flat = _Target(output), _flat(tensor)
+    scale = flat.numel() // max(1, tensor.numel())
+    counts = [width * scale for width in widths]
+    comm.all_to_all(flat, counts=counts, out=target.flat, timeout=seconds)
+    target.finish()
+
+
+def _widths(comm: Communicator, name: str, tensor: Tensor, given: Sequence[int]) -> list[int]:
+    """Return how many elements each rank's piece has."""
+    length = tensor.shape[0] if tensor.ndim else 1
+    if not given:
+        if length % comm.size:
+            raise InvalidArgumentError(
+                f"all_to_all_single: {name} of shape {tuple(tensor.shape)}; its first dimension "
+                f"cannot be cut in {comm.size} equal parts [rank {comm.rank} of {comm.size}]. "
+                f"Give {name}_split_sizes."
+            )
+        given = [length // comm.size] * comm.size
+    if len(given) != comm.size or sum(given) != length:
+        raise InvalidArgumentError(
+            f"all_to_all_single: {name}_split_sizes {list(given)} for a first dimension of "
+            f"{length}; {comm.size} numbers that add up to it "
+            f"[rank {comm.rank} of {comm.size}]."
+        )
+    return [rows * math.prod(tensor.shape[1:]) for rows in given]
+
+
+# -- messages ------------------------------------------------------------------------------
+
+
+def send(comm: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
+    """Send a tensor to rank ``dst``."""
+    comm.send(_flat(tensor), dst, tag=tag)
+
+
+def recv(comm: Communicator, tensor: Tensor, src: int, tag: int) -> None:
+    """Receive a tensor of this size from rank ``src``, or from anybody."""
+    target = _Target(tensor)
+    comm.recv(target.flat, src, tag=tag)
+    target.finish()
+
+
+class Sources(threading.local):
+    """Of the last message that this thread received: who sent it."""
+
+    rank = -1
+
+
+def told_sources(comm: Communicator) -> Sources:
+    """Note from whom messages come: recv() tells what came, and torch wants to know this too."""
+    told, receive = Sources(), comm._receive
+
+    def noting(buffer: Buffer, src: int, tag: int, seconds: float) -> int:
+        told.rank = receive(buffer, src, tag, seconds)
+        return told.rank
+
+    comm._receive = noting  # type: ignore[method-assign]  # of this one communicator
+    return told

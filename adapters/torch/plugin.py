@@ -1,0 +1,214 @@
+"""Registers the backend ``collective`` with torch.distributed.
+
+::
+
+    import collective.adapters.torch.plugin
+
+    torch.distributed.init_process_group("collective")
+
+Importing this is all there is to do, and with the package installed torch does so itself. The
+transport is what ``COLLECTIVE_BACKEND`` says, as for :func:`collective.init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collective import choice, network, session
+from collective.communicator import Communicator, connect
+from collective.config import Config, load
+from collective.errors import RendezvousError
+from collective.meeting import from_environment
+from collective.recorder import dump_on_signal
+from collective.store import Store
+from collective.world import World, name_libraries, options
+
+# Nothing of torch's is imported above: torch itself imports this while it is being imported.
+if TYPE_CHECKING:
+    from collective.adapters.torch.process_group import ProcessGroup
+
+__all__ = ["NAME", "TorchStore", "autoload", "create", "register"]
+
+NAME = "collective"
+_POLL_FIRST_S = 0.0005
+_POLL_LAST_S = 0.02
+
+
+def register() -> None:
+    """Register the backend; a second time does nothing.
+
+    Raises:
+        ImportError: there is no torch, or one without torch.distributed.
+    """
+    distributed = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        raise ImportError("torch.distributed: this build of torch has none.")
+    if NAME.upper() in distributed.Backend._plugins:
+        return
+    distributed.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def autoload() -> None:
+    """Register the backend when torch is imported, or leave it: ``import torch`` must work."""
+    with contextlib.suppress(Exception):
+        register()
+
+
+def create(given: Any, more: Any = None) -> ProcessGroup:
+    """Make a process group; torch calls this on every member of it.
+
+    Args:
+        given: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, members.
+        more: ``pg_options``, of which there are none.
+    """
+    from collective.adapters.torch.process_group import ProcessGroup
+
+    comm = _communicator(
+        given.store, given.group_rank, given.group_size, given.timeout,
+        list(given.global_ranks_in_group),
+    )  # fmt: skip
+    # At exit it is told to the peers what ended this rank, as for what init() returns.
+    session._open.add(comm)
+    return ProcessGroup(comm, given.store)
+
+
+def _communicator(
+    store: Any, rank: int, size: int, timeout: timedelta, members: list[int]
+) -> Communicator:
+    seconds = timeout.total_seconds()
+    meeting = TorchStore(store)
+    place = {"rank": rank, "size": size}
+    job, local_rank, local_size = _meet(meeting, rank, size, time.monotonic() + seconds)
+    place.update(local_rank=local_rank, local_size=local_size)
+    config = load(place)
+    name_libraries(config)
+    dump_on_signal(config.dump_signal)
+    chosen = choice.choose(config)
+    if members and _over_mpi(chosen):
+        whole = _world_group()
+        if whole is not None:
+            # Processes of one MPI world meet there only as a whole.
+            made: Communicator = whole.comm.group(members)
+            made.timeout = _deadline(config, timeout)
+            return made
+    world = World(
+        rank, size, local_rank, local_size, socket.gethostname(),
+        config.launched.launcher if config.launched else "none",
+        job, meeting, {**options(config), **chosen.options}, _address(config),
+    )  # fmt: skip
+    return connect(
+        world, chosen.name,
+        timeout=_deadline(config, timeout), start_timeout=seconds, check=config.check,
+    )  # fmt: skip
+
+
+def _meet(store: TorchStore, rank: int, size: int, deadline: float) -> tuple[str, int, int]:
+    """Return the group's own name, and this rank's place among those of its host."""
+    if size == 1:
+        return f"torch-{secrets.token_hex(8)}", 0, 1
+    if rank == 0:
+        store.set("job", f"torch-{secrets.token_hex(8)}".encode())
+    mine = f"{socket.gethostname()} {_boot()}".encode()
+    store.set(f"host-{rank}", mine)
+    hosts = [store.get(f"host-{other}", deadline) for other in range(size)]
+    job = store.get("job", deadline).decode()
+    return job, hosts[:rank].count(mine), hosts.count(mine)
+
+
+def _boot() -> str:
+    """Return what tells hosts of one name apart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _over_mpi(chosen: choice.Choice) -> bool:
+    names = {chosen.name, chosen.host}
+    return "mpi" in names or ("hierarchical" in names and chosen.options.get("across") == "mpi")
+
+
+def _world_group() -> ProcessGroup | None:
+    """Return the group of all ranks, if it is one of ours."""
+    from collective.adapters.torch.process_group import ProcessGroup
+
+    whole = importlib.import_module("torch.distributed").group.WORLD
+    return whole if isinstance(whole, ProcessGroup) else None
+
+
+def _deadline(config: Config, timeout: timedelta) -> float:
+    """Return the seconds that a call may take: torch's, unless only ours was ever chosen."""
+    default = importlib.import_module("torch.distributed.constants").default_pg_timeout
+    if timeout == default and config.origin("timeout") != "default":
+        return config.timeout
+    return timeout.total_seconds()
+
+
+def _address(config: Config) -> str:
+    """Return where ranks of other hosts reach this one."""
+    if config.local_size == config.size:
+        return "127.0.0.1"
+    if config.interface:
+        return network.address_of(config.interface)
+    place = from_environment(os.environ, config.launched)
+    if place is not None:
+        with contextlib.suppress(RendezvousError):
+            address = network.address_toward(place.host, place.port)
+            if network.is_loopback(place.host) or not network.is_loopback(address):
+                return address
+    return network.own_address()
+
+
+class TorchStore(Store):
+    """A store of torch's as a place to meet.
+
+    Args:
+        store: any of torch's, such as the one that ``init_process_group`` was given or made.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask("set", key, lambda: self._store.set(key, value))
+
+    def get(self, key: str, deadline: float) -> bytes:
+        # Not the store's own wait: it would keep other threads from the connection.
+        pause = _POLL_FIRST_S
+        while (value := self.try_get(key)) is None:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(f"rendezvous: nobody published {key!r} in torch's store")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_LAST_S)
+        return value
+
+    def try_get(self, key: str) -> bytes | None:
+        def look() -> bytes | None:
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+        found: bytes | None = self._ask("get", key, look)
+        return found
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", key, lambda: self._store.delete_key(key))
+
+    def _ask(self, what: str, key: str, call: Any) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are such
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RendezvousError(
+                f"rendezvous: {what} of {key!r} in torch's store failed: {first}. Rank 0, or "
+                "torchrun's agent, serves it: keep it running while groups are made."
+            ) from error
+
+
+autoload()

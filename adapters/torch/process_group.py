@@ -1,0 +1,400 @@
+"""A process group of torch.distributed over a communicator.
+
+torch's own front, from ``dist.all_reduce`` to DDP's reducer in C++, calls the methods of
+:class:`ProcessGroup`; what each does is in :mod:`collective.adapters.torch.group_calls`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collective.adapters.torch import group_calls
+from collective.adapters.torch.futures import Answer, Joined, Queue, in_backward
+from collective.adapters.torch.group_arguments import (
+    listed,
+    op_of,
+    options_of,
+    root_of,
+    seconds_of,
+)
+from collective.adapters.torch.staged import Staging
+from collective.backend import ANY_SOURCE
+from collective.communicator import Communicator
+from collective.errors import UnsupportedError
+
+__all__ = ["ProcessGroup"]
+
+Tensor = torch.Tensor
+# Its types change from version to version of torch, and some are wrong.
+_Base: Any = dist.ProcessGroup
+# Queues of messages that are kept; each may have a thread for some seconds.
+_QUEUES = 64
+
+
+class ProcessGroup(_Base):  # type: ignore[misc]
+    """The ranks of a communicator as a group of torch.distributed.
+
+    Synchronous calls run at once, asynchronous ones in a thread, all in the order in which they
+    were made. Messages have a queue of their own for each direction, peer and tag.
+
+    Args:
+        comm: the communicator, which the group closes when it is destroyed.
+        store: torch's store for the group.
+
+    Attributes:
+        comm: the same; for what torch.distributed has no call for.
+    """
+
+    # What torch asks a transport of its own.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, comm: Communicator, store: Any = None) -> None:
+        super().__init__(comm.rank, comm.size)  # with the store, it could not be derived from
+        self.comm = comm
+        self._names = {"name": "", "description": "undefined"}
+        self._store = store
+        self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout)
+        self._messages: dict[tuple[str, int, int], Queue] = {}
+        self._messages_guard = threading.Lock()
+        self._sources = group_calls.told_sources(comm)
+        self._staging = Staging(comm)
+        self._together: list[Answer] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.comm!r}>"
+
+    # -- running ------------------------------------------------------------------------
+
+    def _start(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        *args: Any,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        value: Any = None,
+        now: bool = False,
+    ) -> Answer:
+        """Make a call: at once, or in the background.
+
+        Args:
+            function: called with the communicator, ``args`` and the seconds that it may take.
+            tensors: what is written to.
+            value: what the future holds; the tensors by default.
+            now: whether it has to be over on return.
+        """
+        comm, seconds = self.comm, seconds_of(opts)
+
+        def run() -> None:
+            function(comm, *args, seconds)
+
+        asynchronous = getattr(opts, "asyncOp", True) and not now
+        if tensors and tensors[0].is_cuda:
+            answer = self._enqueue(what, run, tensors, asynchronous)
+        elif asynchronous:
+            held = list(tensors) if value is None else value
+            answer = Answer(tensors, self._queue.start(what, run, held))
+        else:
+            self._queue.run(what, run)
+            answer = Answer(tensors)
+        return self._noted(answer)
+
+    def _noted(self, answer: Answer) -> Answer:
+        if self._together is not None:
+            self._together.append(answer)
+        return answer
+
+    def _enqueue(
+        self, what: str, run: Callable[[], None], tensors: Sequence[Tensor], asynchronous: bool
+    ) -> Answer:
+        """Make a call on tensors of a GPU, which runs beside the caller's stream or in it."""
+        device, events = tensors[0].device, []
+        current = torch.cuda.current_stream(device)
+        stream = self._staging.side_stream(device) if asynchronous else current
+
+        def beside() -> None:
+            # In the queue's thread, too, which has a current stream of its own.
+            with torch.cuda.stream(stream):
+                if asynchronous:
+                    stream.wait_stream(current)
+                run()
+                for tensor in tensors:
+                    tensor.record_stream(stream)
+                events.append(stream.record_event())
+
+        self._queue.run(what, beside)
+        return Answer(tensors, event=events[0] if asynchronous else None)
+
+    def _post(
+        self,
+        direction: str,
+        peer: int,
+        tag: int,
+        tensor: Tensor,
+        run: Callable[[], Any],
+        **told: Any,
+    ) -> Answer:
+        """Start a message in its turn among those of its direction, peer and tag."""
+        with self._messages_guard:
+            key = direction, peer, tag
+            queue = self._messages.get(key)
+            if queue is None:
+                if len(self._messages) >= _QUEUES:  # a program may never use a tag twice
+                    for idle in [k for k, kept in self._messages.items() if kept.idle]:
+                        del self._messages[idle]
+                name = f"collective-torch-{direction}-{peer}-{tag}"
+                queue = self._messages[key] = Queue(name, self.comm.timeout)
+            work = queue.start(f"{direction}(tag={tag})", run, [tensor])
+        return self._noted(Answer([tensor], work, **told))
+
+    # -- reductions -----------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        (tensor,), op, opts = listed(tensors), op_of(opts), options_of(opts, timeout)
+        # DDP's buckets, and what its hooks reduce: on shared memory it is over before a thread
+        # would have woken up, and an error comes out of backward() as it is.
+        now = self._staging.symmetric and in_backward() != -1
+        return self._start(
+            "all_reduce", self._staging.all_reduce, tensor, op, tensors=[tensor], opts=opts, now=now
+        )
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Answer:
+        run = group_calls.all_reduce_together
+        return self._start("all_reduce", run, tensors, op_of(opts), tensors=tensors, opts=opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Answer:
+        (tensor,), root = listed(tensors), root_of(opts)
+        op, opts = op_of(opts if op is None else op), options_of(opts, timeout)
+        run = group_calls.reduce
+        return self._start("reduce", run, tensor, root, op, tensors=[tensor], opts=opts)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        (output,), op, opts = listed(outputs), op_of(opts), options_of(opts, timeout)
+        pieces = inputs if isinstance(inputs[0], Tensor) else inputs[0]
+        run = group_calls.reduce_scatter
+        return self._start("reduce_scatter", run, output, pieces, op, tensors=[output], opts=opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Answer:
+        run = group_calls.reduce_scatter_single
+        return self._start(
+            "reduce_scatter", run, output, tensor, op_of(opts), tensors=[output], opts=opts
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
+    ) -> Answer:
+        op = op_of(opts)
+
+        def run(comm: Communicator, seconds: float | None) -> None:
+            for output, tensor in zip(outputs, tensors):
+                group_calls.reduce_scatter_single(comm, output, tensor, op, seconds)
+
+        return self._start("reduce_scatter", run, tensors=outputs, opts=opts)
+
+    # -- moves ------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        (tensor,), root, opts = listed(tensors), root_of(opts), options_of(opts, timeout)
+        run = group_calls.broadcast
+        return self._start("broadcast", run, tensor, root, tensors=[tensor], opts=opts)
+
+    def allgather(
+        self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Answer:
+        (tensor,), opts = listed(tensors), options_of(opts, timeout)
+        pieces = outputs if isinstance(outputs[0], Tensor) else outputs[0]
+        run = group_calls.all_gather
+        return self._start(
+            "all_gather", run, pieces, tensor, tensors=pieces, opts=opts, value=[list(pieces)]
+        )
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
+    ) -> Answer:
+        def run(comm: Communicator, seconds: float | None) -> None:
+            # torch has one list a rank, with all of its tensors.
+            for pieces, tensor in zip(zip(*outputs), tensors):
+                group_calls.all_gather(comm, pieces, tensor, seconds)
+
+        flat = [tensor for pieces in outputs for tensor in pieces]
+        return self._start("all_gather", run, tensors=flat, opts=opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Answer:
+        run = group_calls.all_gather_single
+        return self._start("all_gather", run, output, tensor, tensors=[output], opts=opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
+    ) -> Answer:
+        def run(comm: Communicator, seconds: float | None) -> None:
+            for output, tensor in zip(outputs, tensors):
+                group_calls.all_gather_single(comm, output, tensor, seconds)
+
+        return self._start("all_gather", run, tensors=outputs, opts=opts)
+
+    def gather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        (tensor,), root, opts = listed(tensors), root_of(opts), options_of(opts, timeout)
+        pieces = outputs if not outputs or isinstance(outputs[0], Tensor) else outputs[0]
+        run = group_calls.gather
+        return self._start(
+            "gather", run, pieces, tensor, root, tensors=[*pieces] or [tensor], opts=opts
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Answer:
+        (output,), root, opts = listed(outputs), root_of(opts), options_of(opts, timeout)
+        pieces = inputs if not inputs or isinstance(inputs[0], Tensor) else inputs[0]
+        run = group_calls.scatter
+        return self._start("scatter", run, output, pieces, root, tensors=[output], opts=opts)
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Answer:
+        run = group_calls.all_to_all
+        return self._start("all_to_all", run, outputs, inputs, tensors=outputs, opts=opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Answer:
+        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+        opts, run = options_of(opts, timeout), group_calls.all_to_all_single
+        return self._start("all_to_all", run, output, tensor, *splits, tensors=[output], opts=opts)
+
+    # The names of torch before 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Answer:
+        def run(comm: Communicator, seconds: float | None) -> None:
+            comm.barrier(timeout=seconds)
+
+        return self._start("barrier", run, tensors=(), opts=options_of(opts, timeout))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; the error names those that did not come, all of them always."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        self._queue.run("barrier", lambda: self.comm.barrier(timeout=seconds))
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Answer:
+        (tensor,), comm = listed(tensors), self.comm
+        if tensor.is_cuda:
+            return Answer([tensor], comm.send(tensor, dst, tag=tag, async_op=True))
+        run = group_calls.send
+        return self._post("send", dst, tag, tensor, lambda: run(comm, tensor, dst, tag))
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Answer:
+        (tensor,), comm = listed(tensors), self.comm
+        if tensor.is_cuda:
+            return Answer([tensor], comm.recv(tensor, src, tag=tag, async_op=True), source=src)
+        run = group_calls.recv
+        return self._post("recv", src, tag, tensor, lambda: run(comm, tensor, src, tag), source=src)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Answer:
+        (tensor,), comm, told = listed(tensors), self.comm, self._sources
+        found: list[int] = []
+
+        def run() -> None:
+            group_calls.recv(comm, tensor, ANY_SOURCE, tag)
+            found.append(told.rank)
+
+        def source() -> int:
+            return found[0] if found else -1
+
+        return self._post("recv", ANY_SOURCE, tag, tensor, run, source=source)
+
+    # -- what torch asks ------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "collective"
+
+    def getGroupName(self) -> str:
+        return self._names["name"]
+
+    def setGroupName(self, name: str) -> None:
+        self._names["name"] = name
+
+    def getGroupDesc(self) -> str:
+        return self._names["description"]
+
+    def setGroupDesc(self, description: str) -> None:
+        self._names["description"] = description
+
+    def name(self) -> str:
+        return "collective"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Answer:
+        answers, self._together = self._together or [], None
+        return Joined(answers)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comm.timeout = timeout.total_seconds()
+
+    def split_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, *args: Any, **named: Any
+    ) -> ProcessGroup | None:
+        """Return a group of some of the ranks; None on the others, which need not call it."""
+        if self.comm.rank not in ranks:
+            return None
+        made = ProcessGroup(self.comm.group(sorted(ranks)))
+        if timeout is not None:
+            made.set_timeout(timeout)
+        if named.get("group_name"):
+            made._set_group_name(named["group_name"])
+        return made
+
+    def merge_remote_group(self, *args: Any, **named: Any) -> ProcessGroup:
+        raise UnsupportedError(
+            f"merge_remote_group: a group over {self.comm.backend!r} keeps its ranks [rank "
+            f"{self.comm.rank} of {self.comm.size}]. Destroy it and make a larger one."
+        )
+
+    # -- life -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Wait for this rank's own calls, and leave."""
+        for queue in (self._queue, *self._messages.values()):
+            queue.close()
+        self._staging.drop()
+        self.comm.close()
+
+    def abort(self) -> None:
+        """Break the group for every rank, at once."""
+        self.comm.abort("the process group was aborted")

@@ -1,0 +1,114 @@
+"""LeNet on MNIST digits by a wrapper: ours, PyTorch's, or none.
+
+::
+
+    collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper ours
+    collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper torch-ddp
+    python examples/mnist_ddp.py --wrapper none --ranks 2
+
+Whole batches are the same for all of them: each rank takes its part of every batch, one process
+without a wrapper the whole. So the weights at the end are the same as well, up to rounding; the
+last line tells their sum. ``torch-ddp`` is PyTorch's own wrapper over the process group
+``collective``: an ordinary program of torch.distributed, over our transport.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from mnist_sgd import Digits, LeNet, load_digits
+from torch.nn import functional
+
+import collective
+from collective.adapters.torch import DistributedDataParallel
+
+
+def parts(
+    digits: Digits, options: argparse.Namespace, epoch: int, rank: int, size: int
+) -> Iterator[Digits]:
+    """Yield a rank's part of each whole batch; what does not fill a batch is left out."""
+    order = np.random.default_rng((options.seed, epoch)).permutation(len(digits))
+    whole = options.batch * options.ranks
+    for start in range(0, len(order) - whole + 1, whole):
+        yield digits[np.split(order[start : start + whole], size)[rank]]
+
+
+def train(
+    model: Any, digits: Digits, options: argparse.Namespace, rank: int, size: int
+) -> Iterator[float]:
+    """Train; yield the last loss of each epoch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.85)
+    for epoch in range(options.epochs):
+        for part in parts(digits, options, epoch, rank, size):
+            optimizer.zero_grad()
+            loss = functional.nll_loss(model(part.images), part.labels)
+            loss.backward()
+            optimizer.step()
+        yield loss.item()
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="LeNet on MNIST digits, by a wrapper.")
+    parser.add_argument("--wrapper", choices=("ours", "torch-ddp", "none"), default="ours")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16, help="digits of one rank in a step")
+    parser.add_argument("--ranks", type=int, help="whose batches one process takes, for 'none'")
+    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", help="write the state of the model here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, and tell the accuracy and the sum of the weights."""
+    options = arguments()
+    # The digits are drawn by their seed, the same on every rank.
+    digits, test = load_digits(options.limit, options.seed)
+    rank, size = 0, 1
+    comm = None
+    model: Any = LeNet(options.seed)
+    wrapped = model
+    if options.wrapper == "ours":
+        comm = collective.init()
+        rank, size = comm.rank, comm.size
+        wrapped = DistributedDataParallel(model, comm)
+    elif options.wrapper == "torch-ddp":
+        import torch.distributed as dist
+
+        from collective.adapters.torch import plugin  # noqa: F401  # registers it
+
+        dist.init_process_group("collective")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    options.ranks = size if options.wrapper != "none" else options.ranks or 1
+    torch.set_num_threads(1)
+
+    ends = [time.perf_counter()]
+    for epoch, loss in enumerate(train(wrapped, digits, options, rank, size), 1):
+        if rank == 0:
+            print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
+        ends.append(time.perf_counter())
+    seconds = ends[-1] - ends[-2]  # the first steps pay for what is set up once
+    if rank == 0:
+        with torch.no_grad():
+            accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
+        total = sum(parameter.detach().sum().item() for parameter in model.parameters())
+        print(f"{options.wrapper}: {size} rank(s), last epoch in {seconds:.2f} s")
+        print(f"test accuracy {accuracy:.1%}")
+        print(f"sum of all weights {total:.9f}")
+        if options.save:
+            torch.save(model.state_dict(), options.save)
+    if comm is not None:
+        comm.close()
+    elif options.wrapper == "torch-ddp":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

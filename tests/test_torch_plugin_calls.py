@@ -1,0 +1,246 @@
+"""Messages, asynchronous calls, groups, errors and the end of a group over our transports."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from collective.errors import (  # noqa: E402
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DtypeError,
+    MismatchError,
+)
+from tests.torch_groups import groups  # noqa: E402, F401
+
+PLACES = [("shm", 3), ("gloo", 2)]
+every_place = pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p[0]}-{p[1]}")
+
+
+def check_messages(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 100_000):
+        x, out = torch.full((count, 2), 1.0 * rank), torch.zeros(2, count).t()
+        ops = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert torch.equal(out, torch.full((count, 2), 1.0 * before))
+    # In order, each tag by itself.
+    if rank == 0:
+        works = [dist.isend(torch.tensor([i]), 1, tag=i % 2) for i in range(6)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        for i in (1, 0, 3, 2, 5, 4):
+            got = torch.zeros(1, dtype=torch.int64)
+            assert dist.recv(got, 0, tag=i % 2) == 0
+            assert got.item() == i
+
+
+def check_any_source(rank: int, size: int) -> None:
+    if rank:
+        dist.send(torch.tensor([10 * rank]), 0)
+        return
+    found = {}
+    for _ in range(size - 1):
+        got = torch.zeros(1, dtype=torch.int64)
+        source = dist.recv(got)
+        found[source] = got.item()
+    assert found == {r: 10 * r for r in range(1, size)}
+
+
+def check_messages_beside_collectives(rank: int, size: int) -> None:
+    # Rank 1 comes to the collective only after the message that rank 0 sends after it.
+    x, note = torch.ones(3), torch.zeros(1)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        dist.send(torch.ones(1), 1)
+        work.wait()
+    else:
+        if rank == 1:
+            dist.recv(note, 0)
+        dist.all_reduce(x)
+    assert torch.equal(x, torch.full((3,), 1.0 * size))
+
+
+def check_works(rank: int, size: int) -> None:
+    x = torch.ones(5)
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    assert work.wait() is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is x
+    assert future.wait()[0] is x
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    assert torch.equal(doubled.wait(), torch.full((5,), 2.0 * size))
+    # Of the many on their way, each comes after those before it.
+    y = torch.zeros(1)
+    works = []
+    for _ in range(20):
+        y += 0
+        works.append(dist.all_reduce(x, async_op=True))
+    works[-1].wait()
+    assert all(each.is_completed() for each in works)
+    assert x[0] == float(size) ** 21
+    dist.all_reduce(y.fill_(1))
+    assert y.item() == size
+    outs = [torch.zeros(2) for _ in range(size)]
+    value = dist.all_gather(outs, torch.ones(2), async_op=True).get_future().wait()
+    assert value[0][0] is outs[0]
+    assert dist.barrier(async_op=True).wait()
+
+
+def check_calls_of_callbacks(rank: int, size: int) -> None:
+    # As PowerSGD's hook does: the second call is made by the first one's callback, and waited
+    # for there, while a third is queued already.
+    def again(done: Any) -> Any:
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    x, y = torch.ones(3), torch.full((2,), 2.0)
+    if rank == 0:
+        time.sleep(0.05)  # the others have queued all of it by now
+    first = dist.all_reduce(x, async_op=True).get_future().then(again)
+    third = dist.all_reduce(y, async_op=True)
+    assert torch.equal(first.wait(), torch.full((3,), 1.0 * size * size))
+    third.wait()
+    assert torch.equal(y, torch.full((2,), 2.0 * size))
+
+
+def check_groups(rank: int, size: int) -> None:
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([r]) for r in range(size)]
+    upside_down = dist.new_group(list(range(size)), timeout=timedelta(seconds=7))
+    assert upside_down.comm.timeout == 7
+    x = torch.tensor([1.0 * rank])
+    if rank < 2:
+        dist.all_reduce(x, group=pair)
+        assert x.item() == 1
+        dist.broadcast(x.fill_(rank), src=1, group=pair)
+        assert x.item() == 1
+    dist.all_reduce(x.fill_(5), group=alone[rank])
+    assert x.item() == 5
+    dist.all_reduce(x.fill_(1), group=upside_down)
+    assert x.item() == size
+    assert dist.get_backend(upside_down) == "collective"
+    if rank < 2:
+        dist.destroy_process_group(pair)
+    half = dist.group.WORLD.split_group([0, size - 1])
+    assert (half is None) == (rank not in (0, size - 1))
+    if half is not None:
+        half.allreduce([x.fill_(1)]).wait()
+        assert x.item() == 2
+        half.shutdown()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=10))
+
+
+def check_errors(rank: int, size: int) -> None:
+    x, op = torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG
+    with pytest.raises(DtypeError):
+        dist.all_reduce(x, op)
+    work = dist.all_reduce(x, op, async_op=True)
+    with pytest.raises(DtypeError) as caught:
+        work.wait()
+    assert work.exception() is caught.value
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(DtypeError):
+        work.get_future().wait()
+    with pytest.raises(TypeError, match="tensor"):
+        dist.all_reduce(3)
+    dist.all_reduce(torch.ones(1))  # and the group goes on
+
+
+def check_mismatch(rank: int, size: int) -> None:
+    with pytest.raises(MismatchError, match=os.path.basename(__file__)):
+        dist.all_reduce(torch.ones(100_000 + rank))
+    dist.barrier()
+
+
+def check_timeouts(rank: int, size: int) -> None:
+    if rank:
+        time.sleep(2.0)
+        return
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
+    assert isinstance(caught.value, CollectiveTimeoutError)
+    assert caught.value.ranks == tuple(range(1, size))
+    assert time.monotonic() - start < 1.8
+
+
+def check_waits(rank: int, size: int) -> None:
+    x = torch.ones(1)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(CollectiveTimeoutError, match="still running"):
+            work.wait(timedelta(milliseconds=50))
+        assert not work.is_completed()
+        dist.send(torch.zeros(1), 1)
+        work.wait()
+    else:
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(x)
+    assert x.item() == size
+
+
+def check_abort(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.group.WORLD.abort()
+        return
+    with pytest.raises(CommunicatorAbortedError, match="process group was aborted"):
+        dist.barrier()
+
+
+def check_life(rank: int, size: int, store: str) -> None:
+    for _ in range(2):
+        dist.all_reduce(torch.ones(100_000))
+        dist.all_reduce(torch.ones(100_000))  # by way of symmetric memory
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        if rank < 2:
+            dist.isend(torch.ones(1), 1 - rank)
+            dist.recv(torch.ones(1), 1 - rank)
+        group = dist.group.WORLD
+        dist.barrier()
+        dist.destroy_process_group()
+        left = [t.name for t in threading.enumerate() if t.name.startswith("collective-torch")]
+        assert left == []
+        assert group.comm.closed
+        store = f"{store}-again"
+        dist.init_process_group(
+            "collective", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
+    dist.barrier()
+
+
+@every_place
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_messages, check_any_source, check_messages_beside_collectives, check_works,
+        check_calls_of_callbacks, check_groups, check_errors, check_timeouts, check_waits,
+        check_abort,
+    ],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)  # fmt: skip
+def test_calls(groups: Any, place: Any, check: Any) -> None:  # noqa: F811
+    groups(place, check)
+
+
+def test_ranks_that_differ_are_told_where(groups: Any) -> None:  # noqa: F811
+    groups(("shm", 3), check_mismatch)
+
+
+@every_place
+def test_a_group_can_be_made_again(groups: Any, place: Any, tmp_path: Any) -> None:  # noqa: F811
+    groups(place, check_life, str(tmp_path / "store"))

@@ -1,0 +1,105 @@
+"""Ranks in a process group of torch.distributed over our transports."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collective.testing import RankPool
+
+__all__ = ["Groups", "groups"]
+
+TIMEOUT_S = 20.0
+# Within which threads have noticed that they are not needed any more.
+LEAVE_S = 5.0
+
+
+class Groups:
+    """Runs functions on the ranks of a process group; starts processes when first needed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(
+        self, place: tuple[str, int], function: Callable[..., Any], *args: Any, **options: Any
+    ) -> list[Any]:
+        """Run ``function(rank, size, …)`` on every rank, in a group that is its own."""
+        transport, size = place
+        if size not in self._pools:
+            self._pools[size] = RankPool(size, "shm", timeout=45.0)
+        with tempfile.TemporaryDirectory() as directory:
+            store = str(Path(directory, secrets.token_hex(4)))
+            found: list[Any] = self._pools[size].run(
+                _member, transport, store, options.get("timeout", TIMEOUT_S), function, args
+            )
+        return found
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _member(
+    comm: Any, transport: str, path: str, timeout: float, function: Callable[..., Any], args: Any
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    import collective.adapters.torch.plugin  # noqa: F401
+
+    torch.set_num_threads(1)
+    os.environ["COLLECTIVE_BACKEND"] = transport
+    before, mapped = _threads(), _mapped()
+    dist.init_process_group(
+        "collective",
+        store=dist.FileStore(path, comm.size),
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        found = function(comm.rank, comm.size, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        del os.environ["COLLECTIVE_BACKEND"]
+    end = time.monotonic() + LEAVE_S
+    while (left := _threads() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left, f"threads that were left behind: {left}"
+    if _mapped() > mapped:
+        gc.collect()
+    assert _mapped() <= mapped, "shared memory was left behind"
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    # Our Gloo has two that a process keeps.
+    return {t for t in threading.enumerate() if not t.name.startswith("collective-gloo")}
+
+
+def _mapped() -> int:
+    """Count the pieces of shared memory that this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:collective")
+
+
+# Kept for all modules: to start a process takes longer than all that it does here.
+_groups = Groups()
+atexit.register(_groups.close)
+
+
+@pytest.fixture
+def groups() -> Groups:
+    """Process groups: ``groups((transport, size), function, …)``."""
+    return _groups
