@@ -29,6 +29,7 @@ from collective.errors import (
 from collective.exchanging import Exchanging
 from collective.object_calls import ObjectCalls
 from collective.reductions import Reductions
+from collective.store import Store
 from collective.world import World
 
 __all__ = ["Communicator", "connect"]
@@ -69,6 +70,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self.backend = backend.name
         self._closed = False
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # The store in which the ranks met, if this communicator is all that uses it.
+        self._store: Store | None = None
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -286,6 +289,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._closed = True
         backend, self._backend = self._backend, _Closed(self._backend)  # type: ignore[assignment]
         backend.close()
+        if self._store is not None:
+            self._store.close()
 
     def _leave(self) -> None:
         """Close the transports, waiting for nothing."""

@@ -89,13 +89,20 @@ def init(
     else:
         world, chosen = replace(world, options=options(settled)), _of_threads(settled)
     world = replace(world, options={**world.options, **chosen.options})
-    made = connect(
-        world,
-        chosen.name,
-        timeout=settled.timeout,
-        start_timeout=settled.start_timeout,
-        check=settled.check,
-    )
+    try:
+        made = connect(
+            world,
+            chosen.name,
+            timeout=settled.timeout,
+            start_timeout=settled.start_timeout,
+            check=settled.check,
+        )
+    except BaseException:
+        if not as_thread:
+            world.store.close()
+        raise
+    if not as_thread:
+        made._store = world.store
     set_current(made)
     _open.add(made)
     dump_on_signal(settled.dump_signal)

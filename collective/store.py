@@ -50,6 +50,9 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Forget ``key``. An absent key is no error."""
 
+    def close(self) -> None:  # noqa: B027  an offer, not a duty
+        """Let go of what works for the store: this rank neither asks nor tells any more."""
+
     def check(self) -> None:  # noqa: B027  an offer, not a duty
         """Raise if it is known that the ranks will not meet; asked while they are awaited."""
 

@@ -270,3 +270,7 @@ class _LateStore(Store):
 
     def delete(self, key: str) -> None:
         self._store().delete(key)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()

@@ -114,6 +114,32 @@ def test_mpi_of_the_program_stays_its_own(vendor: str) -> None:
 
 
 @by_vendor
+def test_nothing_of_a_closed_communicator_calls_mpi(vendor: str) -> None:
+    # It would meet the program's own MPI_Finalize.
+    script = _script("""
+        from mpi4py import MPI
+        from collective.backends.mpi import MpiStore
+        inside, turns, receive = 0, 0, MpiStore._receive
+        def slowly(store):
+            global inside, turns
+            inside, turns = inside + 1, turns + 1
+            time.sleep(0.05)
+            receive(store)
+            inside -= 1
+        MpiStore._receive = slowly
+        with collective.init(comm=MPI.COMM_WORLD) as comm:
+            comm.barrier()
+        before = turns
+        assert before and not inside, (before, inside)
+        time.sleep(0.2)
+        assert turns == before
+        MPI.Finalize()
+        say("fine")
+    """)
+    assert mpirun(vendor, 2, script).stdout.count("fine") == 2
+
+
+@by_vendor
 def test_a_world_of_one_needs_no_mpiexec(vendor: str) -> None:
     script = _script("""
         with collective.init("mpi") as comm:

@@ -88,6 +88,31 @@ def test_a_killed_peer_is_noticed_in_the_middle_of_all_reduce(shm, size, element
         assert seconds < PROMISED_S
 
 
+def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
+    x = np.ones(8, np.float32)
+    places = comm.all_gather_object(x.ctypes.data)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 0:
+        with pytest.raises(PeerLostError):
+            comm.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    control = comm._backend._control
+    while control.segment.alive(0):
+        time.sleep(0.01)
+    with pytest.raises(PeerLostError) as caught:
+        comm._backend.fetch(0, places[0], x)
+    return str(caught.value), caught.value.ranks
+
+
+def test_the_first_to_die_is_named_also_when_who_noticed_is_gone(shm):  # noqa: F811
+    with pytest.raises(RanksFailedError) as caught:
+        shm(3, reads_of_a_survivor_that_left)
+    text, lost = caught.value.results[2]
+    assert re.search(r"rank 1 \(pid \d+\) has died", text)
+    assert lost == (1,)
+
+
 def killed_before_a_group(comm) -> tuple[str, float]:
     comm.barrier()
     if comm.rank == 1:

@@ -25,7 +25,8 @@ class MpiStore(Store):
     """Sends what is set to all ranks of an MPI communicator, and remembers what comes.
 
     Collective: all ranks make one, which duplicates ``comm``. A thread attends to the
-    messages for as long as the store is in use, since MPI moves nothing by itself.
+    messages for as long as the store is in use, since MPI moves nothing by itself: close it
+    before MPI is finalised by somebody else.
 
     Args:
         comm: the communicator.
@@ -56,7 +57,7 @@ class MpiStore(Store):
         enrol(self)
 
     def close(self) -> None:
-        """Stop attending; what has not been received by now never is."""
+        """Stop attending, also in the thread; what has not been received by now never is."""
         with self._news:
             self._closed = True
             for request in self._sending:

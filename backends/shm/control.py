@@ -11,12 +11,7 @@ from collections.abc import Callable, Sequence
 
 from collective.backend import Failure
 from collective.call import Call, Disagreement
-from collective.errors import (
-    CollectiveTimeoutError,
-    PeerLostError,
-    RendezvousError,
-    UnsupportedError,
-)
+from collective.errors import RendezvousError, UnsupportedError
 
 from .segment import Segment
 
@@ -345,14 +340,12 @@ class Control:
             for rank, fate in gone.items()
         )
         lost = tuple(gone)
-        self.fail(Failure("lost", self.rank, text, lost))
-        raise PeerLostError(f"{what}: {text} [rank {self.rank}]", lost)
+        raise self.broken_by(Failure("lost", self.rank, text, lost), what)
 
     def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
         told = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
         text = f"waited {timeout:g} s for rank {', '.join(map(str, awaited))}: {told}"
-        self.fail(Failure("timeout", self.rank, text, tuple(awaited)))
-        raise CollectiveTimeoutError(f"{what}: {text} [rank {self.rank}]", tuple(awaited))
+        raise self.broken_by(Failure("timeout", self.rank, text, tuple(awaited)), what)
 
     # -- what happened ----------------------------------------------------------------------
 
@@ -395,6 +388,15 @@ class Control:
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
         words[_BROKEN] = 1
+
+    def broken_by(self, failure: Failure, what: object) -> Exception:
+        """Break the communicator, and return what to raise: a peer may have come before.
+
+        One that heard of a rank's death first may be gone by the time that this rank looks,
+        and is not what the program's user has to know of.
+        """
+        self.fail(failure)
+        return self.failure(what)
 
     def failure(self, what: object) -> Exception:
         """Return what to raise now that the communicator is broken: the first cause."""

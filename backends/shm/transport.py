@@ -20,7 +20,6 @@ from collective.dtypes import BY_NAME
 from collective.errors import (
     BackendError,
     BackendUnavailableError,
-    PeerLostError,
     RendezvousError,
     UnsupportedError,
 )
@@ -321,8 +320,7 @@ class ShmBackend(OneSided):
                 "shm",
             )
         text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
-        control.fail(Failure("lost", self.rank, text, (rank,)))
-        raise PeerLostError(f"shm: {text} [rank {self.rank}]", (rank,))
+        raise control.broken_by(Failure("lost", self.rank, text, (rank,)), "shm")
 
     # -- small reductions -----------------------------------------------------------------
 
