@@ -209,6 +209,21 @@ def test_a_logical_result_of_one_rank_is_0_or_1_too(name: str, dtype: str) -> No
         np.testing.assert_array_equal(scaled(post, np.array([5, 0, 1], dtype)), [1, 0, 1])
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) -> None:
+    product = reduction.fold(as_op("prod"), BY_NAME[dtype])
+    drawn = np.random.default_rng(7).normal(size=(100, 4))
+    left, right = drawn.copy().view(np.complex128).T.astype(dtype)
+    together = fold("prod", BY_NAME[dtype], left, right)
+    for place, expected in enumerate(together):
+        a, b = left[place : place + 1], right[place : place + 1]
+        out, into_left, into_right = np.empty_like(a), a.copy(), b.copy()
+        product(a, b, out=out)
+        product(into_left, b, out=into_left)
+        product(a, into_right, out=into_right)
+        assert {out[0], into_left[0], into_right[0]} == {expected}
+
+
 # -- functions of users -------------------------------------------------------------
 
 
