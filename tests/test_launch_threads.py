@@ -40,6 +40,18 @@ def test_every_rank_runs_the_program_as_main_with_its_own_namespace(run):
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}], ids=["default", "chosen"])
+def test_the_cores_are_shared_out_before_numpy_is_there(launches, chosen):  # noqa: F811
+    share = chosen.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // 2))
+    path = launches.directory / "program.py"
+    # What is in the environment when a process starts, which assignments do not change.
+    path.write_text(
+        f"print('OMP_NUM_THREADS={share}' in open('/proc/self/environ').read().split('\\0'))"
+    )
+    done = launches.run("-n", "2", "--backend", "threads", str(path), **chosen)
+    assert sorted(done.stdout.splitlines()) == ["[0] True", "[1] True"], done.stderr
+
+
 def test_both_streams_are_prefixed_line_by_line(run):
     done = run(
         BODY + "import sys\n"

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from collective.config import by_device, settings
-from collective.launch import launch
+from collective.launch import cores_for_each, launch
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -58,6 +58,10 @@ def execute(options: argparse.Namespace) -> int:
     on_host = by_device(named).get("cpu", named)
     if on_host == "threads":
         os.environ.update(variables)
+        if "OMP_NUM_THREADS" not in os.environ:
+            # NumPy has read it by now.
+            os.environ["OMP_NUM_THREADS"] = str(cores_for_each(options.n))
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         # Here and not above: it brings NumPy and the transports along.
         from collective.launch import threads
 

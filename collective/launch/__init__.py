@@ -26,7 +26,7 @@ from collective.launch.processes import adopt_orphans, end_children
 from collective.launch.supervisor import supervise
 from collective.rundir import join, leave
 
-__all__ = ["launch"]
+__all__ = ["cores_for_each", "launch"]
 
 # Passed on to the ranks. One that is ignored, as by nohup, stays ignored.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -143,11 +143,7 @@ def _shared_variables(size: int, store: Path) -> dict[str, str]:
         "MASTER_PORT": str(_free_port()),
         "PYTHONPATH": _python_path(),
     }
-    # Ranks that each start a thread a core slow each other down by far. torchrun says 1,
-    # which leaves cores idle where there are fewer ranks than cores.
-    variables["OMP_NUM_THREADS"] = os.environ.get(
-        "OMP_NUM_THREADS", str(max(1, _usable_cores() // size))
-    )
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(cores_for_each(size)))
     return {**variables, **_terminal_variables(size)}
 
 
@@ -196,7 +192,12 @@ def _free_port() -> int:
     return port
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def cores_for_each(size: int) -> int:
+    """Return how many threads each of ``size`` ranks is to compute with.
+
+    Ranks that each start a thread a core slow each other down by far. torchrun says 1, which
+    leaves cores idle where there are fewer ranks than cores.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, usable // size)

@@ -26,7 +26,7 @@ from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.store import Store
 from collective.world import World
 
-__all__ = ["main"]
+__all__ = ["load_program", "main"]
 
 # How long the other ranks may take to end once one has failed.
 _GRACE_S = 1.5
@@ -149,7 +149,7 @@ class _Ranks:
 def main(arguments: Sequence[str]) -> int:
     """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code."""
     size, program = int(arguments[0]), list(arguments[1:])
-    code, path, package = _load(program)
+    code, path, package = load_program(program)
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
     sys.stdout, sys.stderr = streams
     ranks = _Ranks(size, code, path, package)
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     return result
 
 
-def _load(program: list[str]) -> tuple[CodeType, str, str | None]:
+def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
     """Return the program's code, its path and its package, and set ``sys.argv``."""
     if program[0] == "-m":
         sys.path.insert(0, os.getcwd())
