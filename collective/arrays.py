@@ -90,9 +90,17 @@ class Adapter:
         return stream or device.stream(0)
 
     def place(self, x: Any) -> Any:
-        """Return address, shape, dtype and layout of an array on a GPU, to be compared.
+        """Return address, shape, dtype and layout of an array, to be compared.
 
-        None if it is not on a GPU, or if they do not say all that a call has to know of it.
+        None if they do not say all that a call has to know of it.
+        """
+        return None
+
+    def alias(self, x: Any) -> Any:
+        """Return :meth:`view` of an array on the CPU that has a :meth:`place`, without ``x``.
+
+        The result keeps the memory alive, and not ``x`` itself. None if that cannot be, or if
+        it is not on the CPU.
         """
         return None
 
@@ -224,6 +232,7 @@ _HOST, _NVIDIA = (1, 3), (2, 13)
 _NUMPY = NumpyAdapter()
 # Module root -> where its adapter is. Adapters of further frameworks are added here.
 _FRAMEWORKS = {
+    "chainer": ("collective.adapters.chainer.arrays", "ChainerAdapter"),
     "cupy": ("collective.adapters.cupy.arrays", "CupyAdapter"),
     "torch": ("collective.adapters.torch.arrays", "TorchAdapter"),
 }
@@ -263,8 +272,8 @@ def adapter_like(like: Any) -> Adapter:
     """Return the adapter of an array, or of a name.
 
     Args:
-        like: ``"numpy"``; ``"torch"``, ``"cupy"``; ``"cuda"`` for arrays of no framework in
-            the memory of a GPU; or an array.
+        like: ``"numpy"``; ``"torch"``, ``"cupy"``, ``"chainer"``; ``"cuda"`` for arrays of no
+            framework in the memory of a GPU; or an array.
     """
     if not isinstance(like, str):
         return adapter_of(like)
@@ -300,8 +309,9 @@ def _find(x: Any) -> Adapter:
         return found
     raise InvalidArgumentError(
         f"array: {type(x).__name__} is none; pass a NumPy array, a PyTorch tensor, a CuPy array, "
-        "anything that speaks DLPack or has __cuda_array_interface__, or a list or dict of them. "
-        "For a number use numpy.asarray(x), for other objects the *_object calls."
+        "a Chainer variable, anything that speaks DLPack or has __cuda_array_interface__, or a "
+        "list or dict of them. For a number use numpy.asarray(x), for other objects the "
+        "*_object calls."
     )
 
 

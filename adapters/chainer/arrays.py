@@ -1,0 +1,97 @@
+"""Chainer's variables as the arrays that they hold, of NumPy on the CPU and of CuPy on GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import chainer
+import numpy as np
+
+from collective.arrays import Adapter, adapter_like
+from collective.dtypes import DType
+from collective.errors import DeviceError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collective.cuda import Device, Stream
+
+__all__ = ["ChainerAdapter"]
+
+_NUMPY = adapter_like("numpy")
+
+
+class ChainerAdapter(Adapter):
+    """``chainer.Variable`` and ``Parameter``.
+
+    Collectives are not differentiable: a variable is taken for its array, and a result is a new
+    ``Variable`` that requires no gradient. :mod:`collective.adapters.chainer.functional` has
+    those that are.
+    """
+
+    name = "chainer"
+
+    def accepts(self, x: Any) -> bool:
+        return isinstance(x, chainer.Variable)
+
+    def view(self, x: Any) -> tuple[Any, DType]:
+        array = _array_of(x)
+        return _adapter_of(array).view(array)
+
+    def output(self, x: Any) -> tuple[Any, DType]:
+        array = _array_of(x)
+        return _adapter_of(array).output(array)
+
+    def wrap(self, array: Any, dtype: DType) -> Any:
+        inner = _NUMPY if isinstance(array, np.ndarray) else _cupy()
+        return chainer.Variable(inner.wrap(array, dtype), requires_grad=False)
+
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: Device | None,
+        stream: Stream | None = None,
+    ) -> Any:
+        if device is None:
+            return np.empty(shape, dtype.storage)
+        return _cupy().empty(shape, dtype, device, stream)
+
+    def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
+        return _cupy().current_stream(device, stream)
+
+    def place(self, x: Any) -> Any:
+        array = x.array
+        if array is None or isinstance(array, np.ndarray):
+            return None
+        return _adapter_of(array).place(array)
+
+    def used_on(self, x: Any, stream: Stream) -> None:
+        if isinstance(x, chainer.Variable):
+            x = x.array
+        if not isinstance(x, np.ndarray):
+            _cupy().used_on(x, stream)
+
+
+def _array_of(x: Any) -> Any:
+    array = x.array
+    if array is None:
+        raise InvalidArgumentError(
+            f"chainer: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
+            "call its initialize(shape), or the link once, on every rank."
+        )
+    return array
+
+
+def _adapter_of(array: Any) -> Adapter:
+    if isinstance(array, np.ndarray):
+        return _NUMPY
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return _cupy()
+    raise DeviceError(
+        f"chainer: a variable that holds a {type(array).__module__}.{type(array).__name__}; "
+        "allowed are arrays of NumPy and CuPy. Use x.to_device('@numpy') or "
+        "x.to_device('@cupy:0')."
+    )
+
+
+def _cupy() -> Adapter:
+    return adapter_like("cupy")

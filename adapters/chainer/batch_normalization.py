@@ -1,0 +1,254 @@
+"""Batch normalisation over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import chainer
+import numpy as np
+
+from collective.errors import InvalidArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
+
+_Norm: Any = chainer.links.BatchNormalization
+_Node: Any = chainer.FunctionNode
+
+
+class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
+    """Batch normalisation equal to ``L.BatchNormalization`` over the ranks' batches joined.
+
+    Forward gathers means, sums of squared deviations and counts, once; backward all-reduces two
+    sums, once. They are computed in float32 at least, and merged in float64 by the formula of
+    Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances" (1979), extended to many sets: no large squares are subtracted from each other.
+
+    Batches may be of any lengths, 0 included. Gradients of gamma and beta are this rank's part:
+    their average over the ranks, which the optimizer makes, is the joined batch's, if the loss is
+    the average of the ranks' losses. There are no second derivatives.
+
+    Collective: all ranks call it in one order while ``chainer.config.train``. If some rank's
+    batch or parameters require a gradient, every rank's result has to contribute to its loss;
+    backward passes come in the reverse order of the forward ones.
+
+    Args:
+        comm: the ranks. Copies of the link share it; it is not pickled.
+        size, options: as of ``L.BatchNormalization``.
+    """
+
+    def __init__(self, size: Any, comm: Communicator, **options: Any) -> None:
+        super().__init__(size, **options)
+        self._ranks = _Ranks(comm)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks whose batches are one."""
+        return self._ranks.comm
+
+    def forward(self, x: Any, **options: Any) -> Any:
+        """Normalise a batch.
+
+        Args:
+            x: floating point; its shape but for the axes that are normalised over is the same
+                on all ranks.
+            options: ``finetune=True``: accumulate the population's statistics.
+
+        Raises:
+            ShapeError: the shape does not fit the parameters; before anything is sent.
+            MismatchError: the ranks' links differ in size; on all ranks.
+        """
+        if not chainer.config.train:
+            return super().forward(x, **options)
+        finetune = options.pop("finetune", False)
+        if options:
+            raise TypeError(f"forward: unknown arguments {', '.join(options)}.")
+        x = chainer.as_variable(x)
+        if self.avg_mean is None:
+            axes = self.axis or ()
+            self._initialize_params(tuple(n for i, n in enumerate(x.shape) if i not in axes))
+        axes = self._axes(x)
+        gamma = self._get_gamma()[0] if self.gamma is None else self.gamma
+        beta = self._get_beta()[0] if self.beta is None else self.beta
+        wanted = chainer.config.enable_backprop and any(
+            isinstance(each, chainer.Variable) and each.requires_grad for each in (x, gamma, beta)
+        )
+        joined = _Joined(self.comm, x.array, axes, gamma.dtype, wanted)
+        if not chainer.config.in_recomputing:
+            decay = self.decay
+            if finetune:
+                self.N += 1
+                decay = 1.0 - 1.0 / self.N
+            self._track(joined, decay)
+        # A rank that needs no gradient is in the graph all the same if a peer needs one.
+        token = chainer.Variable(self.xp.zeros((), np.float32), requires_grad=joined.wanted)
+        found: Any = _Normalise(joined, self.eps).apply((x, gamma, beta, token))[0]
+        return found
+
+    def _axes(self, x: Any) -> tuple[int, ...]:
+        """Return the axes that are normalised over."""
+        size = self.avg_mean.shape
+        axes = self.axis
+        if axes is None:
+            axes = (0, *range(len(size) + 1, x.ndim))
+        if tuple(n for i, n in enumerate(x.shape) if i not in axes) != size:
+            raise ShapeError(
+                f"SyncBatchNormalization: an input of shape {x.shape}, normalised over the axes "
+                f"{axes}; the others must be of lengths {size} "
+                f"[rank {self.comm.rank} of {self.comm.size}]."
+            )
+        return tuple(axes)
+
+    def _track(self, joined: _Joined, decay: float) -> None:
+        """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
+        if not joined.count:
+            return
+        unbiased = joined.var * (joined.count / max(joined.count - 1.0, 1.0))
+        for kept, new in ((self.avg_mean, joined.mean), (self.avg_var, unbiased)):
+            kept *= decay
+            kept += ((1 - decay) * new).reshape(kept.shape).astype(kept.dtype)
+
+
+class _Ranks:
+    """Holds a communicator where it is neither copied nor pickled with the link."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __deepcopy__(self, memo: Any) -> _Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgumentError(
+            "SyncBatchNormalization: a link with a communicator cannot be pickled. Save it by "
+            "chainer.serializers, as a BatchNormalization."
+        )
+
+
+class _Joined:
+    """Statistics of the ranks' batches as one.
+
+    Attributes:
+        count: values behind each mean.
+        mean, var: float64, of one dimension.
+        wanted: whether some rank wants gradients.
+        comm, axes: as given.
+        expanded: the shape in which they broadcast against ``x``.
+        dtype: in which to compute.
+    """
+
+    def __init__(
+        self, comm: Communicator, x: Any, axes: tuple[int, ...], dtype: Any, wanted: bool
+    ) -> None:
+        xp = chainer.backend.get_array_module(x)
+        self.comm, self.axes = comm, axes
+        self.dtype = np.result_type(x.dtype, dtype, np.float32)
+        self.expanded = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+        size = int(np.prod(self.expanded))
+        # One row, not a vector: lengths along the first axis may differ, others are compared.
+        mine = xp.zeros((1, 2 * size + 2), np.float64)
+        count = x.size // size if size else 0
+        mine[0, -2], mine[0, -1] = count, wanted
+        if count:
+            mine[0, :size] = x.mean(axis=axes, dtype=self.dtype).ravel()
+            mine[0, size:-2] = x.var(axis=axes, dtype=self.dtype).ravel()
+            mine[0, size:-2] *= count
+        rows = comm.all_gather(mine, counts=[1] * comm.size) if comm.size > 1 else mine
+        counts, means, squares = rows[:, -2:-1], rows[:, :size], rows[:, size:-2]
+        self.count = int(counts.sum())
+        many = max(self.count, 1)
+        self.mean = (counts * means).sum(axis=0) / many
+        self.var = (squares + counts * (means - self.mean) ** 2).sum(axis=0) / many
+        self.wanted = bool(rows[:, -1].any())
+
+    def spread(self, values: Any) -> Any:
+        """Return one value a mean as it broadcasts against ``x``, in the dtype to compute in."""
+        return values.reshape(self.expanded).astype(self.dtype, copy=False)
+
+
+class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
+    """``(x - mean) / sqrt(var + eps) · gamma + beta``, where mean and var are of all ranks' x."""
+
+    def __init__(self, joined: _Joined, eps: float) -> None:
+        self._joined = joined
+        self._eps = eps
+
+    def check_type_forward(self, in_types: Any) -> None:
+        chainer.utils.type_check.expect(in_types[0].dtype.kind == "f")
+
+    def forward(self, inputs: Any) -> Any:
+        self.retain_inputs((0, 1))
+        x, gamma, beta, _ = inputs
+        joined = self._joined
+        centred = x - joined.spread(joined.mean)
+        scale = self._inverse() * joined.spread(gamma)
+        return ((centred * scale + joined.spread(beta)).astype(x.dtype, copy=False),)
+
+    def _inverse(self) -> Any:
+        return self._joined.spread((self._joined.var + self._eps) ** -0.5)
+
+    def backward(self, indexes: Any, grad_outputs: Any) -> Any:
+        # Ioffe and Szegedy, "Batch Normalization" (2015), section 3, with
+        # x̂ = (x - mean) · inverse: dx = inverse · gamma · (dy - E[dy] - x̂ · E[dy · x̂]).
+        if chainer.config.enable_backprop:
+            raise InvalidArgumentError(
+                "SyncBatchNormalization: enable_double_backprop=True; there are no second "
+                "derivatives. Use L.BatchNormalization."
+            )
+        x, gamma = (each.array for each in self.get_retained_inputs())
+        joined, axes, inverse = self._joined, self._joined.axes, self._inverse()
+        xp = chainer.backend.get_array_module(x)
+        dy = grad_outputs[0].array.astype(joined.dtype, copy=False)
+        normal = (x - joined.spread(joined.mean)) * inverse
+        sums = xp.stack([dy.sum(axis=axes).ravel(), (dy * normal).sum(axis=axes).ravel()])
+        total = sums  # which stay as they are: gamma and beta get this rank's part
+        if joined.wanted and joined.comm.size > 1:
+            total = joined.comm.all_reduce(sums)
+        found = []
+        for index in indexes:
+            if index == 0:
+                first, second = (joined.spread(each / max(joined.count, 1)) for each in total)
+                dx = (dy - first - normal * second) * (inverse * joined.spread(gamma))
+                found.append(chainer.as_variable(dx.astype(x.dtype, copy=False)))
+            elif index == 3:
+                found.append(None)
+            else:
+                part = sums[1 if index == 1 else 0].reshape(gamma.shape)
+                found.append(chainer.as_variable(part.astype(gamma.dtype, copy=False)))
+        return tuple(found)
+
+
+def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
+    """Make every ``L.BatchNormalization`` in ``link`` a :class:`SyncBatchNormalization`.
+
+    They change their class and stay the objects that they are: wherever they are kept, with
+    their parameters, hooks, update rules and names.
+
+    Args:
+        link: of any nesting. It is not touched if anything is refused.
+        comm: the ranks whose batches are one.
+
+    Returns:
+        ``link``.
+
+    Raises:
+        InvalidArgumentError: it has a subclass of a batch normalisation, whose forward would be
+            lost; names it.
+    """
+    norms = [(n, each) for n, each in link.namedlinks() if isinstance(each, _Norm)]
+    refused = [
+        f"{name or 'the link'} ({type(each).__name__})"
+        for name, each in norms
+        if type(each) not in (_Norm, SyncBatchNormalization)
+    ]
+    if refused:
+        raise InvalidArgumentError(
+            f"convert_batch_normalization: {', '.join(refused)}; only L.BatchNormalization "
+            "itself is converted. Replace a subclass by hand."
+        )
+    for _, each in norms:
+        each.__class__ = SyncBatchNormalization
+        each._ranks = _Ranks(comm)
+    return link

@@ -1,0 +1,181 @@
+"""The gradients of a Chainer model, averaged over the ranks in one piece of symmetric memory."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import chainer
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import MismatchError
+from collective.gradients import Gradients, Parameter
+from collective.work import Work
+
+__all__ = ["PackedGradients"]
+
+# How many numbers tell, in the buffer itself, which gradients a rank has: bytes of a digest.
+_MARKS = 8
+# By how much an average of such bytes may be off, as float16 is, without meaning a difference.
+_ROUNDING = 0.25
+
+
+class PackedGradients:
+    """The mean of a model's gradients over the ranks: packed, reduced, and given to the model.
+
+    The memory is kept from step to step, and the gradients that the model gets are views of it:
+    the next :meth:`pack` writes over them. Whatever was the model's gradient before (read-only,
+    not contiguous, or one array for two parameters) is only read.
+
+    Beside the gradients travel some bytes of a digest of which of them are None here. Their
+    average is each rank's own if all ranks have the same, so that it costs nothing to know.
+
+    Args:
+        comm: connects the ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._layout: list[tuple[str, tuple[int, ...], str]] = []
+        self._engine: Gradients | None = None
+        self._named: list[tuple[str, Any]] = []
+        self._missing: list[str] = []
+        self._zero_fill = True
+        self._works: list[Work[Any]] = []
+        self._marks = np.zeros(_MARKS)
+
+    def pack(self, model: chainer.Link, zero_fill: bool, wire: np.dtype[Any] | None) -> None:
+        """Copy the gradients of ``model`` to the buffer.
+
+        Collective in the first step, and whenever parameters have come or gone: then all ranks
+        have to call it.
+
+        Args:
+            model: its parameters, by their names' order; those without data are left out.
+            zero_fill: whether a gradient that is None counts as zeros.
+            wire: the element type in which they are reduced; by default their own.
+        """
+        named = sorted(model.namedparams(), key=lambda item: item[0])
+        self._named = [(name, param) for name, param in named if param.array is not None]
+        layout = [
+            (name, tuple(param.shape), (wire or param.dtype).name) for name, param in self._named
+        ]
+        if self._engine is None or layout != self._layout:
+            self._engine = None  # its memory is free for the new one
+            self._engine = self._lay_out(layout)
+            self._layout = layout
+        self._zero_fill = bool(zero_fill)
+        self._missing = []
+        views = self._engine.views
+        for (name, param), view in zip(self._named, views):
+            grad = param.grad
+            if grad is None:
+                self._missing.append(name)
+                view[...] = 0
+            elif grad is not view:
+                view[...] = grad
+        told = "" if self._zero_fill else repr(self._missing)
+        digest = hashlib.blake2b(f"{self._zero_fill}{told}".encode(), digest_size=_MARKS)
+        self._marks = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
+        views[-1][...] = _like(views[-1], self._marks)
+
+    def _lay_out(self, layout: Sequence[tuple[str, tuple[int, ...], str]]) -> Gradients:
+        parameters = [Parameter(*each) for each in layout]
+        kind = layout[0][2] if layout else "float32"
+        parameters.append(Parameter("(which gradients there are)", (_MARKS,), kind))
+        on_gpu = [p.array for _, p in self._named if not isinstance(p.array, np.ndarray)]
+        # One bucket for each element type: it is reduced when all gradients are there anyway.
+        return Gradients(
+            self._comm, parameters, like=on_gpu[0] if on_gpu else None,
+            bucket_bytes=sys.maxsize, first_bytes=sys.maxsize,
+        )  # fmt: skip
+
+    def reduce(self, async_op: bool = False) -> None:
+        """Average what was packed over the ranks; if ``async_op``, :meth:`unpack` waits for it.
+
+        Collective: every rank calls it after :meth:`pack`.
+        """
+        assert self._engine is not None, "reduce() before pack()"
+        for bucket in self._engine.buckets:
+            array = bucket.array
+            work = self._comm.all_reduce(array, op="avg", out=array, async_op=async_op)
+            if async_op:
+                self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait for what :meth:`reduce` has started."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def unpack(self) -> None:
+        """Make the means the gradients of the model that was packed.
+
+        Raises:
+            MismatchError: gradients are None on some ranks and not on others; on every rank.
+                The model's gradients are as they were.
+            ValueError: Chainer's debug mode is on and a mean is not finite.
+        """
+        assert self._engine is not None, "unpack() before pack()"
+        self.wait()
+        views = self._engine.views
+        off = abs(_host(views[-1]).astype(np.float64) - self._marks)
+        if not bool((off < _ROUNDING).all()):
+            self._explain()
+        if chainer.is_debug():
+            self._check_finite()
+        for (_, param), view in zip(self._named, views):
+            if param.grad is view or (param.grad is None and not self._zero_fill):
+                continue
+            param.grad = view if view.dtype == param.dtype else view.astype(param.dtype)
+
+    def mean(self, model: chainer.Link, zero_fill: bool, wire: np.dtype[Any] | None) -> None:
+        """Do all three: pack, reduce and unpack."""
+        self.pack(model, zero_fill, wire)
+        self.reduce()
+        self.unpack()
+
+    def _explain(self) -> None:
+        """Raise, on every rank, who has no gradient for what."""
+        every: list[Any] = self._comm.all_gather_object([self._zero_fill, self._missing])
+        told = [
+            f"  rank {rank}: "
+            + ("zero_fill=True" if filled else "None for " + (_few(missing) or "no parameter"))
+            for rank, (filled, missing) in enumerate(every)
+        ]
+        raise MismatchError(
+            f"multi_node_mean_grad: the ranks have gradients of different parameters [rank "
+            f"{self._comm.rank} of {self._comm.size}]:\n" + "\n".join(told) + "\nPass "
+            "zero_fill=True on every rank to take zeros for what is None, or use the same "
+            "parameters on all ranks."
+        )
+
+    def _check_finite(self) -> None:
+        names = [
+            name
+            for (name, _), view in zip(self._named, self._engine.views if self._engine else [])
+            if not bool(chainer.backend.get_array_module(view).isfinite(view).all())
+        ]
+        if names:
+            raise ValueError(
+                f"multi_node_mean_grad: the mean gradient is not finite, of {_few(names)} [rank "
+                f"{self._comm.rank} of {self._comm.size}]: training diverged on some rank. "
+                "Lower the learning rate or the loss scale."
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+
+
+def _host(array: Any) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = chainer.backends.cuda.to_cpu(array)
+    return found
+
+
+def _like(view: Any, values: np.ndarray[Any, Any]) -> Any:
+    """Return ``values`` where ``view`` is, and of its type."""
+    return chainer.backend.get_array_module(view).asarray(values.astype(view.dtype))

@@ -1,0 +1,62 @@
+"""ChainerMN's double-buffering optimizer, without a GPU's streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chainermn.optimizers import _MultiNodeOptimizer
+
+from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator
+from collective.adapters.chainer.chainermn.gradients import PackedGradients
+
+__all__ = ["DoubleBufferingOptimizer"]
+
+
+class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Chainer has no types
+    """Average the gradients of a step while the next one computes its own.
+
+    As in ChainerMN, a step applies the means of the step before: the first ``update()`` gives
+    all ranks rank 0's parameters, the second only sends its gradients away. What is on its way
+    when training ends is not applied.
+
+    Args:
+        actual_optimizer: applies the means.
+        communicator: connects the ranks.
+        zero_fill: whether gradients that are None count as zeros.
+    """
+
+    def __init__(
+        self, actual_optimizer: Any, communicator: CollectiveCommunicator, zero_fill: bool
+    ) -> None:
+        super().__init__(actual_optimizer, communicator, zero_fill)
+        # Past the base class, which passes attributes on to the optimizer inside.
+        own = self.__dict__
+        own["_buffers"] = [PackedGradients(communicator.comm) for _ in range(2)]
+        own["_under_way"] = False
+
+    def update(self, lossfun: Any = None, *args: Any, **kwds: Any) -> None:
+        """Compute gradients, if ``lossfun`` is given, and apply the means of the last ones."""
+        target = self.target
+        if lossfun is not None:
+            loss = lossfun(*args, **kwds)
+            if getattr(self, "_use_cleargrads", True):
+                target.cleargrads()
+            else:
+                target.zerograds()
+            loss.backward(loss_scale=self.actual_optimizer._loss_scale)
+            del loss
+        own = self.__dict__
+        before, now = own["_buffers"]
+        arrived = own["_under_way"]
+        if self.is_changed(target):
+            if arrived:
+                before.wait()
+            own["_under_way"] = False
+            self.communicator.bcast_data(target)
+            return
+        now.pack(target, self.zero_fill, self.communicator.get_config("allreduce_grad_dtype"))
+        now.reduce(async_op=True)
+        own["_buffers"], own["_under_way"] = [now, before], True
+        if arrived:
+            before.unpack()
+            self.actual_optimizer.update(None, *args, **kwds)

@@ -1,0 +1,127 @@
+"""Evaluation on shards: the means of all samples, wherever they are."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import TYPE_CHECKING, Any
+
+import chainer
+from chainer.dataset import convert
+
+from collective.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["create_multi_node_evaluator"]
+
+_Evaluator: Any = chainer.training.extensions.Evaluator
+_Bar: Any = chainer.training.extensions.evaluator._IteratorProgressBar
+
+
+def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> Any:
+    """Make an evaluator report the means over the samples of all ranks.
+
+    Each rank evaluates its own samples, as many or few as it has, and none is fine. What is
+    reported for a batch counts as often as the batch has samples, so that lengths of batches
+    and shards make no difference: what comes out is the same as of one process, on all ranks to
+    the bit. That needs values which are means over a batch's samples, as losses and accuracies
+    are. Where one is the mean of fewer or more things (pixels, words), report it as Chainer's
+    ``(value, weight)``. What is no mean (a perplexity) has to be computed from one that is.
+
+    Collective: every rank calls the evaluator, for as many times; the batches in it need no peer.
+
+    Args:
+        actual_evaluator: an ``Evaluator``; it is changed, and returned. Its iterator must not
+            repeat, and ranks must not share samples: a shard of ``scatter_dataset`` (not
+            padded), or a ``ShardedIterator`` with ``repeat=False``.
+        comm: the ranks.
+
+    Raises:
+        InvalidArgumentError: its class has an ``evaluate`` of its own, of whose batches nothing
+            is known.
+    """
+    if type(actual_evaluator).evaluate is not _Evaluator.evaluate:
+        raise InvalidArgumentError(
+            f"create_multi_node_evaluator: {type(actual_evaluator).__name__} has an evaluate() of "
+            "its own; needed is that of chainer.training.extensions.Evaluator, which tells batches "
+            "apart. Give the evaluator an eval_func instead."
+        )
+    actual_evaluator.comm = comm
+    actual_evaluator.evaluate = types.MethodType(_evaluate, actual_evaluator)
+    return actual_evaluator
+
+
+def _evaluate(evaluator: Any) -> dict[str, float]:
+    """Return the means over all ranks' samples; stands for ``Evaluator.evaluate``."""
+    # Of each name the weighted values, one a batch, and the weights.
+    mine: dict[str, tuple[list[float], list[float]]] = {}
+    iterator = evaluator.get_iterator("main")
+    if not hasattr(iterator, "reset"):
+        raise InvalidArgumentError(
+            f"evaluate: an iterator of type {type(iterator).__name__} without reset(); needed, as "
+            "each evaluation begins anew."
+        )
+    if evaluator.eval_hook:
+        evaluator.eval_hook(evaluator)
+    iterator.reset()
+    function = evaluator.eval_func or evaluator.get_target("main")
+    bar = _Bar(iterator=iterator) if evaluator._progress_bar else None
+    # Chainer's own iterators cannot begin an epoch of no samples.
+    dataset: Any = getattr(iterator, "dataset", None)
+    empty = hasattr(dataset, "__len__") and len(dataset) == 0
+    for batch in () if empty else iterator:
+        observation: dict[str, Any] = {}
+        with chainer.reporter.report_scope(observation):
+            arguments = convert._call_converter(evaluator.converter, batch, evaluator.device)
+            with chainer.no_backprop_mode():
+                if isinstance(arguments, tuple):
+                    function(*arguments)
+                elif isinstance(arguments, dict):
+                    function(**arguments)
+                else:
+                    function(arguments)
+        _add(mine, observation, len(batch))
+        if bar is not None:
+            bar.update()
+    if bar is not None:
+        bar.close()
+    return _merged(evaluator.comm, mine)
+
+
+def _add(
+    mine: dict[str, tuple[list[float], list[float]]], observation: dict[str, Any], samples: int
+) -> None:
+    for name, value in observation.items():
+        weight: Any = samples
+        if isinstance(value, tuple):
+            value, weight = value
+        if getattr(value, "ndim", 0):
+            continue  # as Chainer's own summary does
+        if isinstance(value, chainer.Variable):
+            value = value.array
+        number, weight = float(value), float(weight)
+        values, weights = mine.setdefault(name, ([], []))
+        values.append(number * weight)
+        weights.append(weight)
+
+
+def _merged(
+    comm: Communicator, mine: dict[str, tuple[list[float], list[float]]]
+) -> dict[str, float]:
+    every = comm.all_gather_object({name: [list(v), list(w)] for name, (v, w) in mine.items()})
+    found = {}
+    for name in sorted({name for theirs in every for name in theirs}):
+        parts = [theirs[name] for theirs in every if name in theirs]
+        # Exact sums, so that it makes no difference which rank has had which batch.
+        total = _sum(value for values, _ in parts for value in values)
+        weight = _sum(value for _, weights in parts for value in weights)
+        found[name] = total / weight if weight else math.nan
+    return found
+
+
+def _sum(values: Any) -> float:
+    """Return the sum rounded once; as IEEE 754 has it where some are infinite."""
+    known = list(values)
+    return math.fsum(known) if all(map(math.isfinite, known)) else float(sum(known))

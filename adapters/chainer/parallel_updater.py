@@ -1,0 +1,263 @@
+"""Data-parallel training in one process: a replica of the model on each of several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import chainer
+from chainer.dataset import convert
+
+from collective.errors import InvalidArgumentError
+
+__all__ = ["ParallelUpdater", "Replicas"]
+
+_Updater: Any = chainer.training.updaters.StandardUpdater
+
+
+class Replicas:
+    """A link and copies of it, one a device, that compute gradients at the same time.
+
+    For a loop of one's own, with an optimizer that is set up with the link::
+
+        replicas = Replicas(model, ["@numpy", "@numpy"])
+        for batch in iterator:
+            replicas.backward([concat_examples(part) for part in replicas.split(batch)])
+            optimizer.update()
+            replicas.copy_params()
+
+    The link itself computes in the calling thread, the copies in threads of their own, with the
+    caller's ``chainer.config`` and reporter. Numbers drawn from global generators (dropout) come
+    in no certain order then. Function hooks of the caller's thread are not theirs.
+
+    Args:
+        link: the first replica. It is moved to the first device.
+        devices: one for each replica; a device may come several times.
+        op: ``"avg"``: gradients are those of the mean loss over all samples, as on one device;
+            ``"sum"``: those of the sum of the parts' losses, as Chainer's ``ParallelUpdater``
+            adds them up.
+
+    Attributes:
+        links: the replicas; the first is the link.
+        devices: theirs.
+    """
+
+    def __init__(self, link: Any, devices: Sequence[Any], *, op: str = "avg") -> None:
+        if op not in ("avg", "sum"):
+            raise InvalidArgumentError(f"Replicas: op {op!r}; 'avg' or 'sum'.")
+        if not devices:
+            raise InvalidArgumentError("Replicas: no devices; one or more.")
+        self.devices = [chainer.get_device(device) for device in devices]
+        self.links = [link, *(copy.deepcopy(link) for _ in devices[1:])]
+        self._op = op
+        for each, device in zip(self.links, self.devices):
+            each.to_device(device)
+        self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), "replica")
+
+    def split(self, batch: Sequence[Any]) -> list[list[Any]]:
+        """Return the samples of each replica: every n-th, as many as there are."""
+        return [list(batch[index :: len(self.links)]) for index in range(len(self.links))]
+
+    def backward(
+        self,
+        batches: Sequence[Any],
+        *,
+        counts: Sequence[int] | None = None,
+        loss_func: Callable[..., Any] | None = None,
+        loss_scale: float | None = None,
+    ) -> list[Any]:
+        """Compute the losses of batches, and the link's gradients.
+
+        Args:
+            batches: one for each replica, on its device: a tuple or a dictionary of arguments,
+                or the only one. None for a replica that has no samples.
+            counts: how many samples each has, by which ``"avg"`` weighs them; by default the
+                length of the first array.
+            loss_func: in place of the replicas themselves; called with a replica's arguments.
+            loss_scale: as of ``Variable.backward``.
+
+        Returns:
+            The losses, or None, on their devices.
+
+        Raises:
+            InvalidArgumentError: there are not as many batches as replicas, or no samples.
+        """
+        if len(batches) != len(self.links):
+            raise InvalidArgumentError(
+                f"backward: {len(batches)} batches for {len(self.links)} replicas; one each."
+            )
+        if counts is None:
+            counts = [0 if batch is None else _length(batch) for batch in batches]
+        total = sum(counts)
+        if batches[0] is None or not total:
+            raise InvalidArgumentError("backward: no samples for the first replica; some.")
+        shares = [count / total if self._op == "avg" else 1.0 for count in counts]
+
+        def run(index: int, loss: Any = None) -> Any:
+            link, device = self.links[index], self.devices[index]
+            with chainer.using_device(device):
+                if loss is None:
+                    loss = _call(loss_func or link, batches[index])
+                link.cleargrads()  # those too that have just been initialised
+                # In place of the one with which a backward pass begins.
+                loss.grad = device.xp.full_like(loss.array, shares[index] * (loss_scale or 1.0))
+                loss.backward(loss_scale=loss_scale)
+            loss.unchain()
+            return loss
+
+        first = None
+        if any(not parameter.is_initialized for parameter in self.links[0].params()):
+            # The copies have to start from the values that the link draws.
+            with chainer.using_device(self.devices[0]):
+                first = _call(loss_func or self.links[0], batches[0])
+            self.copy_params()
+        for link in self.links:
+            link.cleargrads()
+        losses = self._run(run, [n for n, batch in enumerate(batches) if batch is not None], first)
+        for index in range(1, len(self.links)):
+            if losses[index] is not None:
+                self.links[0].addgrads(self.links[index])
+        return losses
+
+    def _run(self, run: Callable[..., Any], indices: Sequence[int], first: Any) -> list[Any]:
+        """Call ``run`` for each index, the first one here; return all results."""
+        ambience = _Ambience()
+        futures: dict[int, Future[Any]] = {
+            index: self._threads.submit(ambience.call, run, index) for index in indices[1:]
+        }
+        results: list[Any] = [None] * len(self.links)
+        try:
+            results[indices[0]] = run(indices[0], first)
+        finally:
+            wait(futures.values())  # nobody computes any more when an error is raised
+        for index, future in futures.items():
+            results[index] = future.result()
+        ambience.report()
+        return results
+
+    def copy_params(self) -> None:
+        """Give the copies the link's parameters and persistent values; after its update."""
+        for each in self.links[1:]:
+            each.copyparams(self.links[0])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+class _Ambience:
+    """What Chainer keeps by thread, as it is where this is made."""
+
+    def __init__(self) -> None:
+        self._config = dict(vars(chainer.config._local))
+        reporters = chainer.reporter._get_reporters()
+        self._reporter = reporters[-1] if reporters else None
+        self._observations: dict[int, dict[str, Any]] = {}
+
+    def call(self, function: Callable[[int], Any], index: int) -> Any:
+        """Call ``function`` in another thread, as if it were this one."""
+        with contextlib.ExitStack() as stack:
+            for name, value in self._config.items():
+                stack.enter_context(chainer.using_config(name, value))
+            if self._reporter is not None:
+                own = chainer.Reporter()
+                own._observer_names = self._reporter._observer_names
+                observation = self._observations[index] = {}
+                stack.enter_context(own.scope(observation))
+            return function(index)
+
+    def report(self) -> None:
+        """Report what the threads have, in their order."""
+        for _, observation in sorted(self._observations.items()):
+            assert self._reporter is not None
+            self._reporter.observation.update(observation)
+
+
+def _call(function: Callable[..., Any], arguments: Any) -> Any:
+    with chainer.force_backprop_mode():
+        if isinstance(arguments, tuple):
+            return function(*arguments)
+        if isinstance(arguments, Mapping):
+            return function(**arguments)
+        return function(arguments)
+
+
+def _length(batch: Any) -> int:
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    return len(batch[0] if isinstance(batch, tuple) else batch)
+
+
+class ParallelUpdater(_Updater):  # type: ignore[misc, unused-ignore]
+    """An updater that divides each batch among devices of this process.
+
+    In place of ``chainer.training.updaters.ParallelUpdater``: its replicas compute at the same
+    time, on CPU devices too, and by default their gradients are those of the mean over the
+    batch, as on one device, where Chainer's are the sum of the parts' means.
+
+    Args:
+        iterator, optimizer, options: as of ``StandardUpdater``, without ``device``.
+        devices: one for each replica. In a dictionary, ``"main"`` is the optimizer's target's;
+            the names are those under which replicas report. In a sequence, the first is.
+        op: ``"avg"``, or ``"sum"`` as Chainer's.
+
+    Attributes:
+        replicas: the :class:`Replicas`.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        optimizer: Any,
+        devices: Sequence[Any] | Mapping[str, Any],
+        converter: Any = convert.concat_examples,
+        *,
+        op: str = "avg",
+        **options: Any,
+    ) -> None:
+        super().__init__(iterator, optimizer, converter, **options)
+        if not isinstance(devices, Mapping):
+            devices = {str(n) if n else "main": each for n, each in enumerate(devices)}
+        if "main" not in devices:
+            raise InvalidArgumentError(
+                f"ParallelUpdater: devices for {', '.join(devices)}; one must be 'main'."
+            )
+        self._names = ["main", *(name for name in devices if name != "main")]
+        target = self.get_optimizer("main").target
+        self.replicas = Replicas(target, [devices[name] for name in self._names], op=op)
+
+    def connect_trainer(self, trainer: Any) -> None:
+        """Have the replicas report under their names."""
+        for name, link in self._others():
+            trainer.reporter.add_observer(name, link)
+            trainer.reporter.add_observers(name, link.namedlinks(skipself=True))
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        return zip(self._names[1:], self.replicas.links[1:])
+
+    def update_core(self) -> None:
+        """Make a step."""
+        iterator, optimizer = self.get_iterator("main"), self.get_optimizer("main")
+        parts = self.replicas.split(iterator.next())
+        batches = [
+            convert._call_converter(self.converter, part, device) if part else None
+            for part, device in zip(parts, self.replicas.devices)
+        ]
+        self.replicas.backward(
+            batches,
+            counts=[len(part) for part in parts],
+            loss_func=self.loss_func,
+            loss_scale=optimizer._loss_scale,
+        )
+        optimizer.update()
+        self.replicas.copy_params()
+        if self.auto_new_epoch and iterator.is_new_epoch:
+            optimizer.new_epoch(auto=True)
+
+    def finalize(self) -> None:
+        """End the iterators and the threads."""
+        super().finalize()
+        self.replicas.close()

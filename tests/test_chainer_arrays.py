@@ -1,0 +1,225 @@
+"""Chainer's variables in the calls of a communicator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.arrays")
+
+import chainer
+import chainer.links as L
+from chainer import Parameter, Variable
+
+from collective.arrays import adapter_like, adapter_of
+from collective.errors import DeviceError, InvalidArgumentError, MismatchError
+from collective.testing import run_ranks
+from tests.shm_ranks import shm  # noqa: F401
+
+
+@pytest.fixture(params=["threads", "shm"])
+def ranks(request: pytest.FixtureRequest) -> Any:
+    return run_ranks if request.param == "threads" else request.getfixturevalue("shm")
+
+
+# -- seen and given back ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "bool"])
+def test_a_variable_is_seen_where_its_array_is(dtype: str) -> None:
+    x = Variable(np.zeros((3, 4), dtype).T)
+    array, found = adapter_of(x).view(x)
+    assert array is x.array
+    assert found.name == dtype
+    made = adapter_of(x).wrap(array, found)
+    assert type(made) is Variable
+    assert made.array is array
+    assert not made.requires_grad
+
+
+def test_parameters_and_subclasses_have_the_same_adapter() -> None:
+    class Mine(Variable):  # type: ignore[misc]
+        pass
+
+    for x in (Variable(np.ones(2)), Parameter(np.ones(2)), Mine(np.ones(2))):
+        assert adapter_of(x) is adapter_like("chainer")
+
+
+@pytest.mark.parametrize("x", [Parameter(name="W"), Variable()])
+def test_what_has_no_array_yet_is_refused_by_name(x: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"not initialized.*initialize\(shape\)"):
+        adapter_of(x).view(x)
+    with pytest.raises(InvalidArgumentError, match=repr(x.name or "")):
+        adapter_of(x).output(x)
+
+
+def test_arrays_of_other_kinds_are_refused() -> None:
+    class Other(Variable):  # type: ignore[misc]
+        array = memoryview(b"12")
+
+    x = Other(np.ones(2))
+    with pytest.raises(DeviceError, match=r"builtins.memoryview; allowed are arrays of NumPy"):
+        adapter_of(x).view(x)
+
+
+def test_a_link_is_no_array() -> None:
+    with pytest.raises(InvalidArgumentError, match="Linear is none"):
+        adapter_of(L.Linear(2, 2))
+
+
+def test_numpy_alone_does_not_import_chainer() -> None:
+    """Nor does a class of another module that is called Variable."""
+    program = """
+import sys, numpy as np
+from collective.arrays import adapter_of, is_array
+class Variable: array = np.ones(2)
+print(adapter_of(np.ones(2)).name, is_array(Variable()), "chainer" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "numpy False False\n", done.stderr
+
+
+# -- through the communicator ----------------------------------------------------------------
+
+
+def every_call(comm: Any) -> None:
+    me, other = comm.rank, 1 - comm.rank
+    x = Variable(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32) + me)
+    expected = {
+        "all_reduce": 2 * np.array([[1.0, 2], [3, 4]]) + 1,
+        "all_gather": [[1, 2], [3, 4], [2, 3], [4, 5]],
+        "reduce_scatter": [[3, 5]] if me == 0 else [[7, 9]],
+        "all_to_all": [[1, 2], [2, 3]] if me == 0 else [[3, 4], [4, 5]],
+        "broadcast": [[1, 2], [3, 4]],
+        "scatter": [[1, 2]] if me == 0 else [[3, 4]],
+        "gather": [[1, 2], [3, 4], [2, 3], [4, 5]] if me == 0 else None,
+        "reduce": [[3, 5], [7, 9]] if me == 0 else None,
+    }
+    for name, wanted in expected.items():
+        found = getattr(comm, name)(x)
+        if wanted is None:
+            assert found is None
+            continue
+        assert type(found) is Variable, name
+        assert type(found.array) is np.ndarray
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found.array, wanted, err_msg=name)
+    work = comm.send(x, other, async_op=True)
+    got = comm.recv(None, other, like=x)
+    work.wait()
+    assert type(got) is Variable
+    np.testing.assert_array_equal(got.array, x.array - me + other)
+    found = comm.scan(Variable(np.float64(3)[None]))
+    assert float(found.array[0]) == 3 * (me + 1)
+
+
+def in_place(comm: Any) -> None:
+    parameter = Parameter(np.full((2, 3), comm.rank + 1.0), name="W")
+    array = parameter.array
+    assert comm.all_reduce(parameter, op="avg", out=parameter) is parameter
+    assert parameter.array is array
+    np.testing.assert_array_equal(array, np.full((2, 3), 1.5))
+    assert parameter.requires_grad
+
+    # To another kind of array, with strides, and beside the caller.
+    whole = np.zeros((2, 6))
+    out = Variable(whole[:, ::2])
+    comm.all_reduce(np.ones((2, 3)), out=out)
+    np.testing.assert_array_equal(whole, [[2, 0] * 3] * 2)
+    plain = np.zeros((2, 3))
+    comm.all_reduce(Variable(np.ones((2, 3))), out=plain, async_op=True).wait()
+    np.testing.assert_array_equal(plain, np.full((2, 3), 2))
+
+
+def structures(comm: Any) -> None:
+    model = L.Linear(3, 2, initialW=comm.rank + 1, initial_bias=comm.rank)
+    found = comm.all_reduce({"W": model.W, "rest": [model.b, np.ones(2)]})
+    assert type(found["W"]) is Variable
+    assert type(found["rest"][0]) is Variable
+    assert type(found["rest"][1]) is np.ndarray
+    np.testing.assert_array_equal(found["W"].array, np.full((2, 3), 3))
+    parameters = dict(model.namedparams())
+    assert set(parameters) == {"/W", "/b"}
+    comm.broadcast(parameters, root=1, out=parameters)
+    np.testing.assert_array_equal(model.W.array, np.full((2, 3), 2))
+    np.testing.assert_array_equal(model.b.array, [1, 1])
+    gathered = comm.all_gather([model.b, model.b[:1]])
+    assert [x.shape for x in gathered] == [(4,), (2,)]
+
+
+def mixed(comm: Any) -> None:
+    """One rank has variables, the other NumPy: each gets its own kind."""
+    x = np.arange(3.0)
+    found = comm.all_reduce(Variable(x) if comm.rank else x)
+    assert type(found) is (Variable if comm.rank else np.ndarray)
+    np.testing.assert_array_equal(found.array if comm.rank else found, 2 * x)
+    got = comm.broadcast(x if comm.rank == 0 else None, like="chainer")
+    assert isinstance(got, np.ndarray if comm.rank == 0 else Variable)
+
+
+def objects(comm: Any) -> None:
+    got = comm.broadcast_object({"x": Variable(np.arange(2)), "n": 1} if comm.rank == 0 else None)
+    assert type(got["x"]) is Variable
+    np.testing.assert_array_equal(got["x"].array, [0, 1])
+
+
+def symmetric(comm: Any) -> None:
+    x = comm.empty((2, 3), "float32", like="chainer")
+    assert type(x) is Variable
+    x.array[...] = comm.rank
+    comm.all_reduce(x, out=x)
+    np.testing.assert_array_equal(x.array, np.ones((2, 3)))
+    parameter = Parameter(x.array)
+    assert parameter.array is x.array
+
+
+def disagreeing(comm: Any) -> str:
+    with pytest.raises(MismatchError) as caught:
+        comm.all_reduce(Variable(np.ones(2 + comm.rank)))
+    return str(caught.value)
+
+
+def one_is_not_initialized(comm: Any) -> None:
+    if comm.rank == 1:
+        with pytest.raises(InvalidArgumentError, match="Parameter 'W' is not initialized"):
+            comm.all_reduce(Parameter(name="W"))
+    found = comm.all_reduce(Parameter(np.ones(1)))
+    assert found.array[0] == 2
+
+
+PROGRAMS = [every_call, in_place, structures, mixed, objects, symmetric, one_is_not_initialized]
+
+
+@pytest.mark.parametrize("call", PROGRAMS, ids=lambda call: call.__name__)
+def test_variables_through_the_communicator(call: Any, ranks: Any) -> None:
+    ranks(2, call)
+
+
+def test_shapes_that_differ_are_told_on_every_rank(ranks: Any) -> None:
+    for message in ranks(2, disagreeing):
+        assert "rank 0: all_reduce(float64[2]" in message
+        assert "rank 1: all_reduce(float64[3]" in message
+
+
+def test_a_result_does_not_lead_back_into_the_graph() -> None:
+    def program(comm: Any) -> Any:
+        x = Variable(np.ones(2))
+        return comm.all_reduce(x * 2).creator
+
+    assert run_ranks(2, program) == [None, None]
+
+
+def test_the_configuration_of_a_thread_is_its_own() -> None:
+    """Ranks as threads may train and evaluate at once."""
+
+    def program(comm: Any) -> tuple[bool, bool]:
+        with chainer.using_config("train", comm.rank == 0), chainer.using_config("debug", True):
+            comm.barrier()
+            return chainer.config.train, (Variable(np.ones(2)) * 2).creator is not None
+
+    assert run_ranks(2, program) == [(True, True), (False, True)]

@@ -1,0 +1,211 @@
+"""Chainer's backward pass, watched: what is told, when, and that nothing stays changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collective.errors import InvalidArgumentError
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.adapters.chainer.backward import watching
+
+import chainer  # isort: skip  # by the adapter's leave
+import chainer.functions as F  # isort: skip
+from chainer import _backprop, _backprop_utils  # isort: skip
+
+ORIGINALS = _backprop._backprop_to_all, _backprop_utils.backprop_step
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Any:
+    yield
+    assert (_backprop._backprop_to_all, _backprop_utils.backprop_step) == ORIGINALS
+
+
+def parameters(count: int) -> list[Any]:
+    draw = np.random.RandomState(1).standard_normal
+    found = [chainer.Parameter(draw((4, 4))) for _ in range(count)]
+    for each in found:
+        each.cleargrad()
+    return found
+
+
+def watched(leaves: list[Any], loss: Any) -> list[tuple[int, Any]]:
+    """Return what is told of a backward pass, with copies of the gradients."""
+    told: list[tuple[int, Any]] = []
+    nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
+    with watching(nodes, lambda number, gradient: told.append((number, np.array(gradient)))):
+        loss.backward()
+    return told
+
+
+# A program: each step multiplies by a parameter, adds one, or joins an earlier value.
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["mul", "add", "join", "twice"]), st.integers(0, 3)), max_size=12
+)
+
+
+def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
+    values = [chainer.Variable(np.eye(4))]
+    for kind, number in program:
+        x = values[-1]
+        if kind == "mul":
+            x = F.matmul(x, F.tanh(leaves[number]))
+        elif kind == "add":
+            x = x + leaves[number]
+        elif kind == "twice":
+            x = x + leaves[number] * leaves[number]
+        else:
+            x = x + values[number % len(values)]
+        values.append(x)
+    return F.sum(values[-1])
+
+
+@given(STEPS)
+def test_told_are_the_gradients_that_chainer_ends_with(program: list[tuple[str, int]]) -> None:
+    alone, leaves = parameters(4), parameters(4)
+    run(program, alone).backward()
+    told = dict(watched(leaves, run(program, leaves)))
+    for number, (a, b) in enumerate(zip(alone, leaves, strict=True)):
+        if a.grad is None:
+            assert b.grad is None
+            assert number not in told
+        else:
+            assert a.grad.tobytes() == b.grad.tobytes() == told[number].tobytes()
+
+
+def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:
+    first, last = parameters(2)
+    h = F.tanh(first)
+    order: list[Any] = []
+
+    class Hook(chainer.FunctionHook):
+        def backward_preprocess(self, function: Any, *_: Any) -> None:
+            order.append(function.label)
+
+    loss = F.sum(F.matmul(h, last))
+    with Hook(), watching({last.node: 1}, lambda number, _: order.append(number)):
+        loss.backward()
+    assert order == ["Sum", "MatMul", 1, "Tanh"]
+
+
+def test_a_parameter_that_is_used_again_is_told_after_its_last_use() -> None:
+    (leaf,) = parameters(1)
+    h = F.tanh(F.matmul(F.tanh(F.matmul(np.eye(4), leaf)), leaf))
+    told = watched([leaf], F.sum(h))
+    assert [number for number, _ in told] == [0]
+    np.testing.assert_array_equal(told[0][1], leaf.grad)
+
+
+class Cut(chainer.FunctionNode):
+    """Gives no gradient to its first input."""
+
+    def forward(self, inputs: Any) -> Any:
+        return (inputs[0] + inputs[1],)
+
+    def backward(self, indexes: Any, gradients: Any) -> Any:
+        return None, gradients[0]
+
+
+def test_nothing_is_told_of_a_branch_that_is_cut() -> None:
+    cut, kept = parameters(2)
+    told = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0]))
+    assert [number for number, _ in told] == [1]
+    assert cut.grad is None
+    # Used before the cut as well: it has a gradient, but nobody knew that nothing would follow.
+    cut, kept = parameters(2)
+    told = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0] + cut))
+    assert [number for number, _ in told] == [1]
+    np.testing.assert_array_equal(cut.grad, np.ones((4, 4)))
+
+
+def test_gradients_that_are_there_are_in_what_is_told() -> None:
+    (leaf,) = parameters(1)
+    leaf.grad = np.full((4, 4), 5.0)
+    told = watched([leaf], F.sum(leaf))
+    np.testing.assert_array_equal(told[0][1], np.full((4, 4), 6.0))
+
+
+def test_what_is_returned_takes_the_gradients_place() -> None:
+    (leaf,) = parameters(1)
+    mine = np.zeros((4, 4))
+    with watching({leaf.node: 0}, lambda *_: mine):
+        F.sum(leaf).backward()
+    assert leaf.grad is mine
+
+
+def test_passes_in_the_course_of_a_pass_are_not_watched() -> None:
+    inner, outer = parameters(2)
+    alone = parameters(2)
+
+    def lossof(inner: Any, outer: Any) -> Any:
+        return F.sum(F.forget(lambda h: F.matmul(h, inner), F.tanh(outer)))
+
+    lossof(*alone).backward()
+    told = watched([inner, outer], lossof(inner, outer))
+    assert [number for number, _ in told] == [1]
+    np.testing.assert_array_equal(inner.grad, alone[0].grad)
+    np.testing.assert_array_equal(outer.grad, alone[1].grad)
+
+
+def test_other_threads_are_not_watched() -> None:
+    (leaf,) = parameters(1)
+    told: list[int] = []
+
+    def other() -> None:
+        F.sum(leaf).backward()
+
+    with watching({leaf.node: 0}, lambda number, _: told.append(number)):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert told == []
+    np.testing.assert_array_equal(leaf.grad, np.ones((4, 4)))
+
+
+def test_threads_that_watch_at_the_same_time() -> None:
+    leaves = parameters(2)
+    barrier = threading.Barrier(2, timeout=20)
+    told: dict[int, list[int]] = {0: [], 1: []}
+
+    def work(number: int) -> None:
+        with watching({leaves[number].node: number}, lambda n, _: told[number].append(n)):
+            barrier.wait()
+            F.sum(F.tanh(leaves[number])).backward()
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {0: [0], 1: [1]}
+
+
+def test_double_backprop_is_refused() -> None:
+    (leaf,) = parameters(1)
+    with (
+        pytest.raises(InvalidArgumentError, match="allowed is False"),
+        watching({leaf.node: 0}, lambda *_: None),
+    ):
+        F.sum(leaf).backward(enable_double_backprop=True)
+
+
+def test_an_error_in_a_pass_leaves_nothing_behind() -> None:
+    (leaf,) = parameters(1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"), watching({leaf.node: 0}, fail):
+        F.sum(leaf).backward()
+    assert watched([leaf], F.sum(leaf))[0][0] == 0

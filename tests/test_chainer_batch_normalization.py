@@ -1,0 +1,225 @@
+# ruff: noqa: F811  # the fixture
+"""Batch normalisation over all ranks' batches, against Chainer's over the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective.errors import InvalidArgumentError, MismatchError, ShapeError
+from tests.chainer_ranks import Run, ranks  # noqa: F401
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.adapters.chainer.batch_normalization import (
+    SyncBatchNormalization,
+    convert_batch_normalization,
+)
+
+import chainer  # isort: skip  # by the adapter's leave
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    "rows": ((3,), 3, None),
+    "images": ((3, 4, 5), 3, None),
+    "every pixel": ((3, 4, 5), (3, 4, 5), None),
+    "lazy, channels last": ((4, 5, 3), None, (0, 1, 2)),
+}
+
+
+def inputs(size: int, shape: tuple[int, ...], dtype: str) -> tuple[list[Any], list[Any]]:
+    """Return each rank's batch, of different lengths and one empty, and gradients for it."""
+    draw = np.random.RandomState(7).standard_normal
+    counts = [5, 2, 0, 7][:size]
+    x = [(draw((n, *shape)) * 3 + 100).astype(dtype) for n in counts]
+    return x, [draw((n, *shape)).astype(dtype) for n in counts]
+
+
+def made(size: Any, axis: Any, dtype: str, comm: Any = None) -> Any:
+    options: dict[str, Any] = {"axis": axis, "decay": 0.8}
+    with chainer.using_config("dtype", np.dtype(dtype)):
+        if comm is None:
+            link = L.BatchNormalization(size, **options)
+        else:
+            link = SyncBatchNormalization(size, comm, **options)
+        if size is not None:
+            fill(link)
+    return link
+
+
+def fill(link: Any) -> None:
+    link.gamma.array[...] = np.linspace(0.5, 1.5, link.gamma.size).reshape(link.gamma.shape)
+    link.beta.array[...] = np.linspace(-1, 1, link.beta.size).reshape(link.beta.shape)
+
+
+def results(link: Any, x: Any, gy: Any, **options: Any) -> dict[str, Any]:
+    x = chainer.Variable(x)
+    y = link(x, **options)
+    link.cleargrads()
+    y.grad = gy
+    y.backward()
+    return {
+        "y": y.array,
+        "gx": x.grad,
+        "ggamma": link.gamma.grad,
+        "gbeta": link.beta.grad,
+        "mean": np.array(link.avg_mean),
+        "var": np.array(link.avg_var),
+        "N": link.N,
+    }
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("place", ["threads-2", "shm-4"])
+def test_equals_the_joined_batch(ranks: Run, place: str, name: str, finetune: bool) -> None:
+    shape, size, axis = SHAPES[name]
+    x, gy = inputs(int(place[-1]), shape, "float64")
+    found = ranks(place, joined, name, "float64", finetune)
+    link = made(size, axis, "float64")
+    for _ in range(2):
+        whole = results(link, np.concatenate(x), np.concatenate(gy), finetune=finetune)
+    for key in ("y", "gx"):
+        parts = np.concatenate([each[key] for each in found])
+        np.testing.assert_allclose(parts, whole[key], rtol=1e-9, atol=1e-9, err_msg=key)
+    for key in ("ggamma", "gbeta"):
+        np.testing.assert_allclose(
+            sum(each[key] for each in found), whole[key], rtol=1e-9, atol=1e-9, err_msg=key
+        )
+    for each in found:
+        for key in ("mean", "var", "N"):
+            np.testing.assert_allclose(each[key], whole[key], rtol=1e-12, err_msg=key)
+            assert np.array_equal(each[key], found[0][key]), "ranks differ"
+
+
+def joined(comm: Any, name: str, dtype: str, finetune: bool) -> Any:
+    shape, size, axis = SHAPES[name]
+    x, gy = (each[comm.rank] for each in inputs(comm.size, shape, dtype))
+    link = made(size, axis, dtype, comm)
+    results(link, x, gy, finetune=finetune)
+    return results(link, x, gy, finetune=finetune)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2)])
+def test_other_dtypes(ranks: Run, dtype: str, tolerance: float) -> None:
+    # Far from zero: a variance by the difference of squares would be all rounding.
+    found = ranks("threads-2", half, dtype)
+    x, gy = (np.concatenate(each) for each in inputs(2, (3, 4, 5), dtype))
+    whole = results(made(3, None, "float64"), x.astype("f8"), gy.astype("f8"))
+    for key in ("y", "gx"):
+        parts = np.concatenate([each[key] for each in found])
+        assert parts.dtype == dtype
+        np.testing.assert_allclose(parts, whole[key], rtol=tolerance, atol=tolerance)
+
+
+def half(comm: Any, dtype: str) -> Any:
+    x, gy = (each[comm.rank] for each in inputs(2, (3, 4, 5), dtype))
+    return results(made(3, None, "float32", comm), x, gy)
+
+
+def test_evaluation_asks_nobody(ranks: Run) -> None:
+    ranks("threads-2", evaluation)
+
+
+def evaluation(comm: Any) -> None:
+    link = made(3, None, "float32", comm)
+    x = inputs(2, (3,), "float32")[0][0]
+    if comm.rank == 0:
+        with chainer.using_config("train", False):
+            found = link(x).array
+        expected = L.BatchNormalization(3)
+        fill(expected)
+        with chainer.using_config("train", False):
+            np.testing.assert_allclose(found, expected(x).array, rtol=1e-6)
+
+
+def test_a_rank_without_gradients_takes_part(ranks: Run) -> None:
+    found = ranks("threads-2", one_sided)
+    assert found[1] is None
+    assert found[0] is not None
+
+
+def one_sided(comm: Any) -> Any:
+    link = SyncBatchNormalization(3, comm, use_gamma=False, use_beta=False)
+    x, gy = (each[comm.rank] for each in inputs(2, (3,), "float32"))
+    x = chainer.Variable(x, requires_grad=comm.rank == 0)
+    y = link(x)
+    y.grad = gy
+    y.backward()
+    return x.grad
+
+
+def test_a_model_is_converted_in_its_place(ranks: Run) -> None:
+    found = ranks("threads-2", converted)
+    x, _ = inputs(2, (6,), "float32")
+    model = Net()
+    model.cleargrads()
+    expected = model(np.concatenate(x)).array
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-4, atol=1e-4)
+
+
+class Net(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = np.random.RandomState(2).standard_normal((4, 6)).astype("f")
+        with self.init_scope():
+            self.body = chainer.Sequential(L.Linear(6, 4, initialW=draw), L.BatchNormalization(4))
+            self.tail = L.BatchNormalization(4)
+            self.again = self.tail
+
+    def forward(self, x: Any) -> Any:
+        return self.again(F.relu(self.tail(self.body(x))))
+
+
+def converted(comm: Any) -> Any:
+    model = Net()
+    names = dict(model.namedparams())
+    optimizer = chainer.optimizers.Adam().setup(model)
+    before = chainer.serializers.npz.serialize(model).keys()
+    assert convert_batch_normalization(model, comm) is model
+    kinds = [type(link) for link in model.links() if isinstance(link, L.BatchNormalization)]
+    assert set(kinds) == {SyncBatchNormalization}
+    assert model.again is model.tail
+    assert all(parameter is names[name] for name, parameter in model.namedparams())
+    assert chainer.serializers.npz.serialize(model).keys() == before
+    assert optimizer.target is model
+    assert copy.deepcopy(model).tail.comm is comm
+    return model(inputs(2, (6,), "float32")[0][comm.rank]).array
+
+
+class Own(L.BatchNormalization):
+    pass
+
+
+def test_what_is_refused() -> None:
+    with collective.init() as comm:
+        model = chainer.Sequential(L.BatchNormalization(3), Own(3))
+        with pytest.raises(InvalidArgumentError, match=r"/1 \(Own\); only L.BatchNormalization"):
+            convert_batch_normalization(model, comm)
+        assert type(model[0]) is L.BatchNormalization
+        link = SyncBatchNormalization(3, comm)
+        with pytest.raises(ShapeError, match=r"an input of shape \(2, 4\)"):
+            link(np.zeros((2, 4), "f"))
+        with pytest.raises(InvalidArgumentError, match="cannot be pickled"):
+            pickle.dumps(link)
+        y = link(chainer.Variable(np.ones((2, 3), "f")))
+        with pytest.raises(InvalidArgumentError, match="no second derivatives"):
+            F.sum(y).backward(enable_double_backprop=True)
+
+
+def test_links_of_different_sizes(ranks: Run) -> None:
+    ranks("threads-2", differing)
+
+
+def differing(comm: Any) -> None:
+    with pytest.raises(MismatchError):
+        SyncBatchNormalization(3 + comm.rank, comm)(np.ones((2, 3 + comm.rank), "f"))

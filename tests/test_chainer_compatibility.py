@@ -1,0 +1,372 @@
+"""What is replaced in Chainer so that it can be imported, and when it is not or cannot be.
+
+Most need a Python of their own, as Chainer is imported once a process.
+"""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.arrays")
+
+import chainer
+
+from collective.adapters.chainer import compatibility
+from collective.adapters.chainer.compatibility import edits as compatibility_edits
+from collective.adapters.chainer.compatibility import requirements
+from collective.adapters.chainer.compatibility.edits import EDITS, Edit
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTALLED = Path(chainer.__file__).parent.parent
+ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
+
+
+def python(*arguments: Any, path: Any = None, **options: Any) -> str:
+    """Run a Python that finds this project, and first of all ``path``; return what it prints."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in (path, ROOT) if each)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        **options,
+    )
+    return done.stdout + done.stderr
+
+
+def program(text: str) -> str:
+    return textwrap.dedent(text)
+
+
+def source_of(module: str) -> str:
+    path = INSTALLED / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+def edited(module: str) -> str:
+    text = source_of(module)
+    for edit in EDITS[module]:
+        text = text.replace(edit.old, edit.new)
+    return text
+
+
+# -- the edits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", EDITS)
+def test_each_text_is_in_the_installed_chainer_as_often_as_said(module: str) -> None:
+    for edit in EDITS[module]:
+        assert source_of(module).count(edit.old) == edit.count
+        assert edit.reason
+    assert list(EDITS) == sorted(EDITS)
+
+
+@pytest.mark.parametrize("module", EDITS)
+def test_all_that_remains_keeps_its_line(module: str) -> None:
+    """Every statement that has no edit in it is the same, where it was."""
+    before, after = source_of(module).splitlines(), edited(module).splitlines()
+    assert len(before) == len(after)
+    changed = [k for k, (old, new) in enumerate(zip(before, after)) if old != new]
+    assert 0 < len(changed) <= sum(edit.count for edit in EDITS[module])
+    ast.parse(edited(module))
+
+
+def test_the_finder_leaves_every_other_module_alone() -> None:
+    finder = compatibility.CompatibilityFinder()
+    for name in ("chainer", "chainer.links", "chainermn.links", "numpy", "json"):
+        assert finder.find_spec(name, None) is None
+
+
+def edits_with(numpy: str, setuptools: str, monkeypatch: Any) -> dict[str, list[Edit]]:
+    """Return what would be replaced with other versions installed."""
+    spec = importlib.util.find_spec(compatibility_edits.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(np, "__version__", numpy)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: setuptools)
+    needed = {
+        name: [edit for edit in edits if edit.needed()] for name, edits in module.EDITS.items()
+    }
+    return {name: edits for name, edits in needed.items() if edits}
+
+
+def test_what_an_older_numpy_and_setuptools_have_is_not_replaced(monkeypatch: Any) -> None:
+    found = edits_with("1.24.4", "65.5.0", monkeypatch)
+    assert "chainer.functions.array.as_strided" not in found
+    assert "chainer.distributions.categorical" not in found
+    assert "chainermn.iterators.multi_node_iterator" not in found
+    assert ("chainer.testing.helper" in found) == (sys.version_info >= (3, 12))
+    assert "chainer.links.activation.maxout" not in found
+    assert "chainer.functions.array.resize_images" in found
+    assert set(found) == {
+        name for name in found if all("NumPy 2" not in e.reason for e in found[name])
+    }
+
+
+@pytest.mark.parametrize("version", ["2.5.0", "2.5.0rc1", "2.6.0.dev0+git2026", "3.0.1"])
+def test_a_newer_numpy_has_them_all_replaced(version: str, monkeypatch: Any) -> None:
+    assert set(edits_with(version, "84.0", monkeypatch)) == set(EDITS)
+
+
+def test_a_module_that_needs_nothing_is_loaded_as_installed(monkeypatch: Any) -> None:
+    finder = compatibility.CompatibilityFinder()
+    name, path = "chainer.functions.array.as_strided", [str(INSTALLED / "chainer/functions/array")]
+    monkeypatch.setitem(
+        EDITS, name, tuple(Edit(e.old, e.new, e.reason, lambda: False) for e in EDITS[name])
+    )
+    assert finder.find_spec(name, path) is None
+
+
+# -- importing -------------------------------------------------------------------------------
+
+
+def test_chainer_and_chainermn_are_imported_without_a_warning_and_leave_nothing_behind() -> None:
+    seen = python(
+        "-W",
+        "error",
+        "-c",
+        program("""
+            import sys
+            import numpy
+            had = set(vars(numpy))
+            from collective.adapters.chainer.compatibility.edits import without_pkg_resources
+            import chainer, chainermn
+            from chainer.functions.array import as_strided, resize_images
+            from chainermn.functions.batch_normalization import get_communication_backend
+
+            print(chainer.__version__, get_communication_backend(None))
+            new = {n for n in set(vars(numpy)) - had if "numpy." + n not in sys.modules}
+            print(sorted(new & {"sctypes", "float", "int", "bool", "object"}))
+            gone = {"mpi4py"} | ({"pkg_resources"} if without_pkg_resources() else set())
+            print([n for n in sys.modules if n.partition(".")[0] in gone
+                   or n.startswith(("numpy.distutils", "chainermn.communicators.pure_nccl"))])
+            for module in (as_strided, resize_images, chainer.links):
+                print(type(module.__loader__).__name__, module.__file__ == module.__spec__.origin)
+        """),
+    ).splitlines()
+    first = "_Loader True" if ON_NUMPY_2 else "SourceFileLoader True"
+    assert seen == ["7.8.1 mpi", "[]", "[]", first, "_Loader True", "SourceFileLoader True"]
+
+
+def test_tracebacks_and_inspection_show_the_lines_as_installed(tmp_path: Path) -> None:
+    resize = importlib.import_module("chainer.functions.array.resize_images")
+    lines = source_of("chainer.functions.array.resize_images").splitlines()
+    first = resize.ResizeImages.__init__.__code__.co_firstlineno
+    assert "def __init__" in lines[first - 1]
+    assert resize.__loader__.get_source(resize.__name__) == "\n".join(lines) + "\n"
+
+
+def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
+    seen = python(
+        "-c",
+        program("""
+            import numpy as np, sys, types
+            # As programs do that mend it themselves.
+            np.sctypes = {"int": [np.int32], "float": [np.float32]}
+            for name in ("pkg_resources", "numpy.distutils", "numpy.distutils.system_info"):
+                sys.modules[name] = types.ModuleType(name)
+            sys.modules["pkg_resources"].require = lambda text: None
+            import chainer
+            import collective.adapters.chainer
+            print(chainer.Variable is not None)
+        """),
+    )
+    assert "True" in seen
+    assert "RuntimeWarning: chainer was imported before collective.adapters.chainer" in seen
+    assert "chainer.functions.array.resize_images" in seen
+
+
+@pytest.mark.skipif(not ON_NUMPY_2, reason="there Chainer can be imported")
+def test_chainer_half_imported_is_refused() -> None:
+    seen = python(
+        "-c",
+        program("""
+            try:
+                import chainer
+            except (AttributeError, ImportError):
+                pass
+            import collective.adapters.chainer
+        """),
+    )
+    assert "ImportError: collective.adapters.chainer: chainer is half-imported" in seen
+    assert "Start Python anew" in seen
+
+
+# -- what cannot be helped -------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Return a folder with a package ``chainer`` of another version."""
+    package = tmp_path / "chainer" / "functions" / "array"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "resize_images.py").write_text("import numpy\nkind = numpy.float64\n")
+    return tmp_path
+
+
+def test_another_version_without_the_text_is_refused(other: Path) -> None:
+    seen = python(
+        "-c",
+        "import collective.adapters.chainer, chainer.functions.array.resize_images",
+        path=other,
+    )
+    assert (
+        "ImportError: chainer.functions.array.resize_images: 'numpy.float)' is there 0 times"
+        in seen
+    )
+    assert f"{other}" in seen
+    assert "NumPy 1.24 has no float" in seen
+    assert "Install chainer==7.8.1." in seen
+
+
+def test_a_chainer_without_its_source_is_refused(other: Path) -> None:
+    compileall.compile_dir(other, quiet=1, legacy=True)
+    (other / "chainer/functions/array/resize_images.py").unlink()
+    seen = python(
+        "-c",
+        "import collective.adapters.chainer, chainer.functions.array.resize_images",
+        path=other,
+    )
+    assert "has no source" in seen
+
+
+@pytest.mark.skipif(not ON_NUMPY_2, reason="there ChainerX can be imported")
+def test_chainerx_is_refused(tmp_path: Path) -> None:
+    package = tmp_path / "chainerx"
+    package.mkdir()
+    (package / "__init__.py").write_text("from chainerx import _core\n")
+    (package / "_core.py").touch()
+    seen = python("-c", "import collective.adapters.chainer, chainerx", path=tmp_path)
+    assert "ImportError: chainerx: this Chainer was built with ChainerX" in seen
+    assert "without CHAINER_BUILD_CHAINERX, or numpy<2" in seen
+
+
+# -- what stands in for others ---------------------------------------------------------------
+
+
+def test_requirements_are_checked_as_pkg_resources_did() -> None:
+    requirements.require("numpy>=1.0", "chainer==7.8.1")
+    with pytest.raises(requirements.VersionConflict, match=r"numpy<1: .* is installed"):
+        requirements.require("numpy<1")
+    with pytest.raises(requirements.DistributionNotFound):
+        requirements.require("no-such-package>=1")
+    assert issubclass(requirements.VersionConflict, requirements.ResolutionError)
+
+
+def test_chainers_decorators_for_tests_ask_the_same() -> None:
+    # Not within pytest: Chainer's tools for tests want markers of their own.
+    seen = python(
+        "-c",
+        program("""
+            import collective.adapters.chainer
+            from chainer import testing
+
+            for text in ("numpy>=1", "numpy<1", "no-such-package"):
+                test = testing.with_requires(text)(lambda: None)
+                print(getattr(test, "__unittest_skip__", False), end=" ")
+        """),
+    )
+    assert seen == "False True True "
+
+
+def test_chainer_still_warns_of_a_cupy_that_it_does_not_know(monkeypatch: Any) -> None:
+    def distribution(name: str) -> Any:
+        if name == "cupy":
+            return SimpleNamespace(version="14.2.0rc1")
+        raise requirements.DistributionNotFound(name)
+
+    monkeypatch.setattr(requirements, "get_distribution", distribution)
+    check = importlib.import_module("chainer._environment_check")
+    if check.pkg_resources is not requirements:
+        pytest.skip("this setuptools has pkg_resources itself")
+    with pytest.warns(UserWarning, match=r"CuPy \(cupy\) version 14.2.0rc1 may not be compatible"):
+        check.check()
+
+
+def test_asking_for_nccl_imports_no_mpi_and_knows_a_communicator_of_chainermns(
+    monkeypatch: Any,
+) -> None:
+    normalization = importlib.import_module("chainermn.functions.batch_normalization")
+    optimizers = importlib.import_module("chainermn.optimizers")
+    name = "chainermn.communicators.pure_nccl_communicator"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert normalization.get_communication_backend(object()) == "mpi"
+    with pytest.raises(ValueError, match="does not support double buffering"):
+        optimizers.create_multi_node_optimizer(object(), object(), double_buffering=True)
+    assert name not in sys.modules
+
+    made = ModuleType(name)
+    made.PureNcclCommunicator = type("PureNcclCommunicator", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, made)
+    assert normalization.get_communication_backend(made.PureNcclCommunicator()) == "nccl"
+
+
+# -- child processes -------------------------------------------------------------------------
+
+LOADING = program("""
+    import multiprocessing, sys
+    import collective.adapters.chainer
+    import chainer
+    import numpy as np
+
+    class Squares(chainer.dataset.DatasetMixin):
+        def __len__(self):
+            return 7
+
+        def get_example(self, i):
+            return np.full(3, i * i, np.float32), i
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method(sys.argv[1])
+        with chainer.iterators.MultiprocessIterator(
+            Squares(), 3, repeat=False, shuffle=False, n_processes=2
+        ) as iterator:
+            print([[(int(x[0]), int(i)) for x, i in batch] for batch in iterator])
+""")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_processes_of_a_multiprocess_iterator_have_it_from_the_script(
+    method: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOADING)
+    expected = [[(i * i, i) for i in part] for part in ([0, 1, 2], [3, 4, 5], [6])]
+    assert python("-W", "error::RuntimeWarning", script, method).strip().endswith(str(expected))
+
+
+def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    own = sysconfig.get_path("purelib")
+    (site / "a.pth").write_text(f"{own}\n{INSTALLED}\n{ROOT}\n")
+    (site / "chainer_compatibility.pth").write_text("import collective.adapters.chainer\n")
+    done = subprocess.run(
+        [tmp_path / "env" / "bin" / "python", "-c", "import chainer; print(chainer.__version__)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "7.8.1\n", done.stderr

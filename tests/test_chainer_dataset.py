@@ -1,0 +1,187 @@
+# ruff: noqa: F811  # the fixture
+"""Shards of a dataset, and an iterator over all of it together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collective.errors import InvalidArgumentError, MismatchError, RankError
+from tests.chainer_ranks import Run, ranks  # noqa: F401
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
+
+import chainer  # isort: skip  # by the adapter's leave
+
+
+PLACES = ["threads-2", "threads-4"]
+
+
+def flat(parts: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(parts))
+
+
+# -- scatter_dataset ------------------------------------------------------------------------------
+
+
+def scattered(comm: Any, length: int, **options: Any) -> list[int]:
+    shard = scatter_dataset(range(length), comm, **options)
+    return [int(each) for each in shard[:]]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("length", [0, 3, 13, 16])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_sample_is_in_one_shard(ranks: Run, place: str, length: int, shuffle: bool) -> None:
+    shards = ranks(place, scattered, length, shuffle=shuffle)
+    assert sorted(flat(shards)) == list(range(length))
+    lengths = [len(shard) for shard in shards]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("length", [3, 13, 16])
+def test_padded_shards_are_equally_long(ranks: Run, place: str, length: int) -> None:
+    shards = ranks(place, scattered, length, shuffle=True, seed=4, padded=True)
+    assert {len(shard) for shard in shards} == {-(-length // int(place[-1]))}
+    assert set(flat(shards)) == set(range(length))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_shards_are_chainermns(ranks: Run, place: str) -> None:
+    from chainermn.datasets.scatter import _scatter_index
+
+    for padded in (False, True):
+        found = ranks(place, scattered, 13, shuffle=True, seed=9, padded=padded)
+        order = np.random.RandomState(9).permutation(13)
+        expected = [order[b:e].tolist() for _, b, e in _scatter_index(13, int(place[-1]), padded)]
+        assert found == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_seed_chooses_the_order(ranks: Run, place: str) -> None:
+    first, again, other = (
+        ranks(place, scattered, 100, shuffle=True, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    drawn = [ranks(place, scattered, 100, shuffle=True) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_datasets_that_differ(ranks: Run, place: str) -> None:
+    for text in ranks(place, refused):
+        assert "rank 1 has 9 samples" in text
+        assert "rank 0 10 samples" in text
+
+
+def refused(comm: Any) -> str:
+    with pytest.raises(MismatchError, match="no dataset"):
+        scatter_dataset([1] if comm.rank == 0 else None, comm)
+    with pytest.raises(MismatchError) as caught:
+        scatter_dataset(range(9 if comm.rank == 1 else 10), comm)
+    return str(caught.value)
+
+
+# -- ShardedIterator ------------------------------------------------------------------------------
+
+
+def together(iterators: list[Any], steps: int) -> list[list[int]]:
+    """Return all ranks' samples, step by step."""
+    return [sorted(flat(iterator.next() for iterator in iterators)) for _ in range(steps)]
+
+
+def of(length: int, batch: int, size: int, **options: Any) -> list[ShardedIterator]:
+    return [ShardedIterator(range(length), batch, (r, size), **options) for r in range(size)]
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5), st.booleans())
+def test_all_ranks_together_are_one_iterator(
+    length: int, batch: int, size: int, shuffle: bool
+) -> None:
+    iterators = of(length, batch, size, shuffle=shuffle, seed=3)
+    serial = chainer.iterators.SerialIterator(range(length), batch * size, shuffle=False)
+    seen: Counter[int] = Counter()
+    for _ in range(12):
+        parts = [iterator.next() for iterator in iterators]
+        assert {len(part) for part in parts} == {batch}
+        expected = serial.next()
+        if not shuffle:
+            assert sorted(flat(parts)) == sorted(expected)
+        seen.update(flat(parts))
+        for each in iterators:
+            assert (each.epoch, each.is_new_epoch) == (serial.epoch, serial.is_new_epoch)
+            assert each.epoch_detail == pytest.approx(serial.epoch_detail)
+            assert each.previous_epoch_detail == pytest.approx(serial.previous_epoch_detail)
+        # Each sample as often as epochs are complete, or once more.
+        assert all(serial.epoch <= seen[n] <= serial.epoch + 1 for n in range(length))
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
+def test_one_epoch_has_each_sample_once(length: int, batch: int, size: int) -> None:
+    parts = [flat(each) for each in of(length, batch, size, repeat=False)]
+    assert sorted(flat(parts)) == list(range(length))
+
+
+def test_epochs_have_orders_of_their_own() -> None:
+    (iterator,) = of(20, 20, 1)
+    first, second = iterator.next(), iterator.next()
+    assert first != second
+    iterator.reset()
+    assert iterator.next() == first
+    assert of(20, 20, 1, seed=1)[0].next() != first
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_another_number_of_ranks_goes_on(size: int) -> None:
+    before = of(23, 4, 2, seed=5)
+    done = flat(together(before, 3))  # 24 samples, one of them of the second epoch
+    state = chainer.serializers.npz.serialize(before[1])
+    after = of(23, 2, size, seed=5)
+    for each in after:
+        chainer.serializers.NpzDeserializer(state).load(each)
+        assert (each.epoch, each.current_position, each.is_new_epoch) == (1, 1, True)
+        assert each.epoch_detail == before[0].epoch_detail
+    seen = list(done)
+    while after[0].epoch == 1:
+        seen += flat(each.next() for each in after)
+    extra = after[0].current_position
+    assert len(seen) == 2 * 23 + extra
+    assert all(count >= 2 for count in Counter(seen).values())
+
+
+def test_the_same_number_goes_on_with_the_same_batches() -> None:
+    before = of(23, 4, 2)
+    together(before, 3)
+    after = of(23, 4, 2)
+    for old, new in zip(before, after, strict=True):
+        chainer.serializers.NpzDeserializer(chainer.serializers.npz.serialize(old)).load(new)
+    assert together(after, 8) == together(before, 8)
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    state = chainer.serializers.npz.serialize(of(23, 4, 2, seed=1)[0])
+    for other in (of(23, 4, 2, seed=2), of(24, 4, 2, seed=1), of(23, 4, 2, seed=1, shuffle=False)):
+        with pytest.raises(InvalidArgumentError, match="a state with length 23, seed 1, shuffle 1"):
+            chainer.serializers.NpzDeserializer(state).load(other[0])
+        assert other[0].current_position == 0
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(RankError, match="rank 2 of 2"):
+        ShardedIterator(range(3), 1, (2, 2))
+    with pytest.raises(InvalidArgumentError, match="batch_size 0"):
+        ShardedIterator(range(3), 0, (0, 1))
+    with pytest.raises(InvalidArgumentError, match="an empty dataset"):
+        ShardedIterator([], 1, (0, 1))

@@ -1,0 +1,205 @@
+"""Replicas on several devices of one process: an updater, and the loop without a Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.errors import InvalidArgumentError
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.adapters.chainer.parallel_updater import ParallelUpdater, Replicas
+
+import chainer  # isort: skip  # by the adapter's leave
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+
+def samples(count: int = 32) -> Any:
+    draw = np.random.RandomState(5)
+    x, y = draw.standard_normal((count, 6)), draw.standard_normal((count, 2))
+    return chainer.datasets.TupleDataset(x, y)
+
+
+class Net(chainer.Chain):
+    def __init__(self, lazy: bool = False) -> None:
+        super().__init__()
+        draw = np.random.RandomState(3).standard_normal
+        with self.init_scope(), chainer.using_config("dtype", np.dtype("f8")):
+            if lazy:
+                self.first, self.last = L.Linear(None, 8), L.Linear(None, 2)
+            else:
+                self.first = L.Linear(6, 8, initialW=draw((8, 6)) / 4)
+                self.last = L.Linear(8, 2, initialW=draw((2, 8)) / 4)
+        self.threads: set[int] = set()
+
+    def forward(self, x: Any, y: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        assert chainer.config.train == "as here"
+        loss = F.mean_squared_error(self.last(F.tanh(self.first(x))), y)
+        chainer.report({"loss": loss}, self)
+        return loss
+
+
+@pytest.fixture(autouse=True)
+def train_mode() -> Any:
+    # No value that is there by default: threads of their own have to be told.
+    with chainer.using_config("train", "as here"):
+        yield
+
+
+def weights(link: Any) -> dict[str, Any]:
+    return {name: np.array(p.array) for name, p in sorted(link.namedparams())}
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-12)
+
+
+def trained(make: Any, steps: int = 5, batch: int = 7, **hooks: Any) -> tuple[Any, Any]:
+    """Train with an updater; return its weights, and the Trainer."""
+    model = Net()
+    optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
+    iterator = chainer.iterators.SerialIterator(samples(), batch, shuffle=False)
+    updater = make(iterator, optimizer)
+    trainer = chainer.training.Trainer(updater, (steps, "iteration"), out=hooks["out"])
+    trainer.run()
+    return weights(model), trainer
+
+
+# With 7 samples a batch and 3 devices the parts differ in length; with 32 ÷ 7 some batches wrap.
+@pytest.mark.parametrize("devices", [["@numpy"], ["@numpy"] * 2, ["@numpy"] * 3])
+def test_equals_one_device_on_the_whole_batch(devices: list[str], tmp_path: Any) -> None:
+    expected, _ = trained(chainer.training.updaters.StandardUpdater, out=tmp_path)
+    found, trainer = trained(lambda i, o: ParallelUpdater(i, o, devices), out=tmp_path)
+    assert_close(found, expected)
+    links = trainer.updater.replicas.links
+    assert len({id(link) for link in links}) == len(devices)
+    assert len(set().union(*(link.threads for link in links))) >= min(2, len(devices))
+    names = ["main", "1", "2"][: len(devices)]
+    assert {f"{name}/loss" for name in names} == set(trainer.observation)
+
+
+def test_sums_as_chainer_does(tmp_path: Any) -> None:
+    devices = {"main": "@numpy", "second": "@numpy"}
+
+    def theirs(iterator: Any, optimizer: Any) -> Any:
+        given = {name: chainer.get_device(device) for name, device in devices.items()}
+        return chainer.training.updaters.ParallelUpdater(iterator, optimizer, devices=given)
+
+    expected, _ = trained(theirs, batch=8, out=tmp_path)
+    found, trainer = trained(
+        lambda i, o: ParallelUpdater(i, o, devices, op="sum"), batch=8, out=tmp_path
+    )
+    assert_close(found, expected)
+    assert set(trainer.observation) == {"main/loss", "second/loss"}
+
+
+def test_the_loop_without_a_trainer() -> None:
+    model, alone = Net(), Net()
+    optimizer = chainer.optimizers.Adam(0.01).setup(model)
+    reference = chainer.optimizers.Adam(0.01).setup(alone)
+    replicas = Replicas(model, ["@numpy", "@numpy", "@numpy"])
+    data = samples()
+    for start in range(0, 32, 8):
+        batch = data[start : start + 8]
+        parts = [chainer.dataset.concat_examples(part) for part in replicas.split(batch)]
+        losses = replicas.backward(parts)
+        optimizer.update()
+        replicas.copy_params()
+        expected = alone(*chainer.dataset.concat_examples(batch)).array
+        counts = [3, 3, 2]
+        mean = sum(n * loss.array for n, loss in zip(counts, losses, strict=True)) / 8
+        np.testing.assert_allclose(mean, expected, rtol=1e-12)
+        reference.update(alone, *chainer.dataset.concat_examples(batch))
+    replicas.close()
+    for link in replicas.links:
+        assert_close(weights(link), weights(alone))
+
+
+def test_copies_start_from_what_the_link_draws() -> None:
+    model = Net(lazy=True)
+    optimizer = chainer.optimizers.SGD(0.1).setup(model)
+    replicas = Replicas(model, ["@numpy", "@numpy"])
+    with chainer.using_config("dtype", np.dtype("f8")):
+        parts = [chainer.dataset.concat_examples(part) for part in replicas.split(samples()[:8])]
+        replicas.backward(parts)
+    before = weights(model)
+    assert_close(weights(replicas.links[1]), before)
+    alone = Net(lazy=True)
+    whole = chainer.dataset.concat_examples(samples()[:8])
+    for name, p in alone.namedparams():
+        p.initialize(before[name].shape)
+        p.array = before[name]
+    alone.cleargrads()
+    alone(*whole).backward()
+    for (_, a), (_, b) in zip(model.namedparams(), alone.namedparams(), strict=True):
+        np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+    optimizer.update()
+    replicas.close()
+
+
+def test_the_loss_scale_is_divided_out() -> None:
+    found = []
+    for scale in (None, 64.0):
+        model = Net()
+        optimizer = chainer.optimizers.SGD(0.1).setup(model)
+        replicas = Replicas(model, ["@numpy"] * 2)
+        parts = [chainer.dataset.concat_examples(p) for p in replicas.split(samples()[:8])]
+        replicas.backward(parts, loss_scale=scale)
+        optimizer.update()
+        replicas.close()
+        found.append(weights(model))
+    assert_close(*found)
+
+
+def test_an_error_of_a_replica_is_raised_when_all_have_ended() -> None:
+    replicas = Replicas(Net(), ["@numpy"] * 3)
+    ended = []
+
+    def loss_func(x: Any, y: Any) -> Any:
+        if len(x) == 2:
+            raise ValueError("on purpose")
+        ended.append(len(x))
+        return replicas.links[0](x, y)
+
+    parts = [chainer.dataset.concat_examples(part) for part in replicas.split(samples()[:8])]
+    with pytest.raises(ValueError, match="on purpose"):
+        replicas.backward(parts, loss_func=loss_func)
+    assert ended == [3, 3]
+    replicas.close()
+
+
+def test_a_small_batch_leaves_replicas_without_samples() -> None:
+    model, alone = Net(), Net()
+    replicas = Replicas(model, ["@numpy"] * 3)
+    part = chainer.dataset.concat_examples(samples()[:1])
+    losses = replicas.backward([part, None, None])
+    assert losses[1:] == [None, None]
+    alone.cleargrads()
+    alone(*part).backward()
+    for (_, a), (_, b) in zip(model.namedparams(), alone.namedparams(), strict=True):
+        np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12)
+    replicas.close()
+
+
+def test_bad_arguments(tmp_path: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="op 'max'; 'avg' or 'sum'"):
+        Replicas(Net(), ["@numpy"], op="max")
+    with pytest.raises(InvalidArgumentError, match="no devices"):
+        Replicas(Net(), [])
+    with pytest.raises(InvalidArgumentError, match="one must be 'main'"):
+        trained(lambda i, o: ParallelUpdater(i, o, {"first": "@numpy"}), out=tmp_path)
+    replicas = Replicas(Net(), ["@numpy"])
+    with pytest.raises(InvalidArgumentError, match="2 batches for 1 replicas"):
+        replicas.backward([None, None])
+    with pytest.raises(InvalidArgumentError, match="no samples for the first"):
+        replicas.backward([None])
+    replicas.close()

