@@ -39,6 +39,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
+from collective.point_to_point import Status
 from collective.recorder import flight_recorder
 from collective.session import current, init
 from collective.session import settings as config
@@ -72,8 +73,10 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
+    "Status",
     "UnsupportedError",
     "Work",
+    "adopt",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -130,6 +133,7 @@ def _of_current(method: Callable[Concatenate[Communicator, _P], _T]) -> Callable
     return call
 
 
+adopt = _of_current(Communicator.adopt)
 all_gather = _of_current(Communicator.all_gather)
 all_gather_object = _of_current(Communicator.all_gather_object)
 all_reduce = _of_current(Communicator.all_reduce)

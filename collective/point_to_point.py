@@ -22,9 +22,8 @@ from collective.errors import (
 from collective.heads import Head
 from collective.output import Output
 from collective.streams import within
-from collective.work import Lane
 
-__all__ = ["PointToPoint"]
+__all__ = ["PointToPoint", "Status"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
 # Every message begins with a head: kind, dtype code, bytes, dimensions, shape. What does not
@@ -35,6 +34,25 @@ _ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
 _LANES = 64
+
+
+class Status:
+    """What a receive tells of its message beside the array.
+
+    Attributes:
+        source: the rank that sent it; ``ANY_SOURCE`` until it has come.
+
+    See Also:
+        MPI_Status.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self) -> None:
+        self.source = ANY_SOURCE
+
+    def __repr__(self) -> str:
+        return f"Status(source={self.source})"
 
 
 class PointToPoint(Calls):
@@ -85,6 +103,7 @@ class PointToPoint(Calls):
         *,
         tag: int = 0,
         like: Any = None,
+        status: Status | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -96,6 +115,7 @@ class PointToPoint(Calls):
             src: another rank, or ``collective.ANY_SOURCE``.
             tag: the sender's.
             like: the framework of the result where ``out`` is None: its name, or an array.
+            status: is told who sent the message.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
@@ -125,6 +145,8 @@ class PointToPoint(Calls):
             deadline = time.monotonic() + seconds
             head = Head(_WORDS)
             source = self._receive(head.buffer, src, tag, seconds)
+            if status is not None:
+                status.source = source
             payload, follows, direct = self._place(head, out, like if out is None else out)
             if follows:
                 rest = max(0.001, deadline - time.monotonic())
@@ -155,7 +177,8 @@ class PointToPoint(Calls):
 
         Args:
             x, dst, tag: as in :meth:`send`.
-            src, out, like: as in :meth:`recv`, without ANY_SOURCE.
+            src, out: as in :meth:`recv`, without ANY_SOURCE.
+            like: the framework of the result where ``out`` is None; that of ``x`` by default.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
@@ -173,6 +196,8 @@ class PointToPoint(Calls):
         tag, seconds = _tag(tag), self._seconds(timeout)
         self._check_out("sendrecv", out)
         head, payload, near = self._message("sendrecv", x)
+        if like is None and not tree.is_tree(x):
+            like = x
         self._adapter(like)
         send, recv = ("send", dst, tag), ("recv", src, tag)
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
@@ -240,7 +265,7 @@ class PointToPoint(Calls):
             if len(self._lanes) >= _LANES:  # a program may never use a tag twice
                 for idle in [k for k, kept in self._lanes.items() if kept.idle]:
                     del self._lanes[idle]
-            lane = self._lanes[key] = Lane(f"collective-{'-'.join(map(str, key))}")
+            lane = self._lanes[key] = self._new_lane(f"collective-{'-'.join(map(str, key))}")
         what = f"{key[0]}(tag={key[-1]})"
         if adapter is None or not self._enqueues:
             work = lane.submit(what, _with_site(run))

@@ -10,6 +10,7 @@ import numpy as np
 from collective.backend import ANY_SOURCE
 from collective.capabilities import Capabilities
 from collective.communicator import Communicator
+from collective.point_to_point import Status
 from collective.testing.checks import RankFactory, check
 from collective.testing.samples import (
     LARGE,
@@ -170,8 +171,10 @@ def _any_source(comm: Communicator) -> None:
         else:
             seen: dict[int, int] = {}
             for _ in range(3 * (comm.size - 1)):
-                found = comm.recv(None, ANY_SOURCE, tag=3)
+                status = Status()
+                found = comm.recv(None, ANY_SOURCE, tag=3, status=status)
                 source, turn = divmod(int(found[0]), 10)
+                assert status.source == source, f"{status} of a message of rank {source}"
                 assert_same(found, np.full(length, found[0]), f"a message of rank {source}")
                 assert turn == seen.get(source, 0), f"rank {source}'s message {turn} came early"
                 seen[source] = turn + 1
@@ -225,8 +228,13 @@ def _send_between_frameworks(comm: Communicator) -> None:
         back = comm.recv(None, 0, like="torch")
         assert isinstance(back, torch.Tensor), f"like='torch' gave {type(back)}"
         assert_same(back, numbers + 1, "NumPy's answer")
+        both = comm.sendrecv(back, 0, 0)
+        assert isinstance(both, torch.Tensor), f"sendrecv of a tensor gave {type(both)}"
     elif comm.rank == 0:
         found = comm.recv(None, 1)
         assert isinstance(found, np.ndarray), f"recv(None) gave {type(found)}"
         assert_same(found, numbers.T, "PyTorch's message")
         comm.send(found.T + 1, 1)
+        both = comm.sendrecv(found, 1, 1)
+        assert isinstance(both, np.ndarray), f"sendrecv of an array gave {type(both)}"
+        assert_same(both, numbers + 1, "PyTorch's half of the exchange")

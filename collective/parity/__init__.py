@@ -1,0 +1,1 @@
+"""``collective parity``: one call, one result, in any framework on any transport."""

@@ -1,0 +1,250 @@
+"""``collective parity``: the oracle, the bounds, the matrix, random cases, the command."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from collective.cli.main import main
+from collective.parity import double_double, oracle
+from collective.parity.bounds import bound, ulp, unit_roundoff
+from collective.parity.cases import DTYPES, OPERATIONS, OPS, REDUCTIONS, SHAPES, Case, Leaf, reduces
+from collective.parity.frameworks import framework, unavailable
+from collective.parity.runner import Outcome, Plan, run
+from collective.parity.transports import survey
+
+
+def fractions(x: Any, dtype: str) -> list[Fraction]:
+    return [Fraction(v) for v in oracle.decoded(np.asarray(x), dtype).ravel().tolist()]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["sum", "prod", "avg"])
+def test_the_oracle_is_exact_to_many_more_bits_than_any_dtype(op: str, dtype: str) -> None:
+    case = Case("all_reduce", Leaf((50,), dtype), op)
+    (reference,) = oracle.references(case, 0, 5, 0) or []
+    inputs = [fractions(oracle.inputs(case, rank, 5, 0), dtype) for rank in range(5)]
+    assert reference.value is not None
+    assert reference.magnitude is not None
+    for index, (high, low) in enumerate(zip(*(part.tolist() for part in reference.value))):
+        terms = [x[index] for x in inputs]
+        exact = sum(terms, Fraction()) / (5 if op == "avg" else 1)
+        if op == "prod":
+            exact = Fraction(1)
+            for term in terms:
+                exact *= term
+        found = Fraction(high) + Fraction(low)
+        scale = Fraction(float(reference.magnitude[index]))
+        assert abs(found - exact) <= scale * Fraction(1, 2**95)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_products_of_the_oracle(dtype: str) -> None:
+    case = Case("all_reduce", Leaf((20,), dtype), "prod")
+    (reference,) = oracle.references(case, 0, 3, 0) or []
+    assert reference.value is not None
+    a, b, c = (fractions(oracle.inputs(case, rank, 3, 0), dtype) for rank in range(3))
+    for k in range(20):
+        real, imaginary = a[2 * k], a[2 * k + 1]
+        for x in (b, c):
+            real, imaginary = (
+                real * x[2 * k] - imaginary * x[2 * k + 1],
+                real * x[2 * k + 1] + imaginary * x[2 * k],
+            )
+        for part, exact in enumerate((real, imaginary)):
+            found = sum(Fraction(float(each[k, part])) for each in reference.value)
+            assert abs(found - exact) < Fraction(1, 2**90)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+def test_integers_do_not_overflow(op: str) -> None:
+    for dtype in (d for d in DTYPES if np.dtype("bool").name != d and reduces("band", d)):
+        for size in (2, 5):
+            case = Case("all_reduce", Leaf((200,), dtype), op)
+            inputs = [oracle.inputs(case, rank, size, 0).tolist() for rank in range(size)]
+            (reference,) = oracle.references(case, 0, size, 0) or []
+            assert reference.bits is not None
+            for index, found in enumerate(reference.bits.tolist()):
+                terms = [x[index] for x in inputs]
+                assert found == (sum(terms) if op == "sum" else int(np.prod(terms, dtype=object)))
+
+
+def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> None:
+    assert bound("sum", "float32", 1) == 0
+    assert bound("sum", "float64", 2) == pytest.approx(1)
+    assert bound("avg", "float64", 4) == pytest.approx(4)
+    assert bound("sum", "bfloat16", 4) > 3
+    assert bound("max", "float32", 4) == bound("sum", "int32", 4) == 0
+    assert ulp(np.array([1.0, 1.99, 2.0]), "float32").tolist() == [2.0**-23, 2.0**-23, 2.0**-22]
+    assert unit_roundoff("float16") == np.finfo("float16").eps / 2
+    # A sum in float32 of float64 arrays is 2**29 units off.
+    x, y = np.random.default_rng(0).random((2, 100))
+    narrow = (x.astype(np.float32) + y.astype(np.float32)).astype(np.float64)
+    high, low = double_double.add(double_double.exact(x), double_double.exact(y))
+    assert (abs(narrow - high - low) / ulp(x + y, "float64")).max() > 1e6
+
+
+def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[Outcome]:
+    given: dict[str, Any] = {
+        "frameworks": ["numpy"], "operations": OPERATIONS, "ops": OPS, "dtypes": DTYPES,
+        "shapes": ["scalar", "empty", "odd", "strided"], "seed": 5,
+    }  # fmt: skip
+    found: list[Outcome] = []
+    run(
+        Plan(transports=survey([backend]), sizes=sizes, timeout=30.0, **(given | options)),
+        found.append,
+        lambda transport, size: None,
+    )
+    return found
+
+
+def wrong(found: list[Outcome]) -> list[str]:
+    return [each.text for each in found if each.status != "passed"]
+
+
+def test_threads_agree_with_the_oracle() -> None:
+    found = outcomes("threads", (1, 3))
+    assert wrong(found) == []
+    assert {each.case.operation for each in found} == set(OPERATIONS)
+    sums = [e for e in found if e.case.dtype == "float32" and e.case.op == "sum" and e.size == 3]
+    assert any(0 < each.error <= each.bound for each in sums)
+
+
+def test_frameworks_agree_with_the_oracle_apart_and_mixed() -> None:
+    names = [n for n in ("numpy", "torch", "chainer") if not unavailable([n])[n]]
+    if len(names) < 2:
+        pytest.skip("NumPy alone")
+    found = outcomes(
+        "threads", (3,), frameworks=[*names, "mixed"], shapes=["scalar", "strided"],
+        ops=["sum", "max"], dtypes=["bool", "int64", "bfloat16", "float32", "complex64"],
+    )  # fmt: skip
+    assert wrong(found) == []
+    assert {each.case.framework for each in found} == {*names, "mixed"}
+
+
+def test_shm_agrees_with_the_oracle() -> None:
+    found = outcomes(
+        "shm", (2,), shapes=["odd", "large"], ops=["sum", "user"],
+        dtypes=["int8", "float16", "float32"],
+    )  # fmt: skip
+    assert wrong(found) == []
+
+
+def test_arrays_of_every_framework_are_made_and_read_back() -> None:
+    from collective.parity.execution import lay_out
+
+    for name in ("numpy", "torch", "chainer"):
+        kind = framework(name)
+        if kind.unavailable():
+            continue
+        for dtype in sorted(kind.dtypes()):
+            for shape, steps in SHAPES.values():
+                stored = oracle.values(dtype, shape, 0, 2, "", (1,))
+                x = lay_out(kind, stored, dtype, steps)
+                assert kind.owns(x)
+                assert (kind.dtype_of(x), tuple(x.shape)) == (dtype, shape)
+                assert np.array_equal(kind.read(x), stored)
+
+
+# -- random cases ---------------------------------------------------------------------------------
+
+
+def explored(backend: str, count: int, **options: Any) -> dict[str, Any]:
+    pytest.importorskip("hypothesis")
+    from collective.parity.random_cases import explore
+
+    (transport,) = survey([backend])
+    given: dict[str, Any] = {"frameworks": ["numpy"], "operations": OPERATIONS, "seed": 1}
+    plan = Plan(
+        transports=[transport], ops=OPS, dtypes=[d for d in DTYPES if "complex" not in d],
+        shapes=(), sizes=(2, 3), timeout=20.0, **(given | options),
+    )  # fmt: skip
+    return explore(plan, transport, count, lambda: None)
+
+
+def test_random_cases_pass() -> None:
+    assert explored("threads", 60)["passed"]
+
+
+def test_a_failing_random_case_is_shrunk_and_printed_as_a_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = explored("tests.meta.broken:DroppedRank", 100, operations=REDUCTIONS)
+    assert not found["passed"]
+    assert "2 ranks" in found["case"]
+    assert "all_reduce" in found["case"]
+    program = found["snippet"].replace('"__main__"', '"snippet"')
+    exec(compile(program, "snippet", "exec"), {"__name__": "snippet"})
+    printed = capsys.readouterr().out
+    got, expected = (printed.splitlines()[line].split()[-1] for line in (0, 1))
+    assert got != expected
+    assert program.count("np.array(") == 2
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = tmp_path / "parity.json", tmp_path / "parity.html"
+    code = main(
+        ["parity", "--backend", "threads", "--framework", "numpy", "--op", "all_reduce,barrier",
+         "--dtype", "float32,int8", "--ranks", "2,3", "--seed", "9", "--json", str(files[0]),
+         "--html", str(files[1])]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    data = json.loads(files[0].read_text())
+    assert code == data["exit_code"] == 0, printed
+    assert (data["seed"], data["ranks"]) == (9, [2, 3])
+    assert {row["operation"] for row in data["results"]} == {"all_reduce", "barrier"}
+    row = next(r for r in data["results"] if (r["dtype"], r["op"]) == ("float32", "sum"))
+    assert 0 < row["worst_ulp"] <= row["bound_ulp"]
+    page = files[1].read_text()
+    assert "all_reduce" in page
+    assert "src=" not in page  # nothing to load
+    assert "href=" not in page
+    assert "all_reduce" in printed
+    assert "0 failed" in printed
+
+
+def test_the_command_fails_with_a_wrong_transport(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--framework", "numpy", "--op", "all_reduce", "--dtype", "float32", "--ranks", "2"]
+    arguments += ["--shape", "odd", "--backend", "tests.meta.broken:Undivided"]
+    assert main(["parity", *arguments]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
+        (["--backend", "smh"], "Did you mean 'shm'"),
+        (["--framework", "jax"], "--framework: 'jax'"),
+    ],
+)
+def test_what_does_not_exist_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parity", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_transport_that_is_not_here_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from collective import doctor
+
+    found = {"transports": {"gloo": {"works": False, "reason": "no torch", "fix": "pip install x"}}}
+    monkeypatch.setattr(doctor, "examine", lambda **options: found)
+    file = tmp_path / "parity.json"
+    arguments = ["--op", "barrier", "--ranks", "2", "--framework", "numpy", "--json", str(file)]
+    assert main(["parity", "--backend", "gloo,threads", *arguments]) == 0
+    assert "not here: gloo: no torch; pip install x" in capsys.readouterr().out
+    rows = {each["name"]: each["available"] for each in json.loads(file.read_text())["transports"]}
+    assert rows == {"gloo": False, "threads": True}

@@ -1,0 +1,114 @@
+"""``collective parity`` finds what is wrong with each of the broken transports of tests/meta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from collective.backend import Backend
+from collective.backends.threads import ThreadsBackend
+from collective.parity.cases import OPERATIONS
+from collective.parity.runner import Outcome, Plan, run
+from collective.parity.transports import survey
+from tests.loopback import Loopback
+from tests.meta import broken
+
+# Long enough for a busy machine, short enough to wait for a hang.
+TIMEOUT_S = 4.0
+
+
+class Fault(NamedTuple):
+    """A broken transport, the operation that shows it, and what is said of it."""
+
+    kind: type[Backend]
+    operation: str
+    says: str
+    size: int = 3
+    operations: tuple[str, ...] = OPERATIONS
+    timeout: float = TIMEOUT_S
+
+
+FAULTS = [
+    Fault(broken.WrongRoot, "broadcast", "elements are wrong"),
+    Fault(broken.WrongOrder, "all_gather", "elements are wrong"),
+    Fault(broken.LostTail, "send_recv", "[300007]"),
+    Fault(broken.Aliasing, "all_reduce", "the input of dtype float32 was changed"),
+    Fault(broken.Stale, "reduce_scatter", "turn 1"),
+    Fault(broken.SwappedTags, "messages", "another tag"),
+    Fault(broken.DroppedRank, "all_reduce", "elements are wrong"),
+    Fault(broken.WrongDtype, "reduce", "elements are wrong"),
+    Fault(
+        broken.Hanging, "barrier", "RankHungError", 2, ("all_reduce", "barrier", "messages"), 1.5
+    ),
+    Fault(
+        broken.Crashing, "all_gather", "killed by signal 9", 2,
+        ("all_reduce", "all_gather", "gather"),
+    ),
+    Fault(broken.Raising, "scan", "the cable is loose"),
+    Fault(broken.Undivided, "all_reduce", "all_reduce(avg)"),
+    Fault(broken.Disordered, "all_reduce", "order='rank'", 4),
+    Fault(broken.Commuting, "all_reduce", "all_reduce(user)"),
+    Fault(broken.Impatient, "barrier", "left before"),
+    Fault(broken.Unchecked, "mismatch", "was not told"),
+    Fault(broken.Early, "reuse", "changed after"),
+    Fault(broken.Deaf, "leaving", "was not missed"),
+    Fault(broken.SortedGroups, "groups", "falling keys"),
+    Fault(broken.Overrunning, "symmetric", "memory beside"),
+    Fault(broken.MixedUp, "messages", ""),
+]  # fmt: skip
+
+
+def outcomes(
+    kind: type[Backend],
+    size: int,
+    operations: tuple[str, ...] = OPERATIONS,
+    timeout: float = TIMEOUT_S,
+) -> list[Outcome]:
+    plan = Plan(
+        transports=survey([f"{kind.__module__}:{kind.__name__}"]),
+        frameworks=["numpy"],
+        operations=operations,
+        ops=["sum", "avg", "user"],
+        dtypes=["float32"],
+        shapes=["odd", "large"],
+        sizes=[size],
+        timeout=timeout,
+    )
+    found: list[Outcome] = []
+    run(plan, found.append, lambda transport, size: None)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    broken.released.clear()
+    yield
+    broken.released.set()
+
+
+def test_every_broken_transport_is_here() -> None:
+    known = {
+        name for name, kind in vars(broken).items()
+        if isinstance(kind, type) and kind.__module__ == broken.__name__
+    }  # fmt: skip
+    assert {fault.kind.__name__ for fault in FAULTS} == known
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)
+def test_a_planted_fault_is_found(fault: Fault) -> None:
+    found = outcomes(fault.kind, fault.size, fault.operations, fault.timeout)
+    failed = [each for each in found if each.status == "failed"]
+    assert fault.operation in {each.case.operation for each in failed}
+    texts = [each.text for each in failed if each.case.operation == fault.operation]
+    assert any(fault.says in text for text in texts), texts
+    # One that fails, hangs or dies takes no other case down.
+    assert {each.case.operation for each in found} == set(fault.operations)
+    assert len({each.case for each in found}) == len(found)
+    assert any(each.status == "passed" for each in found)
+
+
+@pytest.mark.parametrize("kind", [ThreadsBackend, Loopback])
+def test_nothing_is_found_on_sound_transports(kind: type[Backend]) -> None:
+    assert {each.text for each in outcomes(kind, 3) if each.status != "passed"} == set()
