@@ -16,9 +16,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arena import Arena, ArenaError, Contestant
-from measure import OPERATIONS
-from report import Observer, Progress, parse_size, print_table, size_name, write
+from collective.bench.arena import Arena, ArenaError
+from collective.bench.contestants import Contestant
+from collective.bench.report import (
+    Observer,
+    Progress,
+    parse_size,
+    print_table,
+    size_name,
+    write,
+)
+
+_OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
 __all__ = ["Footprint", "run", "show"]
 
@@ -50,14 +59,14 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
     """
     progress = Progress()
     found = []
-    with Arena([Contestant("shm")], ranks) as arena:
+    with Arena([Contestant("shm", ranks)]) as arena:
         for nbytes in sizes:
-            for operation in OPERATIONS:
+            for operation in _OPERATIONS:
                 progress.show(f"memory: {operation}, {size_name(nbytes)}, {ranks} ranks")
                 call = {"operation": operation, "nbytes": nbytes, "memory": "ordinary"}
-                arena.ask("shm", "prepare", **call)
-                answers = arena.ask("shm", "memory_of", memory="ordinary")
-                arena.ask("shm", "release", memory="ordinary")
+                arena.ask("shm", "prepare", side="shm", **call)
+                answers = arena.ask("shm", "memory_of", side="shm")
+                arena.ask("shm", "release", side="shm")
                 assert not isinstance(answers, str)
                 most = {key: max(answer[key] for answer in answers) for key in answers[0]}
                 found.append(Footprint(operation, ranks, nbytes, **most))

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from overhead import turns
-from report import Observer, duration, print_table, write
+
+from collective.bench.report import Observer, duration, print_table, write
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 # What was promised: microseconds added to the raw binding.

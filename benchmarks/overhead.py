@@ -30,8 +30,10 @@ from typing import Any
 
 import numpy as np
 import peers
-from libraries import Gloo, Library, Mpi, Ours
-from report import Observer, duration, parse_size, print_table, size_name, write
+
+from collective.bench.libraries import Library, Ours
+from collective.bench.report import Observer, duration, parse_size, print_table, size_name, write
+from collective.bench.rivals import Gloo, Mpi
 
 _HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"
@@ -45,7 +47,7 @@ class _OursRaw(Ours):
     """Ours, asked for what the raw call does: pieces of lengths that all ranks know."""
 
     def calls(self, x: Any, y: Any) -> dict[str, Any]:
-        comm, found = self._comm, super().calls(x, y)
+        comm, found = self.comm, super().calls(x, y)
         if not comm.capabilities.checks_calls:  # which finds out about lengths at no cost
             counts = [x.shape[0]] * self.size
             found["all_gather"] = lambda: comm.all_gather(x, counts=counts, out=y)
@@ -73,7 +75,7 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
             sides = [_prepared(library, operation, nbytes) for library in (raw, ours)]
             for _, check in sides:
                 check()
-            seconds = turns(ours._comm, [call for call, _ in sides], rounds, turn)
+            seconds = turns(ours.comm, [call for call, _ in sides], rounds, turn)
             for _, check in sides:
                 check()
             half = 0.5 if operation == "send_recv" else 1.0

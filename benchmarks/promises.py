@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from measure import OPERATIONS, Record, fastest_mpi, find
 from memory import Footprint
-from report import size_name
 from waiting import Wait
 
-__all__ = ["Judged", "judge"]
+from collective.bench.measure import Record, fastest_mpi, find
+from collective.bench.report import size_name
+
+__all__ = ["OPERATIONS", "Judged", "judge"]
+
+#: Those of which something was promised.
+OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -148,7 +152,7 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
             "1/1.5 × memcpy",
             [
                 _Bound("× MPI", ordinary.over("MPI", 16 * MIB), 1),
-                _Bound("× Gloo", ordinary.over("gloo", 16 * MIB), 2),
+                _Bound("× Gloo", ordinary.over("torch", 16 * MIB), 2),
                 _Bound("× memcpy", ordinary.over("memcpy", 16 * MIB), aim=1 / 1.5),
             ],
         ),
@@ -157,7 +161,7 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
         times = {size: 1e6 * s for size, s in speeds.seconds(0, KIB).items()}
         bounds = [
             _Bound("µs", times, 5, at_least=False),
-            _Bound("× Gloo", speeds.over("gloo", 0, KIB), 20),
+            _Bound("× Gloo", speeds.over("torch", 0, KIB), 20),
             _Bound("× MPI", speeds.over("MPI", 0, KIB), aim=1),
         ]
         what = f"all_reduce, {memory}, 4 B to 1 KiB"
@@ -170,7 +174,7 @@ def _of_four_ranks(records: Sequence[Record]) -> list[Judged]:
     for memory in ("symmetric", "ordinary"):
         speeds = _Speeds(records, "all_reduce", 4, f"shm {memory}")
         bounds = [
-            _Bound("× Gloo", speeds.over("gloo"), 3),
+            _Bound("× Gloo", speeds.over("torch"), 3),
             _Bound("× MPI", speeds.over("MPI", 64 * KIB + 1), 1),
         ]
         what = f"all_reduce, {memory}, 4 ranks"

@@ -14,8 +14,7 @@ import timeit
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import Observer, print_table, write
-
+from collective.bench.report import Observer, print_table, write
 from collective.call import Call
 from collective.recorder import Recorder
 

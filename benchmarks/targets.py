@@ -20,14 +20,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import collectives
 import memory
 import peers
 import waiting
-from arena import Arena, ArenaError, contestants
-from measure import OPERATIONS, Pace, Record
-from promises import judge
-from report import Observer, parse_size, print_table, write
+from promises import OPERATIONS, judge
+
+from collective.bench.arena import Arena, ArenaError
+from collective.bench.contestants import named
+from collective.bench.figures import headline
+from collective.bench.figures import show as show_figures
+from collective.bench.measure import Pace, Task, compare, method_of
+from collective.bench.report import Observer, Progress, parse_size, print_table, size_name, write
+from collective.bench.run import Results
 
 _ALL_REDUCE = "4 64 1K 64K 256K 1M 16M 64M"
 _OTHERS = "64K 256K 1M 16M 64M"
@@ -38,27 +42,28 @@ _OTHERS_QUICK = "64K 1M 16M"
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all measurements and return what is written as JSON, with what failed."""
-    able, missing = contestants(["shm", *options.against], peers.find(options))
-    pace, quick = Pace.of(options.quick), options.quick
-    observer = Observer()
-    versions: dict[str, str] = {}
-    records: list[Record] = []
+    found, names = peers.environments(options), ["shm", *peers.rivals(options)]
+    quick = options.quick
+    results, observer = Results(), Observer()
     waits: list[waiting.Wait] = []
     footprints: list[memory.Footprint] = []
+    missing: dict[str, str] = {}
 
     def two_ranks() -> None:
-        with Arena(able, 2) as arena:
-            versions.update(arena.versions)
+        able, absent = named(names, found, 2)
+        missing.update(absent)
+        with Arena(able) as arena:
             sizes = _sizes(_ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
-            records.extend(collectives.run(arena, ["all_reduce"], sizes, pace, missing))
+            _compare(arena, ["all_reduce"], sizes, quick, results)
             sizes = _sizes(_OTHERS_QUICK if quick else _OTHERS)
-            records.extend(collectives.run(arena, OPERATIONS[1:], sizes, pace, missing))
+            _compare(arena, OPERATIONS[1:], sizes, quick, results)
             waits.extend(waiting.run(arena, 1.0, Pace(1 if quick else 3, 0.0)))
+            missing.update({name: error.brief for name, error in arena.failed.items()})
 
     def four_ranks() -> None:
-        with Arena(able, 4) as arena:
+        with Arena(named(names, found, 4)[0]) as arena:
             sizes = _sizes(_ALL_REDUCE_QUICK if quick else _CROWDED)
-            records.extend(collectives.run(arena, ["all_reduce"], sizes, pace, missing))
+            _compare(arena, ["all_reduce"], sizes, quick, results)
 
     def mapped() -> None:
         sizes = _sizes("1M 16M" if quick else "1M 64M")
@@ -71,15 +76,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             part()
         except ArenaError as error:  # what was measured before counts all the same
             failures.append(str(error))
+    results.machine = observer.machine()
     return {
-        "machine": observer.machine(),
-        "versions": versions,
+        **results.as_json(),
         "missing": missing,
-        "failures": failures,
-        "records": [record.as_json() for record in records],
+        "failures": [*failures, *results.failures],
         "waiting": [asdict(wait) for wait in waits],
         "memory": [asdict(footprint) for footprint in footprints],
     }
+
+
+def _compare(
+    arena: Arena, operations: Sequence[str], sizes: Sequence[int], quick: bool, results: Results
+) -> None:
+    """Measure each size by the method that tells more of it."""
+    progress = Progress()
+    results.versions.update(arena.versions)
+    for operation in operations:
+        for nbytes in sizes:
+            task = Task(operation, nbytes)
+            progress.show(f"{operation}, {size_name(nbytes)}")
+            results.add(compare(arena, task, Pace.of(quick), [method_of(nbytes)]))
+    progress.clear()
 
 
 def _sizes(text: str) -> list[int]:
@@ -88,21 +106,19 @@ def _sizes(text: str) -> list[int]:
 
 def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
     """Print a run: its figures if ``details``, then each promise and what became of it."""
-    records = [Record(**fields) for fields in run["records"]]
+    results = Results.from_json(run)
     waits = [waiting.Wait(**fields) for fields in run["waiting"]]
     footprints = [memory.Footprint(**fields) for fields in run["memory"]]
     if details:
-        collectives.show(records, markdown)
+        show_figures(results.records, results.gaps, markdown)
         waiting.show(waits, markdown)
         memory.show(footprints, markdown)
-    about = run["machine"]
-    place = f"{about['cpu']}, {about['cores']} cores"
     print_table(
-        f"{about['date']}, {place}, of which {about['others']:.1f} taken by others",
+        headline(run["machine"]),
         ["promise", "must", "aim", "measured", "verdict"],
         [
             [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
-            for judged in judge(records, waits, footprints)
+            for judged in judge(results.records, waits, footprints)
         ],
         markdown,
     )
@@ -116,7 +132,9 @@ def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Measure everything that was promised.")
-    collectives.add_options(parser)
+    peers.add_rivals(parser)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
     )

@@ -12,12 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import peers
-from arena import Arena, ArenaError, contestants
-from collectives import add_options
-from measure import Pace
-from report import Observer, Progress, print_table, write
+
+from collective.bench.arena import Arena, ArenaError
+from collective.bench.contestants import named
+from collective.bench.measure import Pace
+from collective.bench.report import Observer, Progress, print_table, write
 
 __all__ = ["Wait", "run", "show"]
 
@@ -56,19 +58,27 @@ def run(arena: Arena, late: float, pace: Pace) -> list[Wait]:
         for operation in _OPERATIONS:
             progress.show(f"{contestant.name} waits in {operation}")
             prepared = {"operation": operation, "nbytes": _NBYTES, "memory": "ordinary"}
-            arena.ask(contestant.name, "prepare", **prepared)
+            arena.ask(contestant.name, "prepare", side="waits", **prepared)
             shares = sorted(_wait(arena, contestant.name, late) for _ in range(pace.rounds))
-            arena.ask(contestant.name, "release", memory="ordinary")
+            arena.ask(contestant.name, "release", side="waits")
             middle = shares[len(shares) // 2]
             waits.append(
-                Wait(contestant.name, operation, arena.size, late, middle, shares[0], shares[-1])
+                Wait(
+                    contestant.name,
+                    operation,
+                    contestant.ranks,
+                    late,
+                    middle,
+                    shares[0],
+                    shares[-1],
+                )
             )
     progress.clear()
     return waits
 
 
 def _wait(arena: Arena, name: str, late: float) -> float:
-    answers = arena.ask(name, "wait_for_late", memory="ordinary", late=late)
+    answers = arena.ask(name, "wait_for_late", side="waits", late=late)
     assert not isinstance(answers, str)
     shares: list[float] = [answer["cpu"] / answer["wall"] for answer in answers if answer]
     return max(shares)
@@ -96,14 +106,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure what waiting costs.")
     parser.add_argument("--late", type=float, default=1.0, metavar="S", help="seconds (default: 1)")
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    add_options(parser)
+    peers.add_rivals(parser)
+    parser.add_argument("--quick", action="store_true", help="one wait of each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args(arguments)
     if options.n < 2:
         parser.error("-n: somebody has to be late, and somebody to wait: 2 at least")
-    able, missing = contestants(["shm", "threads", *options.against], peers.find(options))
+    found = peers.environments(options)
+    names = ["shm", "threads", *peers.rivals(options)]
+    able, missing = named(names, found, options.n)
     observer = Observer()
     try:
-        with Arena(able, options.n) as arena:
+        with Arena(able) as arena:
+            missing |= {name: error.brief for name, error in arena.failed.items()}
             waits = run(arena, options.late, Pace(1 if options.quick else 3, 0.0))
     except ArenaError as error:
         print(f"waiting: {error}", file=sys.stderr)

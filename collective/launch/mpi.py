@@ -35,20 +35,25 @@ _PATIENCE_S = 10.0
 _STARTER = Path(__file__).with_name("mpi_rank.py")
 
 
-def mpiexec(size: int) -> list[str]:
+def mpiexec(size: int, python: Path | None = None) -> list[str]:
     """Return the command that starts ``size`` processes of an MPI world on this host.
 
-    That is the mpiexec beside the running Python, as MPI's wheels install it, or else the
+    That is the mpiexec beside the Python that runs, as MPI's wheels install it, or else the
     first on PATH.
+
+    Args:
+        size: how many processes.
+        python: the interpreter that they will run; None for this one.
 
     Raises:
         BackendUnavailableError: there is none.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
+    python = Path(sys.executable) if python is None else python
+    beside = python.with_name("mpiexec")
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if path is None:
         raise BackendUnavailableError(
-            f"collective run: backend mpi takes mpiexec, which is neither beside {sys.executable} "
+            f"collective run: backend mpi takes mpiexec, which is neither beside {python} "
             "nor on PATH. Install one together with its library: pip install 'collective[mpi]'"
         )
     return [path, *_options(path), "-n", str(size)]

@@ -37,6 +37,15 @@ class StartLine:
         """Make the file."""
         path.write_bytes(bytes(size * _LINE * 8))
 
+    def come(self) -> None:
+        """Tell the others that this rank has come once more, and wait for nobody."""
+        self._step += 1
+        self._words[self._mine] = self._step
+
+    def absent(self) -> int:
+        """Return how many ranks have come less often than this one."""
+        return sum(self._words[other] < self._step for other in self._others)
+
     def wait(self) -> None:
         """Wait until all ranks have come here as often as this one.
 

@@ -1,4 +1,4 @@
-"""Tables for people, with rich where it is installed, and JSON for everybody else."""
+"""Tables for people, with rich where it is installed, and what they are made of."""
 
 from __future__ import annotations
 

@@ -1,0 +1,273 @@
+"""What ``collective bench`` measures with: operations, their checks, turns and sums."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.bench import operations
+from collective.bench.arena import Arena, ArenaError
+from collective.bench.contestants import Contestant, named
+from collective.bench.figures import show
+from collective.bench.libraries import Ours
+from collective.bench.measure import Gap, Pace, Record, Task, compare
+from collective.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, stored, value_of
+from collective.bench.run import Results
+from collective.bench.startline import StartLine
+from collective.bench.training import Training
+from collective.bench.worker import Worker
+from collective.errors import BackendNotFoundError
+from collective.testing import run_ranks
+
+# -- operations and their checks --------------------------------------------------------
+
+
+def worker(comm: Any, folder: Path) -> Worker:
+    if comm.rank == 0:
+        StartLine.create(folder / "startline", comm.size)
+    comm.barrier()
+    return Worker(Ours(comm), folder, 0)
+
+
+def wrong(comm: Any, folder: Path, dtype: str, nbytes: int, names: tuple[str, ...]) -> list[int]:
+    found, one = [], worker(comm, folder)
+    for name in names:
+        one.prepare("side", name, nbytes, "ordinary", dtype)
+        one.attempt("side")
+        found.append(one.check("side")["wrong"])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("nbytes", [1, 4096])
+def test_every_operation_computes_what_the_check_expects(
+    tmp_path: Path, size: int, nbytes: int
+) -> None:
+    for found in run_ranks(size, wrong, tmp_path, "float32", nbytes, OPERATIONS):
+        assert found == [0] * len(OPERATIONS)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
+def test_sums_are_exact_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+    names = ("all_reduce", "scan", "reduce_scatter")
+    assert run_ranks(4, wrong, tmp_path, dtype, 8192, names) == [[0, 0, 0]] * 4
+
+
+def faulty(comm: Any, folder: Path) -> list[int]:
+    """Return what is found where a transport leaves out a rank, swaps blocks, or does nothing."""
+    found, one = [], worker(comm, folder)
+
+    def last_left_out(x: Any, out: Any) -> None:
+        x[:] = 0 if comm.rank == comm.size - 1 else x
+        comm.all_reduce(x, out=x)
+
+    def swapped(x: Any, out: Any) -> None:
+        comm.all_reduce(x, out=x)
+        half = x.size // 2
+        x[:] = np.concatenate([x[half:], x[:half]])
+
+    for fault in (last_left_out, swapped, lambda x, out: None):
+        one.prepare("side", "all_reduce", 1 << 16, "ordinary")
+        made = one._prepared["side"]
+        made.call = lambda fault=fault, x=made.x: fault(x, x)
+        found.append(one.check("side")["wrong"])
+    return found
+
+
+def test_the_check_finds_faults(tmp_path: Path) -> None:
+    for found in run_ranks(2, faulty, tmp_path):
+        assert all(count > 1000 for count in found), found
+
+
+def test_a_barrier_that_is_none_is_found(tmp_path: Path) -> None:
+    StartLine.create(tmp_path / "startline", 2)
+    first, second = (StartLine(tmp_path / "startline", rank, 2) for rank in range(2))
+    first.come()
+    assert first.absent() == 1
+    second.come()
+    assert first.absent() == second.absent() == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_differ_between_neighbours_blocks_and_ranks(dtype: str, size: int) -> None:
+    value, i = value_of(dtype, size), np.arange(1 << 12)
+    mine = value(0, i)
+    assert np.count_nonzero(mine == value(size - 1, i)) == 0
+    for shift in (1, 64, 256, 1024):
+        assert np.count_nonzero(mine == value(0, i + shift)) < i.size / 4
+    total = sum(value(rank, i) for rank in range(size))
+    if dtype == "bfloat16":
+        bits = stored(total, dtype).astype(np.uint32) << 16
+        assert np.array_equal(bits.view(np.float32), total)
+    else:
+        assert np.array_equal(stored(total, dtype).real.astype(np.int64), total)
+
+
+def test_bus_factors_and_lengths() -> None:
+    # nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n, (n-1)/n, 1.
+    four = {name: ALL[name].busbw(4) for name in OPERATIONS}
+    assert four["all_reduce"] == 1.5
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        assert four[name] == 0.75
+    for name in ("broadcast", "reduce", "send_recv", "sendrecv"):
+        assert four[name] == 1
+    assert operations.lengths("all_gather", 1000, 4, 3) == (84, 252, 84)
+    assert operations.lengths("scatter", 1000, 4, 3) == (252, 84, 84)
+    assert operations.lengths("all_reduce", 1000, 4, 3) == (250, None, 84)
+    assert operations.lengths("barrier", 0, 4, 3)[:2] == (None, None)
+
+
+def test_count_wrong_counts_elements() -> None:
+    value = value_of("int32", 2)
+    i = np.arange(600_000)  # several blocks
+    result = stored(value(0, i) + value(1, i), "int32")
+    assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 0
+    result[[0, 300_000, 599_999]] += 1
+    assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 3
+
+
+# -- turns and sums -----------------------------------------------------------------------
+
+
+class Scripted:
+    """An arena whose contestants answer from a table, on two ranks."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self.contestants = [Contestant(name, 2) for name in times]
+        self.failed: dict[str, ArenaError] = {}
+        self.asked: list[tuple[str, str]] = []
+        self._times = times
+        self._refuses: set[str] = set()
+
+    def ask(self, name: str, do: str, **request: Any) -> list[dict[str, Any]] | str:
+        self.asked.append((name, do))
+        if name == "breaks" and do == "measure":
+            raise ArenaError(name, "measure: rank 1 has ended")
+        if name == "refuses" and do == "attempt":
+            return "it has none"
+        if do == "measure":
+            count = request["iterations"] if request["each"] else 1
+            fast, slow = self._times[name] / 2, self._times[name]
+            return [{"seconds": [fast] * count}, {"seconds": [slow] * count}]
+        return [{"nbytes": 1 << 20, "wrong": rank} for rank in range(2)]
+
+
+def measured(arena: Scripted, operation: str = "all_reduce") -> list[Record | Gap]:
+    task = Task(operation, 1 << 20)
+    return list(compare(arena, task, Pace(3, 0.01)))  # type: ignore[arg-type]
+
+
+def test_turns_alternate_and_the_slowest_rank_counts() -> None:
+    arena = Scripted({"gloo": 4e-3, "torch": 8e-3})
+    found = measured(arena)
+    turns = [name for name, do in arena.asked if do == "measure"]
+    # Calibration, then three turns each, once by each method.
+    assert turns == ["gloo", "torch"] * 8
+    records = {(r.contestant, r.method): r for r in found if isinstance(r, Record)}
+    assert len(records) == len(found) == 4
+    ours = records["gloo", "bandwidth"]
+    assert ours.seconds == ours.low == ours.high == 4e-3
+    assert ours.algbw == (1 << 20) / 4e-3 == ours.busbw  # 2(n-1)/n is 1 for two ranks
+    assert ours.p90 is ours.p99 is None
+    latency = records["torch", "latency"]
+    assert latency.seconds == latency.p90 == latency.p99 == 8e-3
+    assert latency.algbw is latency.busbw is None
+    assert all(record.wrong == 1 for record in records.values())
+
+
+def test_a_round_trip_is_halved_but_not_a_copy() -> None:
+    found = measured(Scripted({"gloo": 4e-3, "memcpy": 4e-3}), "send_recv")
+    seconds = {r.contestant: r.seconds for r in found if isinstance(r, Record)}
+    assert seconds == {"gloo": 2e-3, "memcpy": 4e-3}
+
+
+def test_who_refuses_or_breaks_leaves_a_gap_and_the_others_go_on() -> None:
+    arena = Scripted({"refuses": 1.0, "breaks": 1.0, "gloo": 4e-3})
+    found = measured(arena)
+    gaps = {gap.side: gap for gap in found if isinstance(gap, Gap)}
+    assert (gaps["refuses"].reason, gaps["refuses"].failed) == ("it has none", False)
+    assert (gaps["breaks"].reason, gaps["breaks"].failed) == ("measure: rank 1 has ended", True)
+    assert {r.contestant for r in found if isinstance(r, Record)} == {"gloo"}
+    assert [call for call in arena.asked if call[0] == "breaks"][-1] == ("breaks", "measure")
+
+
+def test_what_does_not_fit_into_memory_is_not_tried() -> None:
+    arena = Scripted({"gloo": 1.0})
+    found = list(compare(arena, Task("scan", 1 << 60), Pace(3, 0.01)))  # type: ignore[arg-type]
+    assert [type(each) for each in found] == [Gap]
+    assert "no memory" in found[0].reason  # type: ignore[union-attr]
+    assert arena.asked == []
+
+
+def test_tables_have_ratios_and_reasons_and_json_comes_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = Results()
+    results.add(measured(Scripted({"gloo": 4e-3, "torch": 8e-3, "refuses": 1.0})))
+    results.machine = {"cores": 2}
+    show(results.records, results.gaps, markdown=True)
+    shown = capsys.readouterr().out
+    latency, bandwidth = shown.split("**all_reduce, float32, 2 ranks: bandwidth**")
+    assert "| 1 MiB | gloo | 4000 | 4000 | 4000 | 1 | 2.00 |  |" in latency
+    assert "busbw" not in latency
+    assert "p99" not in bandwidth
+    assert "it has none" in bandwidth
+    what = "all_reduce, float32, 1 MiB, 2 ranks: 1 elements are wrong"
+    assert results.failures == [f"gloo, {what}", f"torch, {what}"]
+    assert Results.from_json(results.as_json()) == results
+    record = results.as_json()["records"][0]
+    assert (record["op"], record["bytes"], record["ranks"], record["seconds"]) == (
+        "all_reduce", 1 << 20, 2, 4e-3,
+    )  # fmt: skip
+
+
+def test_shares_of_a_training_step() -> None:
+    # 10 of 40 ms of syncing are seen; two ranks do 2 × 90 / 100 of one rank's work.
+    one = Training("torch", "mlp", 2, "shm", 0.1, 0.09, 0.04, 0.09, 0.01, 0)
+    assert one.hidden == pytest.approx(0.75)
+    assert one.efficiency == pytest.approx(0.9)
+    assert one.as_json()["speedup"] == pytest.approx(1.8)
+    assert Training.from_json(one.as_json()) == one
+
+
+# -- real jobs ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena([Contestant("shm", 2), Contestant("memcpy", 2)]) as made:
+        yield made
+
+
+def test_a_rank_that_is_killed_takes_only_its_contestant_out(arena: Arena) -> None:
+    job = arena._jobs["memcpy"]
+    process = job._processes[1]
+    os.kill(process.pid, signal.SIGKILL)
+    found = list(compare(arena, Task("all_reduce", 4096), Pace(1, 0.01)))
+    gaps = [each for each in found if isinstance(each, Gap)]
+    assert [(gap.side, gap.failed) for gap in gaps] == [("memcpy", True)]
+    assert re.search("rank 1 has ended", gaps[0].reason)
+    assert {r.side for r in found if isinstance(r, Record)} == {"shm ordinary"}
+    assert all(process.poll() is not None for process in job._processes)
+    with pytest.raises(ArenaError, match="has ended"):
+        arena.ask("memcpy", "attempt", side="memcpy")
+
+
+def test_names() -> None:
+    pythons = {"openmpi": Path("/a/bin/python"), "mpich": Path("/b/bin/python")}
+    able, missing = named(["shm", "mpi", "mpi4py/mpich", "mpi/impi-rt"], pythons, 2)
+    assert [one.name for one in able] == ["shm", "mpi/openmpi", "mpi4py/mpich"]
+    assert [str(side) for side in able[0].sides()] == ["shm symmetric", "shm ordinary"]
+    assert able[2].python == Path("/b/bin/python")
+    assert "impi-rt" in missing["mpi/impi-rt"]
+    assert "pip install" in named(["mpi"], {}, 2)[1]["mpi"]
+    with pytest.raises(BackendNotFoundError):
+        named(["smh"], {}, 2)

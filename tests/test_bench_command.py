@@ -1,0 +1,186 @@
+"""``collective bench``, the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collective.cli.main import main
+from collective.parity.frameworks import framework as framework_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
+
+COMMAND = [sys.executable, "-m", "collective", "bench"]
+QUICK = ["--quick", "--backend", "shm"]
+OPERATIONS = "all_reduce,barrier"
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    words = [*COMMAND, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run; that all operations compute right is tested elsewhere."""
+    folder = tmp_path_factory.mktemp("bench")
+    run("--quick", "--op", OPERATIONS, "--sizes", "4K", "--backend", "shm,mpi/nosuch", "-n", "1,2",
+        "--vs", "memcpy", "--json", folder / "run.json", "--csv", folder / "run.csv")  # fmt: skip
+    return folder
+
+
+def test_all_that_is_asked_is_measured_by_both_methods(everything: Path) -> None:
+    found = json.loads((everything / "run.json").read_text())
+    seen = {(r["op"], r["backend"], r["memory"], r["method"]) for r in found["records"]}
+    both, sides = ("latency", "bandwidth"), [("shm", "symmetric"), ("shm", "ordinary")]
+    assert seen == {
+        *(("all_reduce", *side, m) for side in [*sides, ("memcpy", "ordinary")] for m in both),
+        ("barrier", "shm", "", "latency"),
+    }
+    assert {record["ranks"] for record in found["records"]} == {1, 2}
+    for record in found["records"]:
+        assert record["wrong"] == 0
+        assert 0 < record["low"] <= record["high"]
+        assert (
+            (record["busbw"] is None) == (record["method"] == "latency") != (record["p99"] is None)
+        )
+    assert {(gap["side"], gap["operation"]) for gap in found["gaps"]} == {
+        ("mpi/nosuch", operation) for operation in OPERATIONS.split(",")
+    }
+    with open(everything / "run.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["seconds"] for row in rows] == [str(r["seconds"]) for r in found["records"]]
+
+
+def test_an_earlier_run_is_shown_and_drawn(everything: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = everything / "run.png"
+    shown = run("--from", everything / "run.json", "--plot", picture, "--markdown")
+    assert "**all_reduce, float32, 2 ranks: bandwidth**" in shown
+    assert "no environment of nosuch" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensors_of_a_dtype_that_numpy_lacks() -> None:
+    pytest.importorskip("torch")
+    shown = run(*QUICK, "--framework", "torch", "--dtype", "bfloat16", "--sizes", "1K",
+                "--latency", "--memory", "symmetric", "--markdown")  # fmt: skip
+    assert "**all_reduce, bfloat16, 2 ranks: latency**" in shown
+    assert "| 1 KiB | shm symmetric torch |" in shown
+    assert "bandwidth**" not in shown
+
+
+@pytest.mark.parametrize("framework", ["torch", "chainer"])
+def test_training_steps(framework: str, tmp_path: Path) -> None:
+    if framework_of(framework).unavailable():
+        pytest.skip(f"{framework} is not there")
+    file = tmp_path / "run.json"
+    run(*QUICK, "--train", "--models", "lenet", "--framework", framework, "--json", file)
+    (found,) = json.loads(file.read_text())["trainings"]
+    assert (found["model"], found["framework"], found["side"]) == ("lenet", framework, "shm")
+    assert found["differing"] == 0
+    assert min(found[part] for part in ("step", "compute", "sync", "alone")) > 0
+    assert found["speedup"] == pytest.approx(2 * found["alone"] / found["step"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--op", "allreduce"], "--op: 'allreduce'; of all_reduce, "),
+        (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
+        (["--vs", "nccl"], "--vs: 'nccl'; of mpi4py, torch"),
+        (["--dtype", "float8"], "--dtype: 'float8'; of int8"),
+        (["-n", "0"], "'0'; integers >= 1"),
+        (["--backend", "smh"], "shm"),
+        (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: NAME=PATH"),
+        (["--from", "/nowhere"], "--from /nowhere"),
+        (["--latency", "--bandwidth"], "not allowed with"),
+    ],
+)
+def test_what_is_misspelt_is_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as error:  # argparse's own
+        code = error.code  # type: ignore[assignment]
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_command_that_installs_it() -> None:
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from collective.cli.main import main; "
+        "sys.exit(main(['bench', '--plot', 'x.png']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "pip install 'collective[bench]'" in done.stderr
+
+
+def test_a_contestant_that_does_not_start_is_told_with_what_it_said(tmp_path: Path) -> None:
+    broken = tmp_path / "bin"
+    broken.mkdir()
+    (broken / "python").write_text("")
+    (broken / "mpiexec").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such host >&2\nexit 3\n'
+    )
+    (broken / "mpiexec").chmod(0o755)
+    shown = run(*QUICK, "--vs", "mpi4py/mine", "--mpi-env", f"mine={tmp_path}", "--sizes", "4",
+                "--latency")  # fmt: skip
+    assert "0 of 2 ranks have started: no such host" in shown
+
+
+def children(pid: int) -> set[int]:
+    """Return the processes that descend from one."""
+    parents: dict[int, int] = {}
+    for each in Path("/proc").iterdir():
+        if each.name.isdecimal():
+            try:
+                fields = (each / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(each.name)] = int(fields[1])
+    found: set[int] = set()
+    while more := {p for p, parent in parents.items() if parent in found | {pid}} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    words = [*COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
+    file = tmp_path / "run.json"
+    with subprocess.Popen(
+        [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        ranks: set[int] = set()
+        deadline = time.monotonic() + 60
+        # The launcher and two ranks of shm: what follows is measuring.
+        while len(ranks) < 3 and time.monotonic() < deadline:
+            ranks = children(process.pid)
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted; this is not all" in said
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert found["interrupted"] is True
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert [each for each in tmp_path.rglob("*") if not each.is_dir()] == [file]
