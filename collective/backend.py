@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -335,6 +335,16 @@ class Backend(ABC):
         raw = np.empty(nbytes + 63, np.uint8)
         start = -raw.__array_interface__["data"][0] % 64
         return raw[start : start + nbytes]
+
+    def adopt(
+        self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
+    ) -> np.ndarray[Any, Any] | None:
+        """Make memory of the caller's symmetric, by all ranks together; None if that cannot be.
+
+        ``move`` puts it into POSIX shared memory and returns a descriptor of that. What is
+        returned is the same memory (uint8), mapped once more.
+        """
+        return None
 
     # -- GPUs ---------------------------------------------------------------------------
     # For transports whose capabilities name "cuda". Buffers in the memory of a GPU are given to

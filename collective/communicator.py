@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -144,6 +145,40 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
 
         return self._go("empty", run, False)
 
+    def adopt(
+        self, nbytes: int, move: Callable[[], int]
+    ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Make memory that a framework allocated symmetric, as if it came from :meth:`empty`.
+
+        Collective: every rank calls it, with one length.
+
+        Args:
+            nbytes: the length of the memory on the host.
+            move: puts the memory into POSIX shared memory and returns a descriptor that is open
+                until this returns. Called once all ranks are here and there is room for it.
+
+        Returns:
+            The memory's bytes, mapped once more: collectives on views of this array move each
+            byte once. None on every rank where the transport has no symmetric memory, or if
+            one of the ranks could not: then the memory can be used as before.
+
+        Raises:
+            MismatchError: lengths differ.
+        """
+        call = Call("adopt", None, (nbytes,))
+        made: list[Any] = []
+
+        def run() -> Any:
+            def share(call: Call, seconds: float) -> None:
+                made.append(self._backend.adopt(nbytes, move, call, seconds))
+
+            self._collective(share, call, call, self.timeout)
+            return made[0]
+
+        adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
+        adopted = self._go("adopt", run, False)  # type: ignore[assignment]
+        return adopted
+
     def _wants_gpu(self, like: Any) -> bool:
         """Whether :meth:`empty` is for the GPU: all ranks have to mean the same."""
         if not self._on_device:
@@ -189,7 +224,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         return child
 
     def _child(self, backend: Backend) -> Communicator:
-        child = Communicator(
+        child = type(self)(
             backend,
             local_rank=backend.rank,
             local_size=backend.size,
@@ -349,6 +384,7 @@ def connect(
     timeout: float = 300.0,
     start_timeout: float = 60.0,
     check: str = "auto",
+    trace: str = "",
 ) -> Communicator:
     """Connect the ranks of ``world`` and return this one's communicator.
 
@@ -360,12 +396,20 @@ def connect(
         timeout: seconds that a call may take.
         start_timeout: seconds to wait for the other ranks to arrive.
         check: ``"always"`` compares the ranks' calls on transports that do not by themselves.
+        trace: a directory for the ranks' traces; see :mod:`collective.trace`.
 
     Raises:
         BackendNotFoundError, BackendUnavailableError, RendezvousError.
+        ConfigError: some rank's trace cannot be written; on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
-    return Communicator(
+    made: Callable[..., Communicator] = Communicator
+    if trace:
+        # Here and not above: what is not traced runs nothing of this.
+        from collective.traced import connected
+
+        made = partial(connected, trace)
+    return made(
         kind.connect(world, start_timeout),
         local_rank=world.local_rank,
         local_size=world.local_size,

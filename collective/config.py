@@ -35,6 +35,8 @@ from collective.launchers import Launched, detect
 __all__ = ["KEYS", "Config", "Key", "Setting", "by_device", "load", "settings"]
 
 _PREFIX = "COLLECTIVE_"
+# All that says who this rank is.
+_PLACE = ("rank", "size", "local_rank", "local_size")
 _SIGNALS = frozenset(each.name for each in signal.Signals)
 
 
@@ -82,6 +84,7 @@ class Config:
     interface: str
     across: str
     dump_signal: str
+    trace: str
     shm_single_copy: str
     device: int | None
     nccl_library: str
@@ -110,7 +113,13 @@ def load(arguments: Mapping[str, object]) -> Config:
         ConfigError: a key is unknown, a value is not allowed, a file cannot be read, or
             rank and size contradict each other; says which source is to be corrected.
     """
-    launched = detect(os.environ)
+    try:
+        launched = detect(os.environ)
+    except ConfigError:
+        # Whoever has been told its whole place needs no launcher, which may have told others.
+        if any(arguments.get(key) is None for key in _PLACE):
+            raise
+        launched = None
     found = settings(arguments)
     if launched is not None:
         origin = f"launcher {launched.launcher}"
@@ -256,6 +265,13 @@ def _library(value: Any) -> str:
     return os.path.abspath(path) if "/" in path else path
 
 
+def _directory(value: Any) -> str:
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path.strip():
+        raise TypeError
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def _meeting_place(value: Any) -> str:
     if isinstance(value, str) and value.startswith("tcp:"):
         return f"tcp://{meeting.from_url(value)}"
@@ -317,6 +333,12 @@ KEYS: Mapping[str, Key] = {
         "the signal on which a process prints its flight recorder",
         _signal,
     ),
+    "trace": Key(
+        "",
+        "a directory that every rank can write to",
+        "where each rank writes a trace of its calls (default: none is written)",
+        _directory,
+    ),
     "shm_single_copy": Key(
         "on",
         "'on' or 'off'",
@@ -370,6 +392,7 @@ def _file() -> dict[str, Setting]:
 def _of_file(key: str, value: Any, path: Path) -> Setting:
     if isinstance(value, str) and (
         (key == "store" and not value.startswith("tcp:"))
+        or key == "trace"
         or (key in ("nccl_library", "cuda_library") and "/" in value)
     ):
         value = path.parent / os.path.expanduser(value)  # relative to the file that says it

@@ -20,7 +20,15 @@ from collective.errors import CommunicatorClosedError, InvalidArgumentError, Uns
 from collective.recorder import dump_on_signal
 from collective.world import World, adopt, build, name_libraries, options
 
-__all__ = ["current", "init", "leave_thread", "set_current", "settings", "thread_world"]
+__all__ = [
+    "current",
+    "init",
+    "leave_thread",
+    "set_current",
+    "settings",
+    "tell_at_exit",
+    "thread_world",
+]
 
 # The current communicator: a thread's own where ranks are threads, else the process's.
 _of_thread = threading.local()
@@ -96,6 +104,7 @@ def init(
             timeout=settled.timeout,
             start_timeout=settled.start_timeout,
             check=settled.check,
+            trace=settled.trace,
         )
     except BaseException:
         if not as_thread:
@@ -104,7 +113,7 @@ def init(
     if not as_thread:
         made._store = world.store
     set_current(made)
-    _open.add(made)
+    tell_at_exit(made)
     dump_on_signal(settled.dump_signal)
     if as_thread:
         _of_thread.opened.append(made)
@@ -194,6 +203,14 @@ def leave_thread(failure: Failure | None) -> None:
         if failure is not None:
             comm._abort(failure)
         comm._leave()
+
+
+def tell_at_exit(comm: Communicator) -> None:
+    """When this process ends, tell the peers of ``comm`` what ended it, and leave.
+
+    ``init()`` sees to that itself; this is for what :func:`collective.connect` made.
+    """
+    _open.add(comm)
 
 
 @atexit.register

@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from collective.cli import config, doctor, run
+from collective.cli import bench, config, doctor, parity, profile, run, trace
 from collective.errors import CollectiveError
 
 __all__ = ["main"]
 
 #: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
-_COMMANDS = (config, doctor, run)
+_COMMANDS = (bench, config, doctor, parity, profile, run, trace)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,350 @@
+"""What collective operations cost in a model of messages, fitted to what was measured.
+
+A message of n bytes takes ``alpha + n beta`` seconds (R. Hockney, "The communication challenge
+for MPP", Parallel Computing 20, 1994), and folding n bytes ``n gamma``. How often an operation
+does which follows from its algorithm:
+
+- R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
+  MPICH", International Journal of High Performance Computing Applications 19, 2005: binomial
+  tree, recursive doubling, and Rabenseifner's halving and doubling (section 4).
+- P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+  Journal of Parallel and Distributed Computing 69, 2009: ring.
+- N. Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective
+  operation performance", IPDPS 2000: hosts apart from what is inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "ALGORITHMS",
+    "Fit",
+    "Link",
+    "Measured",
+    "Vector",
+    "coefficients",
+    "fit",
+    "operations",
+]
+
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+# What is counted: messages and their bytes inside hosts, the same between hosts, bytes folded.
+_ALPHA, _BETA, _FAR_ALPHA, _FAR_BETA, _GAMMA = range(5)
+_DRAWS = 200
+
+
+class Link(NamedTuple):
+    """What connects two ranks.
+
+    Attributes:
+        alpha: seconds that a message takes whatever its length.
+        beta: seconds a byte.
+    """
+
+    alpha: float
+    beta: float
+
+
+class Measured(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        op: ``"all_reduce"``, …
+        bytes: the array's; where pieces are gathered or scattered, of all of them together.
+        ranks: among how many.
+        seconds: how long the slowest rank took.
+    """
+
+    op: str
+    bytes: int
+    ranks: int
+    seconds: float
+
+
+class Place(NamedTuple):
+    """How ranks lie on hosts: ``per_host`` on each, numbered host by host."""
+
+    ranks: int
+    per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return -(-self.ranks // self.per_host)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Halvings of the largest power of two ranks: those inside hosts, those between."""
+        all_of_them = self.ranks.bit_length() - 1
+        near = min(all_of_them, self.per_host.bit_length() - 1)
+        return near, all_of_them - near
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Levels of a binomial tree inside a host, and over the hosts."""
+        return (min(self.ranks, self.per_host) - 1).bit_length(), (self.hosts - 1).bit_length()
+
+
+def _counts(
+    near: float = 0, near_bytes: float = 0, far: float = 0, far_bytes: float = 0, folded: float = 0
+) -> Vector:
+    return np.array([near, near_bytes, far, far_bytes, folded], float)
+
+
+def _rounds(place: Place, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
+    """Rounds in which every rank sends to the next: those between hosts set the pace."""
+    if place.hosts > 1:
+        return _counts(far=rounds, far_bytes=rounds * nbytes, folded=folded)
+    return _counts(near=rounds, near_bytes=rounds * nbytes, folded=folded)
+
+
+def _ring(place: Place, n: float) -> Vector:
+    p = place.ranks
+    return _rounds(place, 2 * (p - 1), n / p, n * (p - 1) / p)
+
+
+def _climb(place: Place, n: float, folds: bool) -> Vector:
+    """Once up or down a binomial tree."""
+    near, far = place.levels
+    return _counts(near, near * n, far, far * n, (near + far) * n * folds)
+
+
+def _tree(place: Place, n: float) -> Vector:
+    return _climb(place, n, True) + _climb(place, n, False)
+
+
+def _beyond_a_power_of_two(place: Place, n: float) -> Vector:
+    """Ranks beyond a power of two hand in what they have first, and get the result last."""
+    if place.ranks & (place.ranks - 1) == 0:
+        return _counts()
+    return _rounds(place, 2, n, n)
+
+
+def _doubling(place: Place, n: float) -> Vector:
+    near, far = place.stages
+    # All ranks of a host send to other hosts at once, and share what connects it.
+    shared = min(place.ranks, place.per_host)
+    counts = _counts(near, near * n, far, far * n * shared, (near + far) * n)
+    return counts + _beyond_a_power_of_two(place, n)
+
+
+def _rabenseifner(place: Place, n: float) -> Vector:
+    near, far = place.stages
+    shared = min(place.ranks, place.per_host)
+    inside, all_of_it = 1 - 0.5**near, 1 - 0.5 ** (near + far)
+    counts = _counts(
+        2 * near, 2 * n * inside, 2 * far, 2 * n * (all_of_it - inside) * shared, n * all_of_it
+    )
+    return counts + _beyond_a_power_of_two(place, n)
+
+
+def _hierarchical(place: Place, n: float) -> Vector:
+    """Fold on each host by a ring, across the hosts by Rabenseifner's, and hand it round."""
+    inside = min(place.ranks, place.per_host)
+    counts = _ring(Place(inside, inside), n)
+    return counts + _rabenseifner(Place(place.hosts, 1), n) if place.hosts > 1 else counts
+
+
+#: The ways to all-reduce: counts for ``n`` bytes at a place.
+ALGORITHMS: Mapping[str, Callable[[Place, float], Vector]] = {
+    "ring": _ring,
+    "tree": _tree,
+    "recursive doubling": _doubling,
+    "Rabenseifner": _rabenseifner,
+    "hierarchical": _hierarchical,
+}
+
+
+def _piecewise(place: Place, n: float, folds: bool = False) -> Vector:
+    p = place.ranks
+    return _rounds(place, p - 1, n / p, n * (p - 1) / p * folds)
+
+
+def _halved(place: Place, n: float) -> Vector:
+    """Once up or down a binomial tree, of which each level carries half as much."""
+    near, far = place.levels
+    p, inside = place.ranks, min(place.ranks, place.per_host)
+    above = n * (p - inside) / p
+    return _counts(near, n * (p - 1) / p - above, far, above)
+
+
+# The other operations, as the same literature and collective.algorithms do them.
+_OTHERS: Mapping[str, Callable[[Place, float], Vector]] = {
+    "send": lambda place, n: _rounds(place, 1, n),
+    "broadcast": lambda place, n: _climb(place, n, False),
+    "reduce": lambda place, n: _climb(place, n, True),
+    "reduce_scatter": lambda place, n: _piecewise(place, n, True),
+    "all_gather": lambda place, n: _piecewise(place, n),
+    "all_to_all": lambda place, n: _piecewise(place, n),
+    "scatter": _halved,
+    "gather": _halved,
+    "scan": _doubling,
+    "barrier": lambda place, n: _counts(place.levels[0], 0, place.levels[1], 0),
+}
+
+
+def operations() -> list[str]:
+    """Return the operations that the model knows."""
+    return ["all_reduce", *_OTHERS]
+
+
+def coefficients(op: str, nbytes: float, ranks: int, per_host: int, algorithm: str) -> Vector:
+    """Return how much an operation does of what costs.
+
+    Args:
+        op: one of :func:`operations`.
+        nbytes: as in :class:`Measured`.
+        ranks: among how many.
+        per_host: how many of them are on each host, one after the other.
+        algorithm: of ``all_reduce``, one of :data:`ALGORITHMS`.
+
+    Returns:
+        ``[5]``: messages and bytes inside hosts, messages and bytes between hosts, and bytes
+        folded, on the longest path.
+    """
+    if ranks < 2:
+        return _counts()
+    place = Place(ranks, per_host)
+    return (
+        ALGORITHMS[algorithm](place, nbytes) if op == "all_reduce" else _OTHERS[op](place, nbytes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model fitted to measurements on one host.
+
+    Attributes:
+        algorithm: by which ``all_reduce`` is taken to work.
+        link: what connects ranks of a host.
+        gamma: seconds that folding a byte takes.
+        separate: whether the measurements tell ``gamma`` from ``beta``; else it is in that.
+        errors: of each measurement, ``model / measured - 1``.
+        r2: share of the variance of log(seconds) that the model explains.
+        drawn: ``[draws, 3]``: alpha, beta, gamma of the bootstrap.
+    """
+
+    algorithm: str
+    link: Link
+    gamma: float
+    separate: bool
+    errors: Vector
+    r2: float
+    drawn: Vector
+
+    @property
+    def typical(self) -> float:
+        """The root mean square of the relative errors."""
+        return float(np.sqrt(np.mean(self.errors**2)))
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error, with its sign."""
+        return float(self.errors[np.argmax(np.abs(self.errors))])
+
+    def seconds(self, counts: Vector, far: Link | None = None) -> float:
+        """Return what ``counts`` of :func:`coefficients` cost; ``far`` connects hosts."""
+        return float(counts @ _prices(np.array([*self.link, self.gamma]), far))
+
+    def interval(self, counts: Vector, far: Link | None = None) -> tuple[float, float]:
+        """Return between what the cost lies with 90 %, if the model holds.
+
+        By the residual bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap",
+        1993, chapter 9): the fit's uncertainty and the scatter of single measurements.
+        """
+        scatter = np.random.default_rng(1).choice(self.errors, len(self.drawn))
+        drawn = np.array([counts @ _prices(one, far) for one in self.drawn]) * (1 - scatter)
+        low, high = np.quantile(drawn, [0.05, 0.95])
+        return max(0.0, float(low)), max(0.0, float(high))
+
+
+def _prices(near: Vector, far: Link | None) -> Vector:
+    alpha, beta, gamma = near
+    return np.array([alpha, beta, *(far or (alpha, beta)), gamma])
+
+
+def fit(measured: Sequence[Measured], algorithm: str) -> Fit:
+    """Fit alpha, beta and gamma, none of them negative, by least squares of relative errors.
+
+    Args:
+        measured: on one host. What :func:`operations` does not know, or took no time, is left out.
+        algorithm: by which ``all_reduce`` is taken to work.
+
+    Raises:
+        ValueError: fewer than three usable measurements, or all of one length.
+    """
+    known = set(operations())
+    usable = [m for m in measured if m.op in known and m.ranks > 1 and m.seconds > 0]
+    if len(usable) < 3 or len({m.bytes for m in usable}) < 2:
+        raise ValueError(
+            f"{len(usable)} usable measurements of {len({m.bytes for m in usable})} lengths; a "
+            "fit takes three, of two lengths or more"
+        )
+    seconds = np.array([m.seconds for m in usable])
+    counts = np.array([coefficients(m.op, m.bytes, m.ranks, m.ranks, algorithm) for m in usable])
+    # Divided by what was measured: 1 is right, and small messages count as much as large ones.
+    rows = counts[:, [_ALPHA, _BETA, _GAMMA]] / seconds[:, None]
+    separate = _independent(rows)
+    columns = [0, 1, 2] if separate else [0, 1]
+
+    def solved(wanted: Vector) -> Vector:
+        found = np.zeros((len(wanted), 3))
+        found[:, columns] = _non_negative(rows[:, columns], wanted)
+        return found
+
+    target = np.ones(len(usable))
+    prices = solved(target[None])[0]
+    errors = rows @ prices - 1
+    spread = errors * np.sqrt(len(usable) / max(1, len(usable) - len(columns)))
+    generator = np.random.default_rng(0)
+    drawn = solved(target + errors - generator.choice(spread, (_DRAWS, len(spread))))
+    logs = np.log(seconds)
+    model = np.log(np.maximum(seconds * (errors + 1), 1e-12))
+    varied = float(np.sum((logs - logs.mean()) ** 2))
+    r2 = 1 - float(np.sum((model - logs) ** 2)) / varied if varied else 0.0
+    alpha, beta, gamma = map(float, prices)
+    return Fit(algorithm, Link(alpha, beta), gamma, separate, errors, r2, drawn)
+
+
+def _independent(rows: Vector) -> bool:
+    """Whether no column is made of the others, to within what measuring can tell."""
+    lengths = np.linalg.norm(rows, axis=0)
+    if not lengths.all():
+        return False
+    return bool(np.linalg.cond(rows / lengths) < 50)
+
+
+def _non_negative(rows: Vector, targets: Vector) -> Vector:
+    """Return, for each of ``targets``, what solves ``rows @ x = target`` best, no x negative.
+
+    With so few unknowns, by trying which of them are zero: the best solution solves the
+    unconstrained problem of those that are not (C. Lawson, R. Hanson, "Solving Least Squares
+    Problems", 1974, chapter 23).
+
+    Args:
+        rows: ``[m, n]``.
+        targets: ``[k, m]``.
+
+    Returns:
+        ``[k, n]``.
+    """
+    width = rows.shape[1]
+    best, least = np.zeros((len(targets), width)), np.sum(targets**2, axis=1)
+    for chosen in range(1, 1 << width):
+        columns = [i for i in range(width) if chosen >> i & 1]
+        part = rows[:, columns]
+        lengths = np.linalg.norm(part, axis=0)
+        if not lengths.all():
+            continue
+        found = targets @ np.linalg.pinv(part / lengths).T / lengths
+        rest = np.sum((targets - found @ part.T) ** 2, axis=1)
+        better = (found >= 0).all(axis=1) & (rest < least)
+        best[better] = 0
+        best[np.ix_(better, columns)] = found[better]
+        least = np.where(better, rest, least)
+    return best

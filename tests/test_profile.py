@@ -1,0 +1,238 @@
+"""What is measured in traces: waiting, moving, hiding, steps, and the verdict."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collective.profile.events import RankTrace, Slice
+from collective.profile.intervals import Intervals
+from collective.profile.measure import bus_factor, profile
+from collective.profile.steps import find
+from collective.profile.verdict import judge
+
+BACKGROUND = 2_000_000
+
+
+def a_rank(rank, *slices, size=2, marks=(), handles=()):
+    about = {"rank": rank, "size": size, "local_size": size, "backend": "shm", "host": "here"}
+    return RankTrace(about, list(slices), {"program": list(marks)} if marks else {}, list(handles))
+
+
+def a_call(start, end, seq=1, name="all_reduce", nbytes=800, tid=0, site="train.py:7", **args):
+    told = {"comm": "w", "seq": seq, "bytes": nbytes, "dtype": "float64", "site": site, "ranks": 2}
+    return Slice(name, "collective", tid, start, end, {**told, **args})
+
+
+def the_operation(found, name):
+    (one,) = [operation for operation in found.operations if operation.name == name]
+    return one
+
+
+# -- one call -----------------------------------------------------------------------------------
+
+
+def test_waiting_is_told_from_moving():
+    found = profile([a_rank(0, a_call(1.0, 1.5)), a_rank(1, a_call(1.3, 1.4))])
+    one = the_operation(found, "all_reduce")
+    assert (one.calls, one.nbytes, one.failed) == (1, 800, 0)
+    assert one.seconds == pytest.approx(0.5)
+    assert one.waiting == pytest.approx(0.15)  # 0.3 and 0
+    assert one.moving == pytest.approx(0.2)  # from when the last had come, on the slowest
+    assert one.algbw == pytest.approx(4000)
+    assert one.busbw == pytest.approx(4000)
+    assert one.late == {1: 1}
+
+
+def test_who_sends_from_the_root_waits_for_nobody():
+    calls = [a_call(1.0, 1.1, name="broadcast", root_rank=0),
+             a_call(2.0, 2.1, name="broadcast", root_rank=0)]  # fmt: skip
+    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "broadcast")
+    assert one.waiting == 0
+    calls = [a_call(2.0, 2.1, name="broadcast", root_rank=0),
+             a_call(1.0, 2.2, name="broadcast", root_rank=0)]  # fmt: skip
+    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "broadcast")
+    assert one.waiting == pytest.approx(0.5)
+    assert one.moving == pytest.approx(0.2)
+
+
+def test_only_the_root_of_a_gather_waits():
+    calls = [a_call(1.0, 2.1, name="gather", root_rank=0),
+             a_call(2.0, 2.05, name="gather", root_rank=0)]  # fmt: skip
+    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "gather")
+    assert one.waiting == pytest.approx(0.5)
+    calls = [a_call(2.0, 2.1, name="gather", root_rank=0),
+             a_call(1.0, 1.1, name="gather", root_rank=0)]  # fmt: skip
+    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "gather")
+    assert one.waiting == 0
+
+
+def test_the_share_hidden_is_what_the_program_computed_meanwhile():
+    def wait(start, end):
+        return Slice("wait all_reduce", "wait", 0, start, end, {})
+
+    # 1 s in the background, for the last quarter of which rank 0 waits, rank 1 for half.
+    found = profile([
+        a_rank(0, a_call(1, 2, tid=BACKGROUND), wait(1.75, 2.1)),
+        a_rank(1, a_call(1, 2, tid=BACKGROUND), wait(1.5, 2.1)),
+    ])  # fmt: skip
+    one = the_operation(found, "all_reduce")
+    assert one.background == pytest.approx(1)
+    assert one.hidden == pytest.approx(0.625)
+
+
+def test_what_failed_and_what_only_compared_are_no_transfers():
+    never = a_call(3, 9, seq=3)
+    never.over = False
+    found = profile([
+        a_rank(0, a_call(1, 2, seq=1, differ=True), a_call(2, 3, seq=2, error="PeerLostError"),
+               never),
+    ])  # fmt: skip
+    one = the_operation(found, "all_reduce")
+    assert (one.calls, one.failed) == (2, 2)
+
+
+def test_memory_moves_nothing():
+    found = profile([a_rank(0, a_call(1, 2, name="empty")), a_rank(1, a_call(1, 2, name="empty"))])
+    assert the_operation(found, "empty").algbw is None
+
+
+def test_messages_are_counted_on_all_ranks():
+    def message(name, start, end):
+        return Slice(name, "message", 0, start, end, {"bytes": 40})
+
+    found = profile([a_rank(0, message("send", 0, 1), message("send", 2, 3)),
+                     a_rank(1, message("recv", 0, 1.5), message("recv", 2, 3))])  # fmt: skip
+    sent, received = the_operation(found, "send"), the_operation(found, "recv")
+    assert (sent.calls, sent.nbytes, sent.seconds) == (2, 80, 2)
+    assert received.seconds == 2.5
+    assert sent.algbw is None
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert [bus_factor("all_reduce", n) for n in (1, 2, 4)] == [0, 1, 1.5]
+    assert bus_factor("all_gather", 4) == bus_factor("reduce_scatter", 4) == 0.75
+    assert bus_factor("broadcast", 4) == 1
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def training(rank, steps=10, comp=0.3, sync=0.1, late=0.0, marked=False, extra=None):
+    """Return steps of computing and one all-reduce; ``late`` of it is waiting."""
+    slices, marks, at, seq = [], [], 0.0, 0
+    for step in range(steps):
+        first = 5.0 if step == 0 else 0.0  # setting up
+        seq += 1
+        slices.append(a_call(at + comp + first, at + comp + first + sync, seq=seq, nbytes=8000))
+        at += comp + first + sync
+        marks.append(at)
+        if extra is not None:
+            at, seq = extra(slices, step, at, seq)
+    return a_rank(rank, *slices, marks=marks if marked else ())
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_step_is_computing_and_synchronising(marked):
+    traces = [training(0, marked=marked), training(1, comp=0.2, sync=0.2, marked=marked)]
+    steps = profile(traces).steps
+    assert steps.how.startswith("marks" if marked else "the repeated all_reduce of 8,000 bytes")
+    assert steps.count == 9
+    assert steps.step == pytest.approx(0.4)
+    assert steps.comp == pytest.approx(0.25)
+    assert steps.comp_by_rank == pytest.approx([0.3, 0.2])
+    assert steps.sync == pytest.approx(0.15)
+    assert steps.waiting == pytest.approx(0.05)  # rank 1 waits 0.1 for rank 0
+    assert steps.calls == [("all_reduce", 8000, 1)]
+
+
+def test_what_is_between_steps_does_not_hide_them():
+    def every_fourth(slices, step, at, seq):
+        if step % 4 == 3:
+            for name, nbytes in (("barrier", 0), ("all_reduce", 16)):
+                seq += 1
+                slices.append(a_call(at, at + 1, seq=seq, name=name, nbytes=nbytes, site="test"))
+                at += 1
+        return at, seq
+
+    steps = profile([training(n, steps=20, extra=every_fourth) for n in range(2)]).steps
+    assert steps.how == "the repeated all_reduce of 8,000 bytes (float64) at train.py:7"
+    assert steps.count == 19
+    assert (steps.comp, steps.sync) == pytest.approx((0.3, 0.1))
+
+
+def test_a_call_a_parameter_is_one_step():
+    """The seed's sync_gradients: an all-reduce for each parameter, some of one shape."""
+    shapes = [800, 1600, 800, 4000, 800]
+    slices, at, seq = [], 0.0, 0
+    for _ in range(8):
+        at += 1.0
+        for nbytes in shapes:
+            seq += 1
+            slices.append(a_call(at, at + 0.1, seq=seq, nbytes=nbytes))
+            at += 0.1
+    steps = profile([a_rank(n, *slices) for n in range(2)]).steps
+    assert steps.count == 7
+    assert (steps.comp, steps.sync) == pytest.approx((1.0, 0.5))
+    assert steps.calls == [
+        ("all_reduce", 800, 3), ("all_reduce", 1600, 1), ("all_reduce", 4000, 1),
+    ]  # fmt: skip
+
+
+def test_too_few_calls_are_no_steps():
+    assert find([training(n, steps=3) for n in range(2)]) is None
+    assert find([a_rank(0)]) is None
+    different = [a_call(n, n + 0.5, seq=n, nbytes=800 + n) for n in range(40)]
+    assert find([a_rank(0, *different)]) is None
+
+
+def test_calls_in_the_background_leave_time_to_compute():
+    slices, handles = [], []
+    for step in range(8):
+        at = 2.0 * step
+        # Made at 0.5, on its way from 0.6 to 1.6, waited for from 1.2.
+        slices += [Slice("start all_reduce", "start", 0, at + 0.5, at + 0.5, {}),
+                   a_call(at + 0.6, at + 1.6, seq=step, tid=BACKGROUND),
+                   Slice("wait all_reduce", "wait", 0, at + 1.2, at + 1.6, {})]  # fmt: skip
+        handles.append((at + 0.5, at + 1.2))
+    marks = [2.0 * step for step in range(8)]
+    steps = profile([a_rank(n, *slices, marks=marks, handles=handles) for n in range(2)]).steps
+    assert (steps.comp, steps.sync) == pytest.approx((1.6, 0.4))
+    assert (steps.background, steps.hidden) == pytest.approx((1.0, 0.6))
+    assert steps.window == pytest.approx(0.7)
+
+
+# -- the criterion ------------------------------------------------------------------------------
+
+
+@given(st.floats(1e-4, 10), st.floats(0, 10), st.integers(1, 64))
+def test_the_criterion_is_that_an_epoch_gets_shorter(comp, sync, ranks):
+    steps = profile([training(n, comp=0.3, sync=0.1) for n in range(2)]).steps
+    steps = type(steps)(**{**{k: getattr(steps, k) for k in steps.__slots__},
+                           "comp": comp, "sync": sync})  # fmt: skip
+    verdict = judge(steps, ranks)
+    # Equation 5 of the source, from its formulas of T_epoch with N / B = 1.
+    alone, together = comp, (comp + sync) / ranks
+    if together != pytest.approx(alone, rel=1e-9):
+        assert verdict.pays == (together < alone)
+    assert verdict.speedup == pytest.approx(alone / together)
+    doubled = (comp + verdict.doubled_limit) / (2 * ranks)
+    assert doubled == pytest.approx(together)
+
+
+# -- intervals ----------------------------------------------------------------------------------
+
+PARTS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
+
+
+@given(PARTS, PARTS, st.integers(-5, 35), st.integers(-5, 35))
+def test_intervals_are_sets_of_moments(first, second, start, end):
+    def cells(parts):
+        return {cell for a, b in parts for cell in range(a, b)}
+
+    one, two = Intervals(first), Intervals(second)
+    assert float(np.sum(one.ends - one.starts)) == len(cells(first))
+    start, end = min(start, end), max(start, end)
+    assert one.within(start, end) == len(cells(first) & set(range(start, end)))
+    both = one & two
+    assert float(np.sum(both.ends - both.starts)) == len(cells(first) & cells(second))

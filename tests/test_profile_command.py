@@ -1,0 +1,311 @@
+"""`collective profile`: real runs, what is printed, predictions, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from collective.cli.main import main
+from collective.costs import ALGORITHMS, Link, Measured, coefficients
+from collective.errors import ConfigError
+from collective.profile.calibrate import load, measure
+from collective.profile.measure import Profile, StepTimes
+from collective.profile.predict import predict, to_link
+from collective.profile.report import as_json, show
+from collective.testing import run_ranks
+
+PROGRAM = """
+import time
+import numpy as np
+import collective
+import collective.profile
+
+with collective.init() as comm:
+    x = np.ones(1000)
+    for i in range(8):
+        time.sleep(0.004)
+        work = comm.all_reduce(x, out=x, op="max", async_op=True)
+        time.sleep(0.002)
+        work.wait()
+        comm.all_gather(np.ones(2), counts=[2] * comm.size)
+        {mark}
+    {end}
+"""
+TORCH = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import collective.adapters.torch
+torch.distributed.init_process_group("collective")
+layers = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(3)])
+model = DistributedDataParallel(layers, bucket_cap_mb=1e-4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(8):
+    optimizer.zero_grad()
+    model(torch.ones(4, 30)).sum().backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+SIZES = [8**exponent for exponent in range(1, 8)]
+
+
+@pytest.fixture
+def profiled(tmp_path, monkeypatch, capfd):
+    """Profile a program of two ranks that are threads; return code, output and the JSON."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*options, mark="collective.profile.step()", end="pass"):
+        Path("train.py").write_text(PROGRAM.format(mark=mark, end=end))
+        code = main(["profile", "-n", "2", "--backend", "threads", "--json", "found.json",
+                     *options, "train.py"])  # fmt: skip
+        return code, capfd.readouterr(), json.loads(Path("found.json").read_text())
+
+    return run
+
+
+def test_a_program_is_run_and_judged(profiled):
+    figures = [
+        {"op": op, "bytes": n, "ranks": p, "seconds": float(_truth(op, n, p))}
+        for op in ("all_reduce", "all_gather") for p in (2, 4) for n in SIZES
+    ]  # fmt: skip
+    Path("bench.json").write_text(json.dumps({"results": figures}))
+    code, said, found = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
+                                 "--from", "bench.json", "--trace", "kept")  # fmt: skip
+    assert code == 0, said.err
+    assert {path.name for path in Path("kept").iterdir()} == {"rank-00000.json", "rank-00001.json"}
+    operations = {one["name"]: one for one in found["operations"]}
+    assert operations["all_reduce"]["calls"] == operations["all_gather"]["calls"] == 8
+    assert operations["all_reduce"]["nbytes"] == 8 * 8000
+    assert operations["all_gather"]["nbytes"] == 8 * 32
+    assert 0 <= operations["all_reduce"]["hidden"] <= operations["all_reduce"]["background"]
+    steps = found["steps"]
+    assert steps["how"] == "marks of the program"
+    assert steps["count"] == 7
+    assert steps["comp"] >= 0.006  # what is slept outside of calls
+    assert steps["step"] >= steps["sync"] >= steps["waiting"] >= 0
+    assert [*map(tuple, steps["calls"])] == [("all_gather", 32, 1), ("all_reduce", 8000, 1)]
+    ratio = steps["sync"] / steps["comp"]
+    assert found["verdict"]["ratio"] == pytest.approx(ratio)
+    assert found["verdict"]["pays"] == (ratio < 1)
+    assert "T_sync / T_comp" in said.out
+    assert ("2 ranks pay;" in said.out) == (ratio < 1)
+    best = found["prediction"]["fits"][0]
+    assert best["algorithm"] == "ring"
+    assert best["typical"] < 1e-6
+    assert [one[0]["ranks"] for one in found["prediction"]["predictions"]] == [8, 64]
+    assert "4 rank(s) a host" in said.out
+
+
+def test_the_program_s_exit_code_is_ours_and_it_is_reported_all_the_same(profiled):
+    code, said, found = profiled(mark="pass", end="raise SystemExit(7)")
+    assert code == 7
+    assert found["steps"]["how"].startswith("the repeated all_reduce of 8,000 bytes")
+    assert "ended with exit code 7" in said.out
+    assert found["prediction"] is None
+
+
+def _truth(op, nbytes, ranks):
+    return coefficients(op, nbytes, ranks, ranks, "ring") @ [3e-6, 1e-10, 3e-6, 1e-10, 3e-11]
+
+
+def test_steps_of_torch_s_own_wrapper_are_its_optimizer_s(tmp_path, monkeypatch):
+    """Its buckets are equal calls: how many make a step cannot be told from them."""
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TORCH)
+    assert main(["profile", "-n", "2", "--backend", "shm", "--json", "found.json", "train.py"]) == 0
+    steps = json.loads(Path("found.json").read_text())["steps"]
+    assert (steps["how"], steps["guessed"], steps["count"]) == ("steps of the optimizer", False, 7)
+    assert steps["calls"] == [["all_reduce", 120, 3], ["all_reduce", 3600, 3]]
+
+
+# -- predictions --------------------------------------------------------------------------------
+
+
+def steps_of(**changes):
+    times = {
+        "how": "marks",
+        "guessed": False,
+        "count": 9,
+        "step": 0.012,
+        "comp": 0.01,
+        "sync": 0.002,
+        "waiting": 0.0005,
+        "background": 0.0,
+        "hidden": 0.0,
+        "window": 0.0,
+        "comp_by_rank": [0.01, 0.01],
+        "calls": [("all_reduce", 1 << 20, 2), ("barrier", 0, 1), ("empty", 64, 1)],
+    }
+    return StepTimes(**{**times, **changes})
+
+
+def figures():
+    return [Measured(op, n, p, float(_truth(op, n, p)))
+            for op in ("all_reduce", "all_gather") for p in (2, 4) for n in SIZES]  # fmt: skip
+
+
+def test_a_prediction_is_the_sum_of_what_a_step_does():
+    outlook = predict(steps_of(), 2, figures(), [64], Link(1e-5, 1 / 12e9), 8)
+    assert outlook.fits[0].algorithm == "ring"
+    (one,) = [p for p in outlook.predictions[0] if p.algorithm == "ring"]
+    far = 126 * (1e-5 + (1 << 20) / 64 / 12e9) + 63 / 64 * (1 << 20) * 3e-11
+    barrier = 3 * 3e-6 + 3 * 1e-5
+    assert one.moving == pytest.approx(2 * far + barrier, rel=1e-5)
+    assert one.low == pytest.approx(one.high, rel=1e-5)
+    here = 2 * float(_truth("all_reduce", 1 << 20, 2)) + 3e-6
+    assert outlook.here == pytest.approx(here, rel=1e-5)
+    assert outlook.excess == pytest.approx(0.0015 - here, rel=1e-4)
+    assert one.sync == pytest.approx(0.0005 + outlook.excess + one.moving)
+    assert one.speedup == pytest.approx(64 * 0.01 / (0.01 + one.sync))
+    assert [p.moving for p in outlook.predictions[0]] == sorted(
+        p.moving for p in outlook.predictions[0]
+    )
+    assert {p.algorithm for p in outlook.predictions[0]} == set(ALGORITHMS)
+
+
+def test_the_ranks_that_there_were_are_predicted_as_measured():
+    outlook = predict(steps_of(), 2, figures(), [1, 2])
+    assert [p.sync for p in outlook.predictions[1]] == pytest.approx([0.002] * len(ALGORITHMS))
+    assert outlook.predictions[0][0].sync == 0
+    assert outlook.predictions[0][0].speedup == pytest.approx(1)
+
+
+def test_hiding_ends_where_there_is_no_time_to_compute():
+    # 0.4 ms of 0.5 ms are hidden now, and there are 2 ms of computing.
+    hiding = steps_of(sync=0.0001, waiting=0.0, background=0.0005, hidden=0.0004, window=0.002,
+                      calls=[("all_reduce", 1 << 20, 1)])  # fmt: skip
+    slow = Link(1e-3, 1e-9)
+    outlook = predict(hiding, 2, figures(), [2, 64], slow, 1)
+    (one,) = [p for p in outlook.predictions[1] if p.algorithm == outlook.fits[0].algorithm]
+    total = one.moving + outlook.excess
+    assert one.sync == pytest.approx(total - min(0.8 * total, 0.002))
+    assert outlook.predictions[1][0].moving > 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "alpha", "rate"),
+    [("10us,12GB/s", 1e-5, 12e9), ("1.5 ms, 10 Gbit/s", 1.5e-3, 1.25e9), ("0s,1GiB/s", 0, 2**30)],
+)
+def test_a_link_is_a_time_and_a_rate(text, alpha, rate):
+    assert to_link(text) == pytest.approx((alpha, 1 / rate))
+
+
+@pytest.mark.parametrize("text", ["", "10us", "12GB/s,10us", "-1us,1GB/s", "1us,0GB/s", "1us,1GB"])
+def test_what_is_no_link_is_refused(text):
+    with pytest.raises(ValueError, match=r"rate"):
+        to_link(text)
+
+
+# -- the transport's figures --------------------------------------------------------------------
+
+
+def _measure(comm):
+    return measure(comm, sizes=(8, 4096), seconds=0.002)
+
+
+def test_a_transport_is_timed():
+    first, second = run_ranks(2, _measure)
+    assert first == second
+    assert [(m.op, m.bytes, m.ranks) for m in first] == [
+        ("all_reduce", 8, 2), ("all_gather", 16, 2),
+        ("all_reduce", 4096, 2), ("all_gather", 4096, 2),
+    ]  # fmt: skip
+    assert all(0 < m.seconds < 20 for m in first)
+
+
+def test_figures_are_found_wherever_they_are(tmp_path):
+    row = {"op": "all_reduce", "bytes": 8, "ranks": 2, "seconds": 1e-6, "dtype": "float32"}
+    other = {**row, "backend": "gloo", "ranks": 4}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"machine": {}, "tables": [{"rows": [row, other]}, {"op": 1}]}))
+    assert load(file) == [Measured("all_reduce", 8, 2, 1e-6), Measured("all_reduce", 8, 4, 1e-6)]
+    assert load(file, "shm") == [Measured("all_reduce", 8, 2, 1e-6)]
+    # As `collective bench` writes them: no short calls back to back, no ordinary memory.
+    rows = [{**row, "memory": "symmetric", "method": "latency", "backend": "shm", "wrong": 0}]
+    rows += [{**rows[0], "memory": "ordinary"}, {**rows[0], "method": "bandwidth"}]
+    rows += [{**rows[0], "wrong": 3}, {**rows[0], "op": "send_recv", "memory": ""}]
+    file.write_text(json.dumps(rows))
+    assert load(file) == [Measured("all_reduce", 8, 2, 1e-6), Measured("send", 8, 2, 1e-6)]
+    file.write_text(json.dumps(rows[1:4]))  # of a transport that has no such memory
+    assert load(file) == [Measured("all_reduce", 8, 2, 1e-6)]
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="no measurements; it needs objects with the keys op, b"):
+        load(file)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"bench\.json cannot be read as JSON"):
+        load(file)
+
+
+# -- what is told -------------------------------------------------------------------------------
+
+
+def told(found, outlook=None, width=120):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(console, found, outlook)
+    console.file.close()
+    json.dumps(as_json(found, outlook), allow_nan=False)
+    return console.export_text()
+
+
+def a_profile(**changes):
+    about = {"rank": 0, "size": 4, "local_size": 4, "cores": 2, "backend": "nccl"}
+    found = {"about": about, "ranks": 3, "seconds": 1.0, "operations": [], "steps": steps_of(),
+             "clock_error": 2e-5}  # fmt: skip
+    return Profile(**{**found, **changes})
+
+
+def test_what_the_figures_do_not_say_is_said():
+    found = a_profile()
+    found.about["enqueues"] = True
+    text = " ".join(told(found).split())
+    assert "only enqueued" in text
+    assert "clocks may be 20 µs apart" in text
+    assert "1 of 4 ranks left no trace" in text
+    assert "4 ranks share 2 core(s)" in text
+    assert "No training steps found" in told(a_profile(steps=None))
+
+
+def test_computing_nothing_never_pays():
+    text = told(a_profile(ranks=4, steps=steps_of(comp=0.0)))
+    assert "4 ranks do not pay" in text
+
+
+def test_assumptions_stand_by_the_predictions():
+    outlook = predict(steps_of(), 2, figures(), [8, 16384])
+    text = " ".join(told(a_profile(), outlook).split())
+    assert "16,384" in text
+    assert "28 measurements with 2, 4 ranks on one host" in text
+    assert "connected as those of this host: give --link" in text
+    assert np.isfinite(outlook.predictions[1][0].sync)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-n", "2"], "no program given"),
+        (["train.py"], "-n N: not given"),
+        (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
+        (["-n", "2", "--per-host", "4", "train.py"], "--per-host without --link"),
+        (["-n", "2", "--link", "1us,1GB/s", "train.py"], "for --predict, which is not given"),
+        (["--trace", "nowhere"], "no trace in nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit(1)")
+    assert main(["profile", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--predict", "8,x"], ["--link", "fast"], ["-n", "0"]])
+def test_what_is_no_number_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["profile", *option, "train.py"])
+    assert error.value.code == 2
+    assert "must be an integer" in (said := capsys.readouterr().err) or "a time and a rate" in said
