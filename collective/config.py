@@ -86,6 +86,7 @@ class Config:
     dump_signal: str
     trace: str
     shm_single_copy: str
+    shm_adopt: str
     device: int | None
     nccl_library: str
     cuda_library: str
@@ -343,6 +344,12 @@ KEYS: Mapping[str, Key] = {
         "on",
         "'on' or 'off'",
         "whether shm reads peers' ordinary memory where the system allows it",
+        _one_of("on", "off"),
+    ),
+    "shm_adopt": Key(
+        "on",
+        "'on' or 'off'",
+        "whether shm moves a framework's memory, such as DDP's buckets, to where peers map it",
         _one_of("on", "off"),
     ),
     "device": Key(

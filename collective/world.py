@@ -39,10 +39,10 @@ class World:
         job: a text that all ranks of one launch on this host share, and no other launch
             that runs there does.
         store: where the ranks meet.
-        options: settings of single transports: ``shm_single_copy``, ``interface`` (empty
-            if not set), ``across`` (the transport between hosts under ``hierarchical``);
-            ``device`` (a GPU's number) and ``nccl_library``, if they are set; under ``nccl``
-            ``host`` and ``devices``, see :class:`collective.choice.Choice`.
+        options: settings of single transports: ``shm_single_copy``, ``shm_adopt``,
+            ``interface`` (empty if not set), ``across`` (the transport between hosts under
+            ``hierarchical``); ``device`` (a GPU's number) and ``nccl_library``, if they are
+            set; under ``nccl`` ``host`` and ``devices``, see :class:`collective.choice.Choice`.
         address: where ranks of other hosts reach this one; loopback if all are on one.
         comm: an ``MPI.Comm`` that the program made and wants used, else None.
     """
@@ -108,6 +108,7 @@ def options(config: Config) -> dict[str, str]:
     """Return the settings that are for single transports only."""
     found = {
         "shm_single_copy": config.shm_single_copy,
+        "shm_adopt": config.shm_adopt,
         "interface": config.interface,
         "across": choice.across(config),
     }

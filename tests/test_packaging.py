@@ -33,7 +33,9 @@ def shipped() -> list[str]:
 
 
 def _outside() -> dict[str, str]:
-    return {"collective/backends": "backends", "collective/adapters": "adapters"}
+    return {"collective/backends": "backends", "collective/adapters": "adapters"} | {
+        "collective_autoload": "adapters/torch/autoload"
+    }
 
 
 def _behind_a_link(file: Path) -> bool:

@@ -178,6 +178,16 @@ def check_timeouts(rank: int, size: int) -> None:
     assert time.monotonic() - start < 1.8
 
 
+def check_no_time(rank: int, size: int) -> None:
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.group.WORLD.monitored_barrier(timedelta(0))
+        store.set("over", "")
+    else:
+        store.wait(["over"])  # or rank 0 would find this one gone
+
+
 def check_waits(rank: int, size: int) -> None:
     x = torch.ones(1)
     if rank == 0:
@@ -228,8 +238,8 @@ def check_life(rank: int, size: int, store: str) -> None:
     "check",
     [
         check_messages, check_any_source, check_messages_beside_collectives, check_works,
-        check_calls_of_callbacks, check_groups, check_errors, check_timeouts, check_waits,
-        check_abort,
+        check_calls_of_callbacks, check_groups, check_errors, check_timeouts, check_no_time,
+        check_waits, check_abort,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 from tests.launches import ROOT, launches  # noqa: F401
+from tests.torch_groups import installed
 
 PROGRAM = """
 import torch, torch.distributed as dist
-import collective.adapters.torch.plugin
+import collective.adapters.torch
 
 dist.init_process_group("collective")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -35,7 +37,7 @@ dist.destroy_process_group()
 
 FAILING = """
 import torch, torch.distributed as dist
-import collective.adapters.torch.plugin
+import collective.adapters.torch
 from collective.errors import PeerFailedError
 
 dist.init_process_group("collective")
@@ -92,8 +94,6 @@ def python(program: str, *paths: Path | str) -> subprocess.CompletedProcess[str]
 ALONE = """
 import sys
 import torch
-assert not [name for name in sys.modules if name.startswith("collective.backends.")]
-assert "collective.adapters.torch.process_group" not in sys.modules
 import torch.distributed as dist
 dist.init_process_group("collective", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(2)
@@ -103,27 +103,84 @@ dist.destroy_process_group()
 """
 
 
-def test_torch_registers_the_backend_when_it_is_imported(tmp_path: Path) -> None:
-    metadata = tmp_path / "anything-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: anything\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[torch.backends]\ncollective = collective.adapters.torch.plugin:autoload\n"
-    )
-    for first in ("", "import collective.adapters.torch.plugin\n"):
-        found = python(first + ALONE, tmp_path)
-        assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
+@pytest.mark.parametrize("first", ["", "import torch\nimport collective.adapters.torch\n"])
+def test_torch_registers_the_backend_when_it_is_imported(tmp_path: Path, first: str) -> None:
+    found = python(first + ALONE, installed(tmp_path), ROOT)
+    assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
 
 
-def test_the_plugin_imports_where_torch_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["", "import torch\n"])
+def test_the_adapter_registers_the_backend_when_it_is_imported(first: str) -> None:
+    found = python(first + "import collective.adapters.torch\n" + ALONE, ROOT)
+    assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
+
+
+def test_nothing_of_ours_is_imported_for_the_entry_point(tmp_path: Path) -> None:
+    program = """
+        import sys
+        import torch
+        print([name for name in sys.modules if name.partition(".")[0].startswith("collective")])
+        print(torch.distributed.Backend.COLLECTIVE)
+    """
+    found = python("if True:" + program, installed(tmp_path), ROOT)
+    assert found.stdout == "['collective_autoload']\ncollective\n", found.stderr
+
+
+def test_no_more_of_torch_is_imported_for_the_adapter() -> None:
+    program = """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import collective.adapters.torch
+        print([name for name in set(sys.modules) - before if name.startswith("torch")])
+    """
+    found = python("if True:" + program, ROOT)
+    assert found.stdout == "[]\n", found.stderr
+
+
+def test_the_adapter_imports_where_torch_does_not(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('broken')\n")
     program = """
-        import collective.adapters.torch.plugin as plugin
-        plugin.autoload()
+        import collective.adapters.torch
+        from collective.adapters.torch import autoload
+        autoload.autoload()
         try:
-            plugin.register()
+            autoload.register()
         except ImportError as error:
             print(error)
     """
-    found = python("if True:\n" + program, tmp_path)
+    found = python("if True:" + program, tmp_path, ROOT)
     assert found.stdout == "broken\n", found.stderr
+
+
+STARTED_BY_HAND = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as processes
+
+def main(rank, size):
+    dist.init_process_group("collective", rank=rank, world_size=size)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [size, size]
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    # What a launcher would say, but for the rank.
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    listening = dist.TCPStore("localhost", 0, is_master=True)
+    os.environ["MASTER_PORT"] = str(listening.port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    processes.spawn(main, (2,), nprocs=2)
+    print("both")
+"""
+
+
+def test_ranks_that_a_program_spawns(launches: Any, tmp_path: Path) -> None:  # noqa: F811
+    paths = os.pathsep.join([str(ROOT), installed(tmp_path)])
+    (launches.directory / "spawning.py").write_text(STARTED_BY_HAND)
+    found = subprocess.run(
+        [sys.executable, "spawning.py"], cwd=launches.directory,
+        env=launches.environment(OMP_NUM_THREADS="1", PYTHONPATH=paths),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.stdout == "both\n", found.stderr
+    launches.assert_nothing_left()

@@ -598,5 +598,12 @@ def test_master_whose_name_is_wrong_is_an_error_where_the_ranks_meet() -> None:
 
 def test_settings_of_single_transports_are_passed_on() -> None:
     told = anew(MPICH_FAR, interface="lo", across="gloo", shm_single_copy="off").options
-    assert told == {"shm_single_copy": "off", "interface": "lo", "across": "gloo"}
-    assert anew({}).options == {"shm_single_copy": "on", "interface": "", "across": "gloo"}
+    assert told == {
+        "shm_single_copy": "off",
+        "shm_adopt": "on",
+        "interface": "lo",
+        "across": "gloo",
+    }
+    assert anew({}).options == {
+        "shm_single_copy": "on", "shm_adopt": "on", "interface": "", "across": "gloo"
+    }  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 
 from collective.testing import RankPool
 
-__all__ = ["Groups", "groups"]
+__all__ = ["Groups", "groups", "installed"]
 
 TIMEOUT_S = 20.0
 # Within which threads have noticed that they are not needed any more.
@@ -56,7 +56,7 @@ def _member(
     import torch
     import torch.distributed as dist
 
-    import collective.adapters.torch.plugin  # noqa: F401
+    import collective.adapters.torch  # noqa: F401
 
     torch.set_num_threads(1)
     os.environ["COLLECTIVE_BACKEND"] = transport
@@ -92,6 +92,20 @@ def _threads() -> set[threading.Thread]:
 def _mapped() -> int:
     """Count the pieces of shared memory that this process has."""
     return Path("/proc/self/maps").read_text().count("memfd:collective")
+
+
+def installed(folder: Path) -> str:
+    """Return a folder for PYTHONPATH by which torch finds the backend, as after an install."""
+    site = folder / "site"
+    metadata = site / "anything-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: anything\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[torch.backends]\ncollective = collective_autoload:autoload\n"
+    )
+    autoload = Path(__file__).resolve().parent.parent / "adapters" / "torch" / "autoload"
+    (site / "collective_autoload").symlink_to(autoload)
+    return str(site)
 
 
 # Kept for all modules: to start a process takes longer than all that it does here.

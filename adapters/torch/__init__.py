@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from collective.adapters.torch.autoload import autoload as _autoload
+
 if TYPE_CHECKING:
     from collective.adapters.torch import functional
     from collective.adapters.torch.applying import parallel_apply
@@ -71,6 +73,9 @@ _MODULES = {
     "sync_gradients": "loops",
     "sync_initial_weights": "loops",
 }
+
+# For torch.distributed.init_process_group("collective").
+_autoload()
 
 
 def __getattr__(name: str) -> Any:

@@ -7,18 +7,17 @@ along an axis. So what is collected or cut travels flat.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from collective.buffer import Buffer
 from collective.communicator import Communicator
 from collective.dtypes import BY_NAME
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.ops import ReduceOp, as_op, premul_sum
+from collective.point_to_point import Status
 
 __all__ = [
     "all_gather",
@@ -36,7 +35,6 @@ __all__ = [
     "reduce_scatter_single",
     "scatter",
     "send",
-    "told_sources",
 ]
 
 Tensor = torch.Tensor
@@ -322,26 +320,10 @@ def send(comm: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
     comm.send(_flat(tensor), dst, tag=tag)
 
 
-def recv(comm: Communicator, tensor: Tensor, src: int, tag: int) -> None:
+def recv(
+    comm: Communicator, tensor: Tensor, src: int, tag: int, status: Status | None = None
+) -> None:
     """Receive a tensor of this size from rank ``src``, or from anybody."""
     target = _Target(tensor)
-    comm.recv(target.flat, src, tag=tag)
+    comm.recv(target.flat, src, tag=tag, status=status)
     target.finish()
-
-
-class Sources(threading.local):
-    """Of the last message that this thread received: who sent it."""
-
-    rank = -1
-
-
-def told_sources(comm: Communicator) -> Sources:
-    """Note from whom messages come: recv() tells what came, and torch wants to know this too."""
-    told, receive = Sources(), comm._receive
-
-    def noting(buffer: Buffer, src: int, tag: int, seconds: float) -> int:
-        told.rank = receive(buffer, src, tag, seconds)
-        return told.rank
-
-    comm._receive = noting  # type: ignore[method-assign]  # of this one communicator
-    return told

@@ -1,18 +1,19 @@
-"""Registers the backend ``collective`` with torch.distributed.
+"""Makes process groups of torch.distributed: how the ranks meet and what connects them.
 
 ::
 
-    import collective.adapters.torch.plugin
+    import collective.adapters.torch
 
     torch.distributed.init_process_group("collective")
 
-Importing this is all there is to do, and with the package installed torch does so itself. The
+The import registers the backend, and with the package installed torch does so itself. The
 transport is what ``COLLECTIVE_BACKEND`` says, as for :func:`collective.init`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import secrets
@@ -22,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective import choice, network, session
+from collective import choice, network, session, trace
 from collective.communicator import Communicator, connect
 from collective.config import Config, load
 from collective.errors import RendezvousError
@@ -31,35 +32,13 @@ from collective.recorder import dump_on_signal
 from collective.store import Store
 from collective.world import World, name_libraries, options
 
-# Nothing of torch's is imported above: torch itself imports this while it is being imported.
 if TYPE_CHECKING:
     from collective.adapters.torch.process_group import ProcessGroup
 
-__all__ = ["NAME", "TorchStore", "autoload", "create", "register"]
+__all__ = ["TorchStore", "create"]
 
-NAME = "collective"
 _POLL_FIRST_S = 0.0005
 _POLL_LAST_S = 0.02
-
-
-def register() -> None:
-    """Register the backend; a second time does nothing.
-
-    Raises:
-        ImportError: there is no torch, or one without torch.distributed.
-    """
-    distributed = importlib.import_module("torch.distributed")
-    if not distributed.is_available():
-        raise ImportError("torch.distributed: this build of torch has none.")
-    if NAME.upper() in distributed.Backend._plugins:
-        return
-    distributed.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def autoload() -> None:
-    """Register the backend when torch is imported, or leave it: ``import torch`` must work."""
-    with contextlib.suppress(Exception):
-        register()
 
 
 def create(given: Any, more: Any = None) -> ProcessGroup:
@@ -75,8 +54,7 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
         given.store, given.group_rank, given.group_size, given.timeout,
         list(given.global_ranks_in_group),
     )  # fmt: skip
-    # At exit it is told to the peers what ended this rank, as for what init() returns.
-    session._open.add(comm)
+    session.tell_at_exit(comm)
     return ProcessGroup(comm, given.store)
 
 
@@ -104,10 +82,20 @@ def _communicator(
         config.launched.launcher if config.launched else "none",
         job, meeting, {**options(config), **chosen.options}, _address(config),
     )  # fmt: skip
+    if config.trace:
+        _trace_steps()
     return connect(
         world, chosen.name,
         timeout=_deadline(config, timeout), start_timeout=seconds, check=config.check,
+        trace=config.trace,
     )  # fmt: skip
+
+
+@functools.cache
+def _trace_steps() -> None:
+    """Have the trace show where an optimizer has stepped: torch's own wrappers do not tell."""
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
 
 
 def _meet(store: TorchStore, rank: int, size: int, deadline: float) -> tuple[str, int, int]:
@@ -209,6 +197,3 @@ class TorchStore(Store):
                 f"rendezvous: {what} of {key!r} in torch's store failed: {first}. Rank 0, or "
                 "torchrun's agent, serves it: keep it running while groups are made."
             ) from error
-
-
-autoload()

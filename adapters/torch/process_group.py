@@ -27,6 +27,7 @@ from collective.adapters.torch.staged import Staging
 from collective.backend import ANY_SOURCE
 from collective.communicator import Communicator
 from collective.errors import UnsupportedError
+from collective.point_to_point import Status
 
 __all__ = ["ProcessGroup"]
 
@@ -35,6 +36,7 @@ Tensor = torch.Tensor
 _Base: Any = dist.ProcessGroup
 # Queues of messages that are kept; each may have a thread for some seconds.
 _QUEUES = 64
+_AT_ONCE_S = 1e-3
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]
@@ -64,7 +66,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout)
         self._messages: dict[tuple[str, int, int], Queue] = {}
         self._messages_guard = threading.Lock()
-        self._sources = group_calls.told_sources(comm)
         self._staging = Staging(comm)
         self._together: list[Answer] | None = None
 
@@ -294,7 +295,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks; the error names those that did not come, all of them always."""
-        seconds = None if timeout is None else timeout.total_seconds()
+        # torch lets a caller have no time at all: who is not here is too late.
+        seconds = None if timeout is None else max(timeout.total_seconds(), _AT_ONCE_S)
         self._queue.run("barrier", lambda: self.comm.barrier(timeout=seconds))
 
     # -- messages -----------------------------------------------------------------------------
@@ -314,17 +316,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._post("recv", src, tag, tensor, lambda: run(comm, tensor, src, tag), source=src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Answer:
-        (tensor,), comm, told = listed(tensors), self.comm, self._sources
-        found: list[int] = []
-
-        def run() -> None:
-            group_calls.recv(comm, tensor, ANY_SOURCE, tag)
-            found.append(told.rank)
-
-        def source() -> int:
-            return found[0] if found else -1
-
-        return self._post("recv", ANY_SOURCE, tag, tensor, run, source=source)
+        (tensor,), comm, status = listed(tensors), self.comm, Status()
+        run = group_calls.recv
+        return self._post(
+            "recv", ANY_SOURCE, tag, tensor,
+            lambda: run(comm, tensor, ANY_SOURCE, tag, status),
+            source=lambda: status.source,
+        )  # fmt: skip
 
     # -- what torch asks ------------------------------------------------------------------------
 

@@ -21,7 +21,10 @@ from collections.abc import Callable
 
 from collective.errors import BackendUnavailableError
 
-__all__ = ["Segment", "process_vm_readv"]
+__all__ = ["SHARED_MEMORY", "Segment", "map_shared", "process_vm_readv"]
+
+#: Where POSIX shared memory, shm_open(3), is on Linux.
+SHARED_MEMORY = "/dev/shm"
 
 _NAME = "collective"
 _MEMFD = f"/memfd:{_NAME}"  # how /proc/PID/fd shows one
@@ -44,10 +47,7 @@ class Segment:
         # A communicator may be dropped without having been closed.
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
-        # Transparent huge pages: a tenth of the page faults, where the system allows it.
-        if hasattr(mmap, "MADV_HUGEPAGE") and len(self.map) >= 2 << 20:
-            with contextlib.suppress(OSError):
-                self.map.madvise(mmap.MADV_HUGEPAGE)
+        _want_huge_pages(self.map)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -123,6 +123,36 @@ class Segment:
             return True
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
         return False
+
+
+def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
+    """Map the first bytes of shared memory that another library made.
+
+    Args:
+        path: ``/proc/PID/fd/N`` of a process that has it open.
+        identity: its device and inode: that of a dead process may be another file by now.
+
+    Raises:
+        OSError: it is gone, belongs to another user, or is not what was announced.
+        ValueError: it is shorter than that.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) != identity:
+            raise FileNotFoundError(errno.ENOENT, "no longer what was announced", path)
+        mapped = mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+    _want_huge_pages(mapped)
+    return mapped
+
+
+def _want_huge_pages(mapped: mmap.mmap) -> None:
+    """Ask for transparent huge pages: a tenth of the page faults, where the system has them."""
+    if hasattr(mmap, "MADV_HUGEPAGE") and len(mapped) >= 2 << 20:
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 class _IoVec(ctypes.Structure):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import numpy as np
 from collective.errors import AllocationError
 
 from .control import Control
-from .segment import Segment
+from .segment import SHARED_MEMORY, Segment, map_shared
 
 __all__ = ["Heap", "address_of"]
 
@@ -24,14 +27,37 @@ def address_of(array: Array) -> int:
 
 
 class _Part:
-    """One segment, known by its whole mapping without keeping it alive."""
+    """One segment, known by its whole mapping without keeping it alive.
 
-    def __init__(self, number: int, root: Array, stride: int) -> None:
+    Attributes:
+        own: where this rank's part is, and ``own_bytes`` of what length.
+    """
+
+    def __init__(self, number: int, root: Array, rank: int, stride: int) -> None:
         self.number = number
-        self.stride = stride
         self.root = weakref.ref(root)
         self.start = address_of(root)
         self.stop = self.start + root.size
+        self.own = self.start + rank * stride
+        self.own_bytes = stride
+
+    def of(self, rank: int) -> Array | None:
+        """Return the part of ``rank``, or None if it is not mapped here any more."""
+        root, stride = self.root(), self.own_bytes
+        return None if root is None else root[rank * stride : (rank + 1) * stride]
+
+
+class _Adopted(_Part):
+    """Memory that each rank had: a mapping for each of them, of which one is the root."""
+
+    def __init__(self, number: int, mapped: Sequence[Array], rank: int) -> None:
+        super().__init__(number, mapped[rank], 0, mapped[rank].size)
+        self._rank = rank
+        # The root's own entry would keep it alive, and with it the others.
+        self._others = [None if r == rank else array for r, array in enumerate(mapped)]
+
+    def of(self, rank: int) -> Array | None:
+        return self.root() if rank == self._rank else self._others[rank]
 
 
 class Heap:
@@ -79,10 +105,55 @@ class Heap:
                 )
         assert segment is not None
         root = np.frombuffer(segment.map, np.uint8)
-        part = _Part(self._count, root, stride)
+        self._know(_Part(self._count, root, control.rank, stride), root)
+        return root[control.rank * stride : control.rank * stride + nbytes]
+
+    def adopt(
+        self, nbytes: int, move: Callable[[], int], allowed: bool, timeout: float
+    ) -> Array | None:
+        """Make memory that each rank has symmetric; all ranks call it together.
+
+        Args:
+            nbytes, move: as in :meth:`Communicator.adopt`.
+            allowed: whether this rank's settings do.
+
+        Returns:
+            This rank's, mapped a second time; None on every rank if one could not.
+        """
+        control = self._control
+        self._count += 1
+        if not self._all(allowed and _has_room(nbytes * control.size), timeout):
+            return None
+        note = b""
+        try:
+            descriptor = move()
+            found = os.fstat(descriptor)
+            place = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
+            note = json.dumps(place).encode()
+        except Exception:  # whatever the framework raises: the others wait, and all do without
+            pass
+        mapped = []
+        notes = control.exchange(note, timeout)
+        if all(notes):
+            try:
+                for path, device, inode in map(json.loads, notes):
+                    shared = map_shared(path, (device, inode), nbytes)
+                    mapped.append(np.frombuffer(shared, np.uint8))
+            except (OSError, ValueError):
+                mapped.clear()
+        if not self._all(bool(mapped), timeout):
+            return None
+        root = mapped[control.rank]
+        self._know(_Adopted(self._count, mapped, control.rank), root)
+        return root
+
+    def _all(self, mine: bool, timeout: float) -> bool:
+        votes = self._control.exchange(b"\1" if mine else b"\0", timeout)
+        return all(vote == b"\1" for vote in votes)
+
+    def _know(self, part: _Part, root: Array) -> None:
         self._by_root[id(root)] = self._by_number[part.number] = part
         weakref.finalize(root, self._forget, id(root), part.number).atexit = False
-        return root[control.rank * stride : control.rank * stride + nbytes]
 
     def _forget(self, root: int, number: int) -> None:
         self._by_root.pop(root, None)
@@ -108,8 +179,8 @@ class Heap:
                     part = candidate
         if part is None:
             return 0, 0, address
-        offset = address - part.start - self._control.rank * part.stride
-        if offset < 0 or offset + array.nbytes > part.stride:
+        offset = address - part.own
+        if offset < 0 or offset + array.nbytes > part.own_bytes:
             return 0, 0, address  # a peer's part
         return part.number, offset, address
 
@@ -118,8 +189,16 @@ class Heap:
     ) -> Array | None:
         """Return ``count`` elements of ``rank``'s part, or None if they are not mapped here."""
         part = self._by_number.get(number)
-        root = None if part is None else part.root()
-        if part is None or root is None:
+        whole = None if part is None else part.of(rank)
+        if whole is None:
             return None
-        start = rank * part.stride + offset
-        return root[start : start + count * dtype.itemsize].view(dtype)
+        return whole[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def _has_room(nbytes: int) -> bool:
+    """Tell whether POSIX shared memory may grow by ``nbytes``: by half of what is free."""
+    try:
+        free = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return False
+    return 2 * nbytes <= free.f_bavail * free.f_frsize

@@ -73,6 +73,13 @@ class _Remote(Region):
         self._fetch(self._rank, self._address + start * self._itemsize, out)
 
 
+class _Wants(NamedTuple):
+    """What the settings allow."""
+
+    single_copy: bool
+    adopting: bool
+
+
 class _Small(NamedTuple):
     """A small reduction, prepared: what it is depends on the call alone."""
 
@@ -102,7 +109,8 @@ class ShmBackend(OneSided):
         self._in_slots = True
         self._source: Array | None = None
         self._parity = 0
-        self._wanted = self._single_copy = False
+        self._wanted = _Wants(single_copy=False, adopting=False)
+        self._single_copy = False
         self._rings: dict[tuple[int, int], Ring] = {}
         self._small: dict[Call, _Small] = {}
         self._closed = False
@@ -120,9 +128,7 @@ class ShmBackend(OneSided):
             )
         deadline = time.monotonic() + timeout
         store, key = world.store, "shm"
-        # The variable also where no init() has read the configuration, as in tests.
-        setting = os.environ.get("COLLECTIVE_SHM_SINGLE_COPY", "on")
-        wanted = world.options.get("shm_single_copy", setting) == "on"
+        wanted = _Wants(_on(world, "shm_single_copy"), _on(world, "shm_adopt"))
 
         def watch(missing: Sequence[int]) -> None:
             store.check()
@@ -149,13 +155,13 @@ class ShmBackend(OneSided):
         rank: int,
         size: int,
         timeout: float,
-        single_copy: bool,
+        wanted: _Wants,
         last: Callable[[], None] | None = None,
         watch: Callable[[Sequence[int]], None] | None = None,
     ) -> Self:
         control = Control(segment, rank, size)
         self = cls(control)
-        self._wanted = single_copy
+        self._wanted = wanted
         try:
             control.join(timeout, last, watch)
             self._single_copy = self._probe_single_copy(timeout)
@@ -186,7 +192,7 @@ class ShmBackend(OneSided):
         probe = np.full(1, self.rank, np.int64)
         control.words[control.place(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         control.sync(timeout)
-        works = self._wanted
+        works = self._wanted.single_copy
         for rank in range(self.size):
             if works and rank != self.rank:
                 got = np.full(1, -1, np.int64)
@@ -234,6 +240,12 @@ class ShmBackend(OneSided):
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self._control.arrive(call, timeout)
         return self._heap.empty(nbytes, timeout)
+
+    def adopt(
+        self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
+    ) -> Array | None:
+        self._control.arrive(call, timeout)
+        return self._heap.adopt(nbytes, move, self._wanted.adopting, timeout)
 
     # -- point to point -----------------------------------------------------------------
 
@@ -452,6 +464,12 @@ class ShmBackend(OneSided):
                 for starts in self._control.layout.slots
             ]
         return found
+
+
+def _on(world: World, setting: str) -> bool:
+    # The variable also where no init() has read the configuration, as in tests.
+    default = os.environ.get(f"COLLECTIVE_{setting.upper()}", "on")
+    return world.options.get(setting, default) == "on"
 
 
 def _open_published(world: World, key: str, deadline: float, timeout: float) -> Segment:

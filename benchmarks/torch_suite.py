@@ -1,0 +1,243 @@
+"""PyTorch's own tests of its backends, over ours: ``python benchmarks/torch_suite.py``.
+
+PyTorch's wheel holds the suite that its backends have to pass,
+``torch.testing._internal.distributed.distributed_test``. It is run over the backend ``collective``
+and over PyTorch's Gloo, and each test that fares differently is named. The tests know by name what
+a backend can (``BACKEND != "gloo"``): ours answers to the names of both for CPUs, ``gloo`` and
+``mpi``. Needs ``expecttest``.
+
+The ranks of a test are forked off a process that has imported everything, not spawned: starting
+three interpreters would take most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import unittest.mock
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from collective.bench.report import Observer, print_table, write
+
+_OUTCOMES = ("passed", "failed", "skipped")
+_SECONDS = 60
+_SUITE = "torch.testing._internal.distributed.distributed_test"
+
+
+class _Name(str):
+    """The name of our backend, which the tests' conditions take for those in its place."""
+
+    __slots__ = ()
+    _TAKEN_FOR = ("gloo", "mpi")
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other in _Name._TAKEN_FOR
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("gloo")  # sets of names are looked into by it
+
+
+class _Result(unittest.TestResult):
+    """Notes what became of each test, and why.
+
+    Args:
+        told: called with the figures so far after each test.
+    """
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        super().__init__()
+        self.found: dict[str, dict[str, Any]] = {}
+        self._told = told
+        self._since = 0.0
+
+    def startTest(self, test: Any) -> None:
+        super().startTest(test)
+        self._since = time.perf_counter()
+
+    def _note(self, test: Any, outcome: str, why: str = "") -> None:
+        name = test.id().rpartition(".")[2]
+        took = time.perf_counter() - self._since
+        self.found[name] = {"outcome": outcome, "why": why, "seconds": round(took, 3)}
+        self._told(f"{len(self.found)}: {name} {outcome}")
+
+    def addSuccess(self, test: Any) -> None:
+        self._note(test, "passed")
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        self._note(test, "skipped", reason)
+
+    def addError(self, test: Any, err: Any) -> None:
+        self._note(test, "failed", str(err[1]))
+
+    addFailure = addError
+
+
+def _tests(module: Any, pattern: str) -> unittest.TestSuite:
+    """Return the suite's tests whose names match, each to run in forked ranks."""
+    import torch
+
+    fork = torch.multiprocessing.get_context("fork")
+
+    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(fork.Process)
+
+    names = unittest.TestLoader().getTestCaseNames(Suite)
+    wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    return unittest.TestSuite(Suite(name) for name in names if fnmatch.fnmatch(name, wanted))
+
+
+def _run_here(backend: str, pattern: str, out: Path) -> None:
+    """Run the tests in this process, whose environment is theirs, and write the outcomes."""
+    import torch
+
+    torch.set_num_threads(1)
+    name = backend
+    if backend == "collective":
+        for module in ("autoload", "plugin", "process_group"):  # or each rank would, each time
+            importlib.import_module(f"collective.adapters.torch.{module}")
+        cases = importlib.import_module("torch.testing._internal.common_distributed").DistTestCases
+        cases.backend_feature["plugin"].add(backend)
+        name = _Name(backend)
+    with unittest.mock.patch.object(os, "environ", {**os.environ, "BACKEND": name}):
+        suite = importlib.import_module(_SUITE)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    shown = terminal.isatty()
+    # What tests print would hide what the command does; a log keeps it.
+    log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    def tell(text: str) -> None:
+        if shown:
+            print(f"\r\033[K{backend} {text}", end="", file=terminal)
+
+    result = _Result(tell)
+    _tests(suite, pattern).run(result)
+    out.write_text(json.dumps(result.found))
+
+
+def run(backend: str, ranks: int, transport: str, pattern: str, logs: Path) -> dict[str, Any]:
+    """Run the tests over a backend and return, by test, the outcome, the reason and the time."""
+    out = logs.resolve() / f"{backend}.json"
+    environment = {
+        **os.environ,
+        "BACKEND": backend,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "COLLECTIVE_BACKEND": transport,
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(_SECONDS),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, "--inside", str(out), "--backend", backend, "-k", pattern]
+    subprocess.run(command, check=True, env=environment)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def differences(sides: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
+    """Return each test that did not fare alike, or failed, with its outcome on each side."""
+    names = sorted(set().union(*sides.values()))
+    rows = []
+    for name in names:
+        outcomes = {side: found.get(name, {}).get("outcome", "-") for side, found in sides.items()}
+        if len(set(outcomes.values())) > 1 or "failed" in outcomes.values():
+            rows.append((name, outcomes))
+    return rows
+
+
+def show(report: dict[str, Any], markdown: bool) -> None:
+    """Print the counts, the differences and the reasons of failures."""
+    sides = report["outcomes"]
+    about = report["machine"]
+    print(f"{about['date']}, torch {report['torch']}, {report['ranks']} ranks\n")
+    rows = []
+    for side, found in sides.items():
+        counts = collections.Counter(test["outcome"] for test in found.values())
+        seconds = sum(test["seconds"] for test in found.values())
+        name = side if side != "collective" else f"collective ({report['transport']})"
+        rows.append([name, *(str(counts[o]) for o in _OUTCOMES), str(len(found)), f"{seconds:.0f}"])
+    print_table("torch's own tests", ["backend", *_OUTCOMES, "all", "seconds"], rows, markdown)
+    unlike = differences(sides)
+    if not unlike:
+        print("Each test fares alike.")
+        return
+    rows = []
+    for name, outcomes in unlike:
+        reasons = [found[name]["why"] for found in sides.values() if name in found]
+        why = next((_last_line(text) for text in reasons if text), "")
+        rows.append([name, *outcomes.values(), why])
+    print_table("what differs, and what failed", ["test", *sides, "why"], rows, markdown)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return (errors or lines or [""])[-1][:160]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 1 if a test failed over ``collective`` only."""
+    parser = argparse.ArgumentParser(description="PyTorch's tests of its backends, over ours.")
+    parser.add_argument("--backend", choices=["collective", "gloo"], help="both by default")
+    parser.add_argument("--ranks", "-n", type=int, default=3, help="3 by default")
+    parser.add_argument("--transport", default="shm", help="ours: shm by default")
+    parser.add_argument("-k", dest="pattern", default="", help="part of a test's name, or a glob")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the tests print")
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("torch's tests need expecttest: pip install expecttest")
+    if options.inside is not None:
+        _run_here(options.backend, options.pattern, options.inside)
+        return 0
+    observer = Observer()
+    backends = [options.backend] if options.backend else ["collective", "gloo"]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        outcomes = {
+            backend: run(backend, options.ranks, options.transport, options.pattern, logs)
+            for backend in backends
+        }
+    if not any(outcomes.values()):
+        parser.error(f"-k {options.pattern}: no test has such a name")
+    report = {
+        "torch": importlib.metadata.version("torch"),
+        "ranks": options.ranks,
+        "transport": options.transport,
+        "outcomes": outcomes,
+        "machine": observer.machine(),
+    }
+    write(options.json, report)
+    show(report, options.markdown)
+    return int(
+        any(
+            seen["collective"] == "failed" and seen.get("gloo") != "failed"
+            for _, seen in differences(outcomes)
+            if "collective" in seen
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

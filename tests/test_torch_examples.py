@@ -1,0 +1,90 @@
+"""Programs that know nothing of us but the backend's name: under launchers, and over Gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torch.distributed")
+
+from tests.launches import ROOT
+from tests.torch_groups import installed
+
+EXAMPLES = {
+    "ddp.py": ["--epochs", "2"],
+    "fsdp2.py": ["--steps", "10"],
+    "dtensor.py": ["--steps", "20"],
+    "checkpointing.py": [],
+}
+LAUNCHERS = {
+    "collective run": ["-m", "collective", "run", "-n", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
+
+
+# All of them in one launch: to start the processes takes longer than what they do. Each has a
+# store of its own, as torch's Gloo takes the addresses of the last group for those of the next.
+OVER_GLOO = """
+import functools, os, runpy, sys
+import torch.distributed as dist
+
+init = dist.init_process_group
+for example, arguments in {examples!r}.items():
+    sys.argv = [example, *arguments, "--backend", "gloo"]
+    dist.init_process_group = functools.partial(
+        init, init_method="file://{folder}/" + example,
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    runpy.run_path("{examples_folder}/" + example, run_name="__main__")
+    if os.environ["RANK"] == "0":
+        print("end of", example)
+"""
+
+
+def printed(folder: Path, launcher: str, script: object, *arguments: str) -> list[str]:
+    """Run a program on two ranks, with the package as if installed; return rank 0's lines."""
+    site = folder / "site"
+    if not site.exists():
+        installed(folder)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(script), *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (line.removeprefix("[0] ") for line in done.stdout.splitlines())
+    return [line for line in lines if line and not line.startswith("[1]")]
+
+
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each example prints over PyTorch's Gloo."""
+    folder = tmp_path_factory.mktemp("gloo")
+    script = folder / "all.py"
+    script.write_text(
+        OVER_GLOO.format(folder=folder, examples_folder=ROOT / "examples", examples=EXAMPLES)
+    )
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in printed(folder, "torchrun", script):
+        if line.startswith("end of "):
+            found[line.removeprefix("end of ")], current = current, []
+        else:
+            current.append(line)
+    return found
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_prints_what_it_does_over_gloo(
+    over_gloo: dict[str, list[str]], example: str, launcher: str, tmp_path: Path
+) -> None:
+    script = ROOT / "examples" / example
+    assert len(over_gloo[example]) >= 2
+    assert printed(tmp_path, launcher, script, *EXAMPLES[example]) == over_gloo[example]

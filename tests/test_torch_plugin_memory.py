@@ -1,0 +1,202 @@
+"""Where the process group's tensors are reduced: memory of DDP's that is adopted, or copies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from collective.backends.shm import symmetric  # noqa: E402
+from collective.errors import MismatchError  # noqa: E402
+from collective.testing import run_ranks  # noqa: E402
+from tests.torch_groups import groups  # noqa: E402, F401
+
+WIDTH = 512  # a layer has a gradient of 1 MiB
+STEPS = 6
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))).double()
+
+
+def batch(step: int, rank: int) -> Any:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def trained_alone(size: int) -> Any:
+    model = network()
+    steps = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        steps.zero_grad()
+        for rank in range(size):
+            (model(batch(step, rank)).square().mean() / size).backward()
+        steps.step()
+    return model
+
+
+def trained(rank: int, size: int, **options: Any) -> Any:
+    """Train over the process group, compare with a training alone, and return the wrapper."""
+    model = torch.nn.parallel.DistributedDataParallel(network(), **options)
+    steps = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        steps.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        steps.step()
+    for found, wanted in zip(model.parameters(), trained_alone(size).parameters()):
+        torch.testing.assert_close(found, wanted)
+    return model
+
+
+def shared() -> int:
+    """Count the mappings of torch's shared memory that this process has."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
+
+
+def in_shared_memory(model: Any) -> list[bool]:
+    return [p.grad.untyped_storage().is_shared() for p in model.parameters()]
+
+
+def check_buckets_are_adopted(rank: int, size: int) -> None:
+    before = shared()
+    model = trained(rank, size, gradient_as_bucket_view=True)
+    assert all(in_shared_memory(model))
+    buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    # torch's own mapping of its memory, and one of each rank's.
+    assert shared() - before == len(buckets) * (1 + size)
+    # Buckets of one shape, and gradients that are no views of them.
+    for options in ({"bucket_cap_mb": 2.0}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}):
+        trained(rank, size, **options)
+    # The memory goes when what it belonged to is gone, at the latest with the next call.
+    del model
+    gc.collect()  # a wrapper refers to itself
+    dist.all_reduce(torch.ones(WIDTH * WIDTH))
+    assert shared() == before
+    trained(rank, size)
+    assert shared() > before
+    dist.destroy_process_group()
+    assert shared() == before
+
+
+def check_other_tensors_of_its_shape(rank: int, size: int) -> None:
+    model = trained(rank, size, gradient_as_bucket_view=True)
+    (bucket,) = {p.grad.untyped_storage().nbytes() for p in model.parameters()}
+    for _ in range(3):
+        other = torch.full((bucket // 8,), 1.0 + rank, dtype=torch.float64)
+        dist.all_reduce(other)
+        assert not other.untyped_storage().is_shared()
+        assert other.unique().tolist() == [size * (size + 1) / 2]
+    # One rank reduces adopted memory, the other its own: as in DDP's join().
+    flat = (
+        torch.empty(0, dtype=torch.float64)
+        .set_(next(model.parameters()).grad.untyped_storage())
+        .fill_(1.0 + rank)
+    )
+    given = flat if rank == 0 else flat.clone()
+    dist.all_reduce(given)
+    assert given.unique().tolist() == [size * (size + 1) / 2]
+
+
+def check_uneven_inputs(rank: int, size: int) -> None:
+    model = trained(rank, size, gradient_as_bucket_view=True)
+    steps = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.join():
+        for step in range(2 + rank):
+            steps.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            steps.step()
+    states: list[Any] = [None] * size
+    dist.all_gather_object(states, [p.detach() for p in model.parameters()])
+    for state in states:
+        for found, wanted in zip(state, states[0]):
+            torch.testing.assert_close(found, wanted)
+
+
+def refused(*args: Any) -> Any:
+    raise RuntimeError("no shared memory today")
+
+
+def check_a_rank_that_cannot(rank: int, size: int) -> None:
+    for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (symmetric, "map_shared")):
+        one = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
+            side_effect=OSError("gone")
+        ))  # fmt: skip
+        with one if rank == 1 else contextlib.nullcontext():
+            trained(rank, size, gradient_as_bucket_view=True)
+        dist.barrier()
+
+
+def check_no_room(rank: int, size: int) -> None:
+    full = mock.patch.object(os, "statvfs", return_value=mock.Mock(f_bavail=9, f_frsize=4096))
+    with full if rank == 0 else contextlib.nullcontext():
+        model = trained(rank, size, gradient_as_bucket_view=True)
+    assert not any(in_shared_memory(model))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_buckets_are_adopted, check_other_tensors_of_its_shape, check_uneven_inputs,
+        check_a_rank_that_cannot, check_no_room,
+    ],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)  # fmt: skip
+def test_memory_of_ddp(groups: Any, check: Any) -> None:  # noqa: F811
+    groups(("shm", 2), check)
+
+
+def test_memory_of_ddp_on_three_ranks(groups: Any) -> None:  # noqa: F811
+    groups(("shm", 3), check_buckets_are_adopted)
+
+
+def check_adopt(rank: int, size: int) -> None:
+    comm = dist.group.WORLD.comm
+    nbytes = 1 << 20
+    descriptor = os.memfd_create("theirs")
+    os.ftruncate(descriptor, nbytes)
+    mine = memoryview(mmap.mmap(descriptor, nbytes)).cast("d")
+    mine[-1] = rank + 1.0
+    adopted = comm.adopt(nbytes, lambda: descriptor)
+    if comm.backend != "shm":
+        assert adopted is None
+        return
+    os.close(descriptor)
+    numbers = adopted.view("float64")
+    comm.all_reduce(numbers, out=numbers)
+    assert mine[-1] == size * (size + 1) / 2
+    comm.broadcast(numbers[-4:], root=1, out=numbers[-4:])
+    numbers[:] = rank
+    assert comm.all_gather(numbers[:2]).tolist() == [r for r in range(size) for _ in (0, 1)]
+    assert comm.adopt(8, lambda: 1 // 0 if rank == 0 else os.memfd_create("none")) is None
+    with pytest.raises(MismatchError, match="adopt"):
+        comm.adopt(64 + rank, lambda: descriptor)
+    comm.barrier()
+
+
+def refuse_to_adopt(comm: Any) -> tuple[bool, float]:
+    def move() -> int:
+        raise AssertionError("moved")
+
+    refused = comm.adopt(1 << 20, move) is None
+    return refused, float(comm.all_reduce(np.ones(1))[0])
+
+
+def test_no_rank_adopts_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVE_SHM_ADOPT", "off")
+    assert run_ranks(2, refuse_to_adopt, backend="shm") == [(True, 2.0)] * 2
+
+
+@pytest.mark.parametrize("place", [("shm", 2), ("shm", 3), ("gloo", 2)], ids=str)
+def test_adopt(groups: Any, place: Any) -> None:  # noqa: F811
+    groups(place, check_adopt)

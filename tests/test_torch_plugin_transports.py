@@ -1,0 +1,178 @@
+"""The process group over every transport, on four ranks, and a program under mpiexec."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from collective.testing import RankPool  # noqa: E402
+from tests.mpi_launches import ROOT, VENDORS, launch_of, mpirun, needs  # noqa: E402
+
+Run = Callable[..., list[Any]]
+
+
+@functools.cache
+def has_torch(vendor: str) -> bool:
+    """Whether the environment of an MPI library has PyTorch, too."""
+    command = [launch_of(vendor).python, "-c", "import torch"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+TRANSPORTS = [
+    "threads",
+    "shm",
+    "gloo",
+    *(pytest.param(f"mpi {vendor}", marks=needs(vendor)) for vendor in VENDORS),
+]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def four(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Run a function on four ranks of a transport."""
+    name, _, vendor = request.param.partition(" ")
+    if vendor and not has_torch(vendor):
+        pytest.skip(f"no torch in .mpi/{vendor}")
+    with RankPool(4, name, timeout=60.0, mpiexec=launch_of(vendor) if vendor else None) as pool:
+        yield pool.run
+
+
+def made(comm: Any) -> Any:
+    """Return a process group of its own over the ranks of ``comm``."""
+    from collective.adapters.torch.process_group import ProcessGroup
+
+    return ProcessGroup(comm.dup())
+
+
+def reductions(comm: Any) -> None:
+    group, rank, size = made(comm), comm.rank, comm.size
+    total = size * (size + 1) // 2
+    for count in (3, 50_000):
+        for _ in range(3):  # in ordinary memory, then by way of symmetric memory
+            x = torch.full((count,), rank + 1.0)
+            group.allreduce([x]).wait()
+            assert x.unique().tolist() == [total]
+        group.allreduce([x.fill_(rank)], dist.ReduceOp.MAX).wait()
+        assert x.unique().tolist() == [size - 1]
+        mine = torch.empty(count, dtype=torch.int64)
+        whole = torch.arange(size).repeat_interleave(count) + rank
+        group.reduce_scatter_single(mine, whole).wait()
+        assert mine.unique().tolist() == [rank * size + total - size]
+        x = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
+        group.reduce([x], 1, dist.ReduceOp.SUM).wait()
+        assert x.unique().tolist() == [total if rank == 1 else rank + 1]
+    both = [torch.ones(5), torch.ones(2, 2)]
+    group.allreduce_coalesced(both).wait()
+    assert {n for x in both for n in x.flatten().tolist()} == {float(size)}
+    group.shutdown()
+
+
+def moves(comm: Any) -> None:
+    group, rank, size = made(comm), comm.rank, comm.size
+    for count in (2, 30_000):
+        x = torch.full((count,), rank)
+        group.broadcast([x], 2).wait()
+        assert x.unique().tolist() == [2]
+        outs = [torch.empty(count, dtype=torch.int64) for _ in range(size)]
+        group.allgather([outs], [torch.full((count,), rank)]).wait()
+        assert [out.unique().tolist() for out in outs] == [[r] for r in range(size)]
+        x = torch.empty(size, count, dtype=torch.int64)
+        group.all_gather_single(x, torch.full((count,), rank)).wait()
+        assert x[:, -1].tolist() == list(range(size))
+        out = torch.empty(size * count, dtype=torch.int64)
+        given = torch.arange(size).repeat_interleave(count) + 10 * rank
+        group.all_to_all_single(out, given).wait()
+        assert out[::count].tolist() == [10 * r + rank for r in range(size)]
+        outs = [torch.empty(count, dtype=torch.int64) for _ in range(size)] if rank == 3 else []
+        group.gather([outs], [torch.full((count,), rank)], 3).wait()
+        assert [out[0].item() for out in outs] == (list(range(size)) if rank == 3 else [])
+        given = [torch.full((count,), 7 * r) for r in range(size)] if rank == 1 else []
+        group.scatter([x[0]], [given], 1).wait()
+        assert x[0].unique().tolist() == [7 * rank]
+    group.barrier().wait()
+    group.shutdown()
+
+
+def messages(comm: Any) -> None:
+    group, rank, size = made(comm), comm.rank, comm.size
+    for count in (1, 40_000):
+        got = torch.empty(count)
+        sent = group.send([torch.full((count,), 1.0 * rank)], (rank + 1) % size, 3)
+        received = group.recv([got], (rank - 1) % size, 3)
+        # A collective beside them.
+        x = torch.ones(count)
+        group.allreduce([x]).wait()
+        sent.wait()
+        received.wait()
+        assert got.unique().tolist() == [(rank - 1) % size]
+        assert x.unique().tolist() == [size]
+    pair = group.split_group([1, 3])
+    assert (pair is None) == (rank in (0, 2))
+    if pair is not None:
+        x = torch.full((3,), rank)
+        pair.allreduce([x]).wait()
+        assert x.tolist() == [4] * 3
+        pair.shutdown()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("check", [reductions, moves, messages], ids=lambda check: check.__name__)
+def test_operations_on_four_ranks(four: Run, check: Any) -> None:
+    four(check)
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+import collective.adapters.torch
+
+store = dist.FileStore(STORE, MPI.COMM_WORLD.size)
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+dist.init_process_group("collective", store=store, rank=rank, world_size=size)
+torch.manual_seed(rank)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+for _ in range(3):
+    model.zero_grad()
+    model(torch.ones(3, 4) * (rank + 1)).sum().backward()
+assert torch.equal(model.module.weight.grad, torch.full((2, 4), 3 * (size + 1) / 2))
+pair = dist.new_group([0, size - 1])
+if rank in (0, size - 1):
+    x = torch.ones(3)
+    dist.all_reduce(x, group=pair)
+    assert x.tolist() == [2, 2, 2]
+found = [None] * size
+dist.all_gather_object(found, {"rank": rank})
+assert [each["rank"] for each in found] == list(range(size))
+if rank == 0:
+    print(dist.group.WORLD.comm.backend, size)
+dist.destroy_process_group()
+"""
+
+
+@needs("mpich")
+def test_a_program_under_mpiexec(tmp_path: Any) -> None:
+    if not has_torch("mpich"):
+        pytest.skip("no torch in .mpi/mpich")
+    script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    changes = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    assert "mpi 3\n" in mpirun("mpich", 3, script, **changes).stdout
+
+
+def test_a_group_of_one() -> None:
+    program = (
+        "import torch, torch.distributed as dist, collective.adapters.torch as _\n"
+        "dist.init_process_group('collective', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "x = torch.ones(2); dist.all_reduce(x); dist.barrier(); print(x.tolist())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "[1.0, 1.0]\n", found.stderr
