@@ -166,11 +166,17 @@ def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
 ) -> None:
     words = [*COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
     file = tmp_path / "run.json"
-    with subprocess.Popen(
-        [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
-    ) as process:  # fmt: skip
-        ranks: set[int] = set()
+    # What shells start in the background has interrupts ignored, and hands that on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ranks: set[int] = set()
+    try:
         deadline = time.monotonic() + 60
         # The launcher and two ranks of shm: what follows is measuring.
         while len(ranks) < 3 and time.monotonic() < deadline:
@@ -178,6 +184,9 @@ def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
             time.sleep(0.05)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130, said
     assert "interrupted; this is not all" in said
     found: dict[str, Any] = json.loads(file.read_text())
