@@ -1,16 +1,24 @@
 """Steps of data-parallel training, ours against PyTorch's: ``python benchmarks/training.py``.
 
-In each of two ranks (one thread each) the same model is wrapped by our
-``DistributedDataParallel`` over ``shm`` and by PyTorch's over Gloo, with its
-``gradient_as_bucket_view``. They take turns, A B A B …; a turn is some steps (forward, backward,
-SGD) from a common start, and its figure the slowest rank's mean. Each wrapper also does turns
-under its ``no_sync()``: the difference is what syncing adds to a step.
+Four parts, each with two ranks of one thread; ``--parts`` chooses.
+
+- ``wrappers``: the same model is wrapped by our ``DistributedDataParallel`` over ``shm`` and by
+  PyTorch's over Gloo, with its ``gradient_as_bucket_view``. They take turns, A B A B …; a turn is
+  some steps (forward, backward, SGD) from a common start, and its figure the slowest rank's
+  mean. Each wrapper also does turns under its ``no_sync()``: the difference is what syncing adds
+  to a step.
+- ``plugin``: PyTorch's wrapper over our process group, on ``shm``, against the same over Gloo.
+- ``buckets``: our wrapper over ``gloo`` against the loop of the tutorials: when the backward pass
+  is over, PyTorch's ``all_reduce`` over Gloo for one parameter after the other.
+- ``memory``: what all ranks together take at their peak, each wrapper in processes of its own. A
+  page that ranks share counts once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -24,12 +32,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Observer, duration, print_table, write
 from torch import nn
+
+from collective.bench.report import Observer, duration, print_table, write
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3
+# Of PyTorch's wrapper over our process group, of an all-reduce a parameter, and of memory.
+_PLUGIN, _BUCKETS, _MEMORY = 1.3, 2.0, 1.05
 _MODELS = "mlp lenet resnet"
+_PARTS = "wrappers plugin buckets memory"
+_MEMORY_OF = ("ours", "torch", "no wrapper")
+_TITLES = {
+    "wrappers": ("a training step", "ours", "torch's"),
+    "plugin": ("a step of torch's wrapper", "over our shm", "over Gloo"),
+    "buckets": ("a training step over gloo", "ours", "by parameter"),
+}
 
 
 class _Residual(nn.Module):
@@ -69,49 +87,102 @@ def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*head, *blocks, *tail), torch.randn(4, 3, 32, 32)
 
 
-def _step(model: Any, x: torch.Tensor) -> Callable[[], None]:
+def _step(
+    model: Any, x: torch.Tensor, after: Callable[[], object] = lambda: None
+) -> Callable[[], None]:
+    """Return a step; ``after`` follows its backward pass."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        after()
         optimizer.step()
 
     return step
 
 
-def rank(folder: Path, names: Sequence[str], quick: bool) -> None:
+def rank(part: str, folder: Path, names: Sequence[str], quick: bool) -> None:
     """Measure as one of the ranks; rank 0 writes the figures to ``folder``."""
     import torch.distributed as dist
 
     import collective
-    from collective.adapters.torch import DistributedDataParallel
 
     torch.set_num_threads(1)
-    comm = collective.init("shm")
+    comm = collective.init("gloo" if part == "buckets" else "shm")
     store = dist.FileStore(str(folder / "store"), comm.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     rounds, turn = (3, 0.1) if quick else (15, 0.4)
     found = {}
     for name in names:
-        sides: dict[str, tuple[Any, Callable[[], None]]] = {}
-        ours = DistributedDataParallel(model_of(name)[0], comm)
-        theirs = nn.parallel.DistributedDataParallel(
-            model_of(name)[0], gradient_as_bucket_view=True
-        )
+        wrapped = _wrapped(part, comm, name)
         x = model_of(name)[1]
-        for side, wrapped in (("ours", ours), ("torch", theirs)):
-            step = _step(wrapped, x)
-            sides[side] = contextlib.nullcontext, step
-            sides[f"{side}, no_sync"] = wrapped.no_sync, step
-            wrapped(x * (comm.rank + 1)).square().mean().backward()
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)
+        sides = _sides(wrapped, x)
+        for each in wrapped.values():
+            each.zero_grad()
+            each(x * (comm.rank + 1)).square().mean().backward()
+        if part == "buckets":
+            _by_parameter(wrapped["by parameter"])
+        first, *others = ([p.grad for p in each.parameters()] for each in wrapped.values())
+        for gradients in others:
+            for a, b in zip(first, gradients, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
         found[name] = _turns(comm, sides, rounds, turn)
     if comm.rank == 0:
         (folder / "figures.json").write_text(json.dumps(found))
+    # PyTorch's wrappers first: one that goes after its process group may hang.
+    del wrapped, sides, each, first, others
+    gc.collect()
     dist.destroy_process_group()
     comm.close()
+
+
+def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
+    """Return the sides of a part, a model of its own each."""
+    import torch.distributed as dist
+
+    from collective.adapters.torch import DistributedDataParallel
+
+    def torchs(group: Any = None) -> Any:
+        model = model_of(name)[0]
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True
+        )
+
+    if part == "plugin":
+        import collective.adapters.torch.plugin  # noqa: F401  # registers it
+
+        return {"ours": torchs(dist.new_group(backend="collective")), "torch": torchs()}
+    ours = DistributedDataParallel(model_of(name)[0], comm)
+    if part == "buckets":
+        return {"ours": ours, "by parameter": model_of(name)[0]}
+    return {"ours": ours, "torch": torchs()}
+
+
+def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, tuple[Any, Callable[[], None]]]:
+    """Return each side's step with syncing and without, and in what it is made."""
+    sides: dict[str, tuple[Any, Callable[[], None]]] = {}
+    for side, each in wrapped.items():
+        if side == "by parameter":
+            model = each
+            synced = _step(model, x, lambda model=model: _by_parameter(model))
+            sides[side] = contextlib.nullcontext, synced
+            sides[f"{side}, no_sync"] = contextlib.nullcontext, _step(model, x)
+            continue
+        step = _step(each, x)
+        sides[side] = contextlib.nullcontext, step
+        sides[f"{side}, no_sync"] = each.no_sync, step
+    return sides
+
+
+def _by_parameter(model: nn.Module) -> None:
+    """Average the gradients as in "Writing distributed applications with PyTorch"."""
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        parameter.grad /= dist.get_world_size()
 
 
 def _turns(
@@ -141,53 +212,138 @@ def _turns(
     return times
 
 
+def memory(side: str, folder: Path, names: Sequence[str], quick: bool) -> None:
+    """Train as one of the ranks of one side; rank 0 writes the peak of all ranks' memory."""
+    import torch.distributed as dist
+
+    import collective
+    from collective.adapters.torch import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    comm = collective.init("shm")
+    model, x = model_of(names[0])
+    wrapped: Any = model
+    if side == "ours":
+        wrapped = DistributedDataParallel(model, comm)
+    elif side == "torch":
+        store = dist.FileStore(str(folder / "store"), comm.size)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    step = _step(wrapped, x)
+    for _ in range(3 if quick else 10):
+        step()
+    comm.barrier()
+    peaks = comm.all_gather_object(_peak_bytes())
+    if comm.rank == 0:
+        (folder / "figures.json").write_text(json.dumps(sum(peaks)))
+    comm.barrier()
+    del wrapped, step
+    gc.collect()
+    if side == "torch":
+        dist.destroy_process_group()
+    comm.close()
+
+
+def _peak_bytes() -> int:
+    """Return the most that this process has had in memory, of shared pages its part of now."""
+    texts = [Path("/proc/self", name).read_text() for name in ("status", "smaps_rollup")]
+    kib = {
+        line.split(":")[0]: int(line.split()[1])
+        for text in texts
+        for line in text.splitlines()
+        if line.endswith(" kB")
+    }
+    return (kib["VmHWM"] - (kib["Rss"] - kib["Pss"])) << 10
+
+
 def summary(times: dict[str, list[float]]) -> dict[str, float]:
     """Return medians, and medians of what neighbouring turns differ by, in seconds."""
+    ours, other = (side for side in times if not side.endswith("no_sync"))
     added = {
         side: statistics.median(a - b for a, b in zip(times[side], times[f"{side}, no_sync"]))
-        for side in ("ours", "torch")
+        for side in (ours, other)
     }
     return {
-        "ours": statistics.median(times["ours"]),
-        "torch": statistics.median(times["torch"]),
-        "ours_added": added["ours"],
-        "torch_added": added["torch"],
-        "faster": statistics.median(b / a for a, b in zip(times["ours"], times["torch"])),
+        "ours": statistics.median(times[ours]),
+        "other": statistics.median(times[other]),
+        "ours_added": added[ours],
+        "other_added": added[other],
+        "faster": statistics.median(b / a for a, b in zip(times[ours], times[other])),
     }
 
 
-def measure(names: Sequence[str], quick: bool) -> dict[str, Any]:
-    """Run two ranks and return their figures."""
+def run_ranks(part: str, names: Sequence[str], quick: bool) -> Any:
+    """Run two ranks of a part and return their figures."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "collective", "run", "-n", "2", __file__, "--rank", folder]
-        command += ["--models", *names] + ["--quick"] * quick
+        command = [sys.executable, "-m", "collective", "run", "-n", "2", "--backend"]
+        command += ["gloo" if part == "buckets" else "shm", __file__, "--rank", folder]
+        command += ["--parts", part, "--models", *names] + ["--quick"] * quick
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
+        return json.loads((Path(folder) / "figures.json").read_text())
+
+
+def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str, Any]:
+    """Return the figures of each part."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        if part != "memory":
+            found[part] = run_ranks(part, names, quick)
+            continue
+        found[part] = {
+            name: {side: run_ranks(side, [name], quick) for side in _MEMORY_OF} for name in names
+        }
     return found
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
-    """Print the table of a run."""
+    """Print the tables of a run."""
     about = run["machine"]
     print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks\n")
+    for part, models in run["parts"].items():
+        if part == "memory":
+            _show_memory(models, markdown)
+            continue
+        rows = []
+        for name, times in models.items():
+            got = summary(times)
+            share = got["ours_added"] / got["other_added"]
+            figures = [got["ours"], got["other"], got["ours_added"], got["other_added"]]
+            shown = [duration(max(0.0, seconds)) for seconds in figures]
+            kept = "kept" if _is_kept(part, name, got) else "missed"
+            rows.append(
+                [name, *shown[:2], f"{got['faster']:.2f}", *shown[2:], f"{share:.2f}", kept]
+            )
+        title, ours, other = _TITLES[part]
+        header = ["model", f"{ours} µs", f"{other} µs", "times as fast", f"sync adds: {ours} µs"]
+        header += [f"{other} µs", "of that", "verdict"]
+        print_table(title, header, rows, markdown)
+
+
+def _is_kept(part: str, name: str, got: dict[str, float]) -> bool:
+    share = got["ours_added"] / got["other_added"]
+    if part == "plugin":
+        return got["faster"] >= (_PLUGIN if name == "mlp" else 1.0)
+    if part == "buckets":
+        return share <= 1 / _BUCKETS
+    return got["faster"] >= (_STEP if name == "mlp" else 1.0) and (name != "mlp" or share <= _ADDED)
+
+
+def _show_memory(models: dict[str, dict[str, int]], markdown: bool) -> None:
     rows = []
-    for name, times in run["models"].items():
-        got = summary(times)
-        share = got["ours_added"] / got["torch_added"]
-        rows.append(
-            [
-                name, duration(got["ours"]), duration(got["torch"]), f"{got['faster']:.2f}",
-                duration(max(0.0, got["ours_added"])), duration(max(0.0, got["torch_added"])),
-                f"{share:.2f}",
-            ]
-        )  # fmt: skip
-    header = ["model", "our step µs", "torch's µs", "times as fast", "our sync adds µs"]
-    print_table("a training step", [*header, "torch's adds µs", "of torch's"], rows, markdown)
+    for name, peaks in models.items():
+        ratio = peaks["ours"] / peaks["torch"]
+        shown = [f"{nbytes / 2**20:.0f}" for nbytes in peaks.values()]
+        rows.append([name, *shown, f"{ratio:.3f}", "kept" if ratio <= _MEMORY else "missed"])
+    header = ["model", *(f"{side} MiB" for side in _MEMORY_OF), "of torch's", "verdict"]
+    print_table("peak memory of both ranks", header, rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Steps of data-parallel training.")
+    choices = [*_PARTS.split(), *_MEMORY_OF]
+    parser.add_argument("--parts", nargs="+", default=_PARTS.split(), choices=choices,
+                        metavar="PART", help=f"of {_PARTS} (default: all)")  # fmt: skip
     parser.add_argument("--models", nargs="+", default=_MODELS.split(), choices=_MODELS.split())
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
@@ -195,10 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank is not None:
-        rank(options.rank, options.models, options.quick)
+        (part,) = options.parts
+        work = memory if part in _MEMORY_OF else rank
+        work(part, options.rank, options.models, options.quick)
         return 0
     observer = Observer()
-    run = {"models": measure(options.models, options.quick), "machine": observer.machine()}
+    parts = measure(options.parts, options.models, options.quick)
+    run = {"parts": parts, "machine": observer.machine()}
     write(options.json, run)
     show(run, options.markdown)
     return 0

@@ -93,6 +93,10 @@ class Calls:
 
     # -- running ------------------------------------------------------------------------
 
+    def _new_lane(self, name: str) -> Lane:
+        """Return a lane for further messages."""
+        return Lane(name)
+
     def _go(
         self,
         what: str,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from collective import trace
 from collective.dtypes import named
 from collective.errors import GradientError, InvalidArgumentError, MismatchError
 
@@ -78,7 +79,8 @@ class Gradients:
         parameters: in the order in which gradients are expected to arrive.
         like: the framework of the memory; see :meth:`Communicator.empty`.
         bucket_bytes: how much is reduced together, about.
-        first_bytes: the same for the first bucket, which shall be on its way early.
+        first_bytes: the same for the first bucket, which shall be on its way early; at most
+            ``bucket_bytes``.
         reduce: what to do with a full bucket; by default the average over the ranks.
         counts: how often a gradient is ready in each pass, where that may differ from once
             and does not change: it is counted in the first pass, whose buckets are all
@@ -116,7 +118,7 @@ class Gradients:
         self.views: list[Any] = [None] * len(self.parameters)
         self.buckets: list[Bucket] = []
         self._like = like
-        self._limits = first_bytes, bucket_bytes
+        self._limits = min(first_bytes, bucket_bytes), bucket_bytes
         self._compare()
         self._slabs = self._allocate()
         self._bucket_of: list[Bucket] = []
@@ -128,6 +130,7 @@ class Gradients:
         self._left: list[int] = []
         self._next = 0
         self._works: list[Work[Any]] = []
+        self._arriving: trace.Interval | None = None
 
     # -- memory ---------------------------------------------------------------------------
 
@@ -298,18 +301,27 @@ class Gradients:
         self._conclude()
 
     def _conclude(self) -> None:
+        self._trace_arrived()
         try:
-            self._launch(all_of_them=True)
-            for work in self._works:
-                work.wait()
+            with trace.span("finish gradients"):
+                self._launch(all_of_them=True)
+                for work in self._works:
+                    work.wait()
         finally:
             self._begun = False
             self._works = []
         if not self._settled:
             self._settle()
+        trace.step("gradients")
+
+    def _trace_arrived(self) -> None:
+        if self._arriving is not None:
+            self._arriving.end()
+            self._arriving = None
 
     def drop(self) -> None:
         """Give up a pass that has begun: what is on its way is waited for, and nothing begun."""
+        self._trace_arrived()
         works, self._works, self._begun = self._works, [], False
         for work in works:
             work.wait()
@@ -318,6 +330,8 @@ class Gradients:
         if self._begun:
             return
         self._begun = True
+        # From the first gradient to the last: what of a backward pass is seen from here.
+        self._arriving = trace.interval("backward")
         self._arrived = []
         self._next = 0
         self._works = []
@@ -338,7 +352,8 @@ class Gradients:
             if bucket.missing or (bucket.is_last and not all_of_them):
                 return
             self._next += 1
-            work = (self._reduce or self.average)(bucket)
+            with trace.span("bucket", index=bucket.index, parameters=len(bucket.members)):
+                work = (self._reduce or self.average)(bucket)
             if work is not None:
                 self._works.append(work)
 

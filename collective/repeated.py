@@ -3,7 +3,9 @@
 What is found out about one holds for the next. Where both arrays are contiguous views (of
 symmetric memory, say), the buffers are kept, too, for as long as the arrays live: such a view
 can be neither moved nor resized. An array that owns its memory could, and a buffer over it would
-keep it alive. On a GPU memory is known by its address and layout, and nothing is kept alive.
+keep it alive. A framework's array on the CPU may get other memory at any time: it is kept for as
+long as it lives, and compared with where it was. On a GPU memory is known by its address and
+layout, and nothing is kept alive.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collective.arrays import adapter_of, known_adapter
+from collective.arrays import Adapter, adapter_of, known_adapter
 from collective.buffer import Buffer
 from collective.dtypes import DType
 
@@ -42,12 +44,30 @@ class _Kept(NamedTuple):
     prepared: Prepared
 
 
+class _Settled(NamedTuple):
+    """A call on a framework's arrays on the CPU that has been made twice before.
+
+    The buffers keep the memory alive, so that nothing else can come to be at its address.
+    """
+
+    x: Callable[[], Any]
+    x_place: Any
+    out: Callable[[], Any]
+    out_place: Any
+    adapter: Adapter
+    prepared: Prepared
+
+
 class Repeated:
     """The calls of one communicator that are remembered."""
 
     def __init__(self) -> None:
         self._views: dict[Any, _Kept] = {}
         self._owned: dict[Any, tuple[DType, tuple[Any, ...]]] = {}
+        self._settled: dict[Any, _Settled] = {}
+        # Made once so far, as most arrays of a framework are there for one call only; and
+        # whether it has turned out since that such a call cannot be kept.
+        self._seen: dict[Any, tuple[Callable[[], Any], bool]] = {}
         self._on_gpu: dict[Any, Prepared] = {}
 
     def find(self, key: Any, x: Any, out: Any) -> Prepared | None:
@@ -57,7 +77,12 @@ class Repeated:
             key: the call without its arrays.
         """
         if type(x) is not np.ndarray or type(out) is not np.ndarray:
-            return self._find_on_gpu(key, x, out)
+            if out is None:
+                return None
+            settled = self._settled.get((key, id(x), id(out)))
+            if settled is None:
+                return self._find_on_gpu(key, x, out)
+            return self._still(settled, key, x, out)
         if x.base is None and out.base is None:
             return self._alike(key, x, out)
         kept = self._views.get((key, id(x), id(out)))
@@ -89,7 +114,11 @@ class Repeated:
     def keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, *rest: Any) -> None:
         """Keep ``rest`` for the next such call, if both arrays are as :meth:`_kept` wants."""
         if type(x) is not np.ndarray or type(out) is not np.ndarray:
-            if out is not None and not isinstance(src.array, np.ndarray):
+            if out is None:
+                return
+            if isinstance(src.array, np.ndarray):
+                self._settle(key, x, out, src, dst, rest)
+            else:
                 self._keep_on_gpu(key, x, out, src, dst, rest)
             return
         if x.base is None and out.base is None:
@@ -120,10 +149,57 @@ class Repeated:
             weakref.ref(out, forget), out.dtype, out.shape, (src, dst, rest),
         )  # fmt: skip
 
+    # -- of a framework, on the CPU -------------------------------------------------------
+
+    def _still(self, settled: _Settled, key: Any, x: Any, out: Any) -> Prepared | None:
+        """Return what was kept if the arrays are the same, where and as they were."""
+        if settled.x() is x and settled.out() is out:
+            place = settled.adapter.place
+            if place(x) == settled.x_place and (out is x or place(out) == settled.out_place):
+                return settled.prepared
+        self._settled.pop((key, id(x), id(out)), None)  # lets go of memory it no longer has
+        return None
+
+    def _settle(
+        self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, rest: tuple[Any, ...]
+    ) -> None:
+        adapter = known_adapter(x)
+        x_place = None if adapter is None else adapter.place(x)
+        if adapter is None or x_place is None or known_adapter(out) is not adapter:
+            return
+        name = key, id(x), id(out)
+        seen = self._seen.get(name)
+        if seen is None or seen[0]() is not x:
+            if len(self._seen) >= REMEMBERED:
+                self._seen.clear()
+            self._seen[name] = weakref.ref(x), False
+            return
+        if seen[1]:
+            return
+        out_place = adapter.place(out)
+        source = _alias(adapter, x, src)
+        target = None if out_place is None else _alias(adapter, out, dst)
+        if source is None or target is None:
+            self._seen[name] = seen[0], True
+            return
+        if dst is src:
+            target = source
+        del self._seen[name]
+        if len(self._settled) >= REMEMBERED:
+            self._settled.clear()
+
+        def forget(_: object) -> None:
+            self._settled.pop(name, None)
+
+        self._settled[name] = _Settled(
+            weakref.ref(x, forget), x_place, weakref.ref(out, forget), out_place, adapter,
+            (source, target, rest),
+        )  # fmt: skip
+
     # -- on a GPU -------------------------------------------------------------------------
 
     def _find_on_gpu(self, key: Any, x: Any, out: Any) -> Prepared | None:
-        if not self._on_gpu or out is None:
+        if not self._on_gpu:
             return None
         adapter = known_adapter(x)
         prepared = self._on_gpu.get(_place(adapter, key, x, out))
@@ -156,6 +232,21 @@ class Repeated:
         if src is dst:
             bare[1] = bare[0]
         self._on_gpu[name] = bare[0], bare[1], rest
+
+
+def _alias(adapter: Adapter, x: Any, buffer: Buffer) -> Buffer | None:
+    """Return a buffer over the memory of ``x`` that does not refer to ``x``.
+
+    None unless it is the same as ``buffer``, which may have been packed for one call.
+    """
+    array = adapter.alias(x)
+    if array is None:
+        return None
+    found = Buffer(array.reshape(-1), buffer.dtype)
+    if found.address != buffer.address or found.count != buffer.count:
+        return None
+    found.memo = {}
+    return found
 
 
 def _place(adapter: Any, key: Any, x: Any, out: Any) -> Any:

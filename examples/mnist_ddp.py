@@ -4,9 +4,10 @@
 
     collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper ours
     collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper torch-ddp
+    collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper none
     python examples/mnist_ddp.py --wrapper none --ranks 2
 
-Whole batches are the same for all of them: each rank takes its part of every batch, one process
+Whole batches are the same for all of them: each rank takes its part of every batch, a process
 without a wrapper the whole. So the weights at the end are the same as well, up to rounding; the
 last line tells their sum. ``torch-ddp`` is PyTorch's own wrapper over the process group
 ``collective``: an ordinary program of torch.distributed, over our transport.
@@ -58,7 +59,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wrapper", choices=("ours", "torch-ddp", "none"), default="ours")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16, help="digits of one rank in a step")
-    parser.add_argument("--ranks", type=int, help="whose batches one process takes, for 'none'")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="'none': of how many a process takes all (default: those there are)",
+    )
     parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", help="write the state of the model here")
@@ -70,15 +75,10 @@ def main() -> None:
     options = arguments()
     # The digits are drawn by their seed, the same on every rank.
     digits, test = load_digits(options.limit, options.seed)
-    rank, size = 0, 1
     comm = None
     model: Any = LeNet(options.seed)
     wrapped = model
-    if options.wrapper == "ours":
-        comm = collective.init()
-        rank, size = comm.rank, comm.size
-        wrapped = DistributedDataParallel(model, comm)
-    elif options.wrapper == "torch-ddp":
+    if options.wrapper == "torch-ddp":
         import torch.distributed as dist
 
         from collective.adapters.torch import plugin  # noqa: F401  # registers it
@@ -86,11 +86,19 @@ def main() -> None:
         dist.init_process_group("collective")
         rank, size = dist.get_rank(), dist.get_world_size()
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    options.ranks = size if options.wrapper != "none" else options.ranks or 1
+    else:
+        comm = collective.init()
+        rank, size = comm.rank, comm.size
+        if options.wrapper == "ours":
+            wrapped = DistributedDataParallel(model, comm)
+    part = rank, size
+    if options.wrapper == "none":
+        size, part = options.ranks or size, (0, 1)
+    options.ranks = size
     torch.set_num_threads(1)
 
     ends = [time.perf_counter()]
-    for epoch, loss in enumerate(train(wrapped, digits, options, rank, size), 1):
+    for epoch, loss in enumerate(train(wrapped, digits, options, *part), 1):
         if rank == 0:
             print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
         ends.append(time.perf_counter())
@@ -99,7 +107,7 @@ def main() -> None:
         with torch.no_grad():
             accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
         total = sum(parameter.detach().sum().item() for parameter in model.parameters())
-        print(f"{options.wrapper}: {size} rank(s), last epoch in {seconds:.2f} s")
+        print(f"{options.wrapper}: batches of {size} rank(s), last epoch in {seconds:.2f} s")
         print(f"test accuracy {accuracy:.1%}")
         print(f"sum of all weights {total:.9f}")
         if options.save:

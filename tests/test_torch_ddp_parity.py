@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,34 @@ def both(comm: Any, store: str, way: str, optimizer: str) -> None:
     files = dist.FileStore(store, comm.size)
     dist.init_process_group("gloo", store=files, rank=comm.rank, world_size=comm.size)
     try:
-        states = []
-        for ours in (True, False):
-            torch.manual_seed(comm.rank)
-            model = Net(way == "unused").double()
-            options: dict[str, Any] = {}
-            if way == "unused":
-                options["find_unused_parameters"] = True
-            if way == "static":
-                options["static_graph"] = True
-            wrapped: Any
-            if ours:
-                wrapped = DistributedDataParallel(model, comm, bucket_mib=0.005, **options)
-            else:
-                wrapped = Torchs(model, bucket_cap_mb=1, gradient_as_bucket_view=True, **options)
-            train(wrapped, getattr(torch.optim, optimizer), comm.rank, way == "accumulate")
-            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        states = [trained(comm, ours, way, optimizer) for ours in (True, False)]
         for name, value in states[0].items():
             if "running" in name and way == "accumulate" and comm.rank:
                 continue  # they get rank 0's in other passes, and nobody else gets theirs
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-10)
     finally:
+        # A wrapper of PyTorch's that goes after its process group waits for Gloo's threads with
+        # the interpreter's lock, which they may want.
+        gc.collect()
         dist.destroy_process_group()
+
+
+def trained(comm: Any, ours: bool, way: str, optimizer: str) -> dict[str, torch.Tensor]:
+    """Return the state after training with one of the wrappers."""
+    torch.manual_seed(comm.rank)
+    model = Net(way == "unused").double()
+    options: dict[str, Any] = {}
+    if way == "unused":
+        options["find_unused_parameters"] = True
+    if way == "static":
+        options["static_graph"] = True
+    wrapped: Any
+    if ours:
+        wrapped = DistributedDataParallel(model, comm, bucket_mib=0.005, **options)
+    else:
+        wrapped = Torchs(model, bucket_cap_mb=1, gradient_as_bucket_view=True, **options)
+    train(wrapped, getattr(torch.optim, optimizer), comm.rank, way == "accumulate")
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def train(wrapped: Any, kind: Any, rank: int, accumulate: bool) -> None:

@@ -116,7 +116,8 @@ class DistributedDataParallel(nn.Module):
         broadcast_state(module, comm)
         self._sync = True  # whether the next forward pass is one whose gradients are reduced
         self._syncing = True  # whether that of the backward pass under way was
-        self._queued = False  # whether the backward pass will call _finish
+        self._queued = False  # whether the backward pass will call _end
+        self._came = False  # whether a gradient has come in it
         self._unused: list[int] = []
         self._attendance: Attendance | None = None  # inside of join()
         self._gradients.moved = _weakly(self._point)
@@ -124,9 +125,10 @@ class DistributedDataParallel(nn.Module):
         untyped: Any
         for number, untyped in enumerate(self._trained):
             untyped.register_post_accumulate_grad_hook(_hook(arrived, number))
-        expect = _weakly(self._expect_end)
+        sparse_arrived = _weakly(self._sparse_arrived)
         for untyped in self._sparse:
-            untyped.register_post_accumulate_grad_hook(lambda _: expect())
+            untyped.register_post_accumulate_grad_hook(sparse_arrived)
+        self._reached = _weakly(self._expect_end)
         untyped = self
         untyped.register_state_dict_post_hook(_without_prefix)
         untyped.register_load_state_dict_pre_hook(_with_prefix)
@@ -139,7 +141,7 @@ class DistributedDataParallel(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._syncing, self._queued = self._sync, False
+        self._syncing, self._queued, self._came = self._sync, False, False
         if not self._syncing:
             return self.module(*args, **kwargs)
         if self._gradients.begun:
@@ -157,6 +159,12 @@ class DistributedDataParallel(nn.Module):
         if self.broadcast_buffers:
             _broadcast(list(self.module.buffers()), self.comm, root)
         outputs = self.module(*args, **kwargs)
+        # A backward pass comes by here before it comes to a reentrant checkpoint, whose gradients
+        # arrive in a pass of its own that ends before this one.
+        untyped: Any
+        for untyped in _tensors(outputs):
+            if untyped.grad_fn is not None:
+                untyped.register_hook(self._reached)
         if self.find_unused_parameters:
             self._leave_out(outputs)
         return outputs
@@ -214,19 +222,30 @@ class DistributedDataParallel(nn.Module):
             view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
             parameter.grad = view
         if self._syncing:
+            self._came = True
             self._expect_end()
             self._gradients.ready(number)
 
-    def _expect_end(self) -> None:
-        """Have autograd call :meth:`_finish` at the end of this backward pass."""
+    def _sparse_arrived(self, parameter: nn.Parameter) -> None:
+        self._came = True
+        self._expect_end()
+
+    def _expect_end(self, gradient: torch.Tensor | None = None) -> None:
+        """Have autograd call :meth:`_end` at the end of this backward pass."""
         if self._syncing and not self._queued:
             self._queued = True
             engine: Any = Variable._execution_engine
-            engine.queue_callback(self._finish)
+            engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """Finish, unless the pass was ``torch.autograd.grad`` of something else."""
+        self._queued = False
+        if self._came:
+            self._finish()
 
     def _finish(self) -> None:
-        """Wait for the reductions; called at the end of the backward pass."""
-        self._queued = False
+        """Wait for the reductions."""
+        self._came = False
         self._gradients.finish()
         self._reduce_sparse()
         if self.find_unused_parameters:

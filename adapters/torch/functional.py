@@ -36,23 +36,14 @@ from collective.adapters.torch.adjoints import (
     length,
     record,
 )
-from collective.backend import ANY_SOURCE
+from collective.adapters.torch.messages import recv, send
 from collective.communicator import Communicator
-from collective.errors import RankError
 from collective.rows import split_sizes
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce",
+    "reduce_scatter", "scatter", "send",
+]  # fmt: skip
 
 
 def all_reduce(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Tensor:
@@ -368,75 +359,6 @@ def all_to_all(
         return all_to_all(g, comm, axis, counts=receives, recv_counts=sends)
 
     return record(Linear, Step(forward, adjoint), x)
-
-
-def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.Tensor:
-    """Send a tensor to rank ``dst``.
-
-    The gradient is ``g_dst``, received from there in the backward pass, with the same tag.
-
-    Args:
-        x: a tensor of at most 12 dimensions.
-        dst: another rank, which calls :func:`recv`.
-        comm: the ranks.
-        tag: the receiver's.
-
-    Returns:
-        A delegate of the dtype of ``x``: backward receives when it comes to it.
-
-    Raises:
-        As :meth:`Communicator.send`.
-    """
-    check("send", x)
-
-    def adjoint(g: Any) -> Any:
-        return recv(comm, dst, tag, like=g, after=g)
-
-    return record(Linear, Step(lambda x: comm.send(x, dst, tag=tag), adjoint), x)
-
-
-def recv(
-    comm: Communicator,
-    src: int,
-    tag: int = 0,
-    *,
-    like: Any = "torch",
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Receive a tensor from rank ``src``.
-
-    Backward sends ``g`` to ``src``, where it is the gradient of what was sent.
-
-    Args:
-        comm: the ranks.
-        src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
-        tag: the sender's.
-        like: a tensor on the device where the result is to be.
-        after: a tensor, as a delegate of an earlier :func:`send`, on which this result is made to
-            depend, with gradient zero. Backward of what led to it waits for this one's, and
-            ``torch.autograd.grad`` and derivatives of higher order find the way through it.
-
-    Returns:
-        A new tensor of the sender's shape and dtype.
-
-    Raises:
-        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
-            :meth:`Communicator.recv`.
-    """
-    if src == ANY_SOURCE:
-        raise RankError(
-            f"recv: ANY_SOURCE; a rank, to which the gradient is sent [rank {comm.rank} of "
-            f"{comm.size}]. Name the source, or receive with comm.recv, without a gradient."
-        )
-    if after is not None:
-        check("recv", after)
-
-    def forward(after: Any) -> Any:
-        found = comm.recv(None, src, tag=tag, like=like)
-        check("recv", found)
-        return found
-
-    return record(Linear, Step(forward, lambda g: send(g, src, comm, tag), False), after)
 
 
 # -- steps of several ------------------------------------------------------------------------

@@ -1,0 +1,293 @@
+"""``DistributedDataParallel`` with what programs combine it with, and when a rank dies in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import collective
+from collective.adapters.torch import DistributedDataParallel
+from collective.testing import RankDiedError, RankPool, RanksFailedError
+from tests.test_torch_ddp import batches, loss_of, mlp, shard
+
+# Buckets so small that there are several.
+SMALL = 0.0005
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(2, "threads", timeout=60.0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shm() -> Any:
+    # Dynamo has one state for all threads of a process, and who dies must not be all ranks.
+    with RankPool(2, "shm", timeout=60.0) as made:
+        yield made
+
+
+def train(model: Any, wrapped: Any, parts: Any, steps: int = 4) -> list[torch.Tensor]:
+    """Return the weights after some steps; ``parts`` takes a rank's share of a batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss_of(wrapped, parts(x), parts(y)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A class of its own: compiled in place, PyTorch's own are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("way", ["of a copy", "in place", "around"])
+def test_compiled(shm: RankPool, way: str) -> None:
+    shm.run(compiled, way)
+
+
+def compiled(comm: Any, way: str) -> None:
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters
+    graphs.clear()
+    model, alone = Net(), Net()
+    inner: Any = model
+    if way == "of a copy":
+        inner = torch.compile(model, backend="aot_eager")
+    elif way == "in place":
+        model.compile(backend="aot_eager")
+    ddp: Any = DistributedDataParallel(inner, comm, bucket_mib=SMALL)
+    if way == "around":
+        ddp = torch.compile(ddp, backend="aot_eager")
+    compare(
+        train(model, ddp, lambda part: shard(comm, part)), train(alone, alone, lambda part: part)
+    )
+    assert graphs["stats"]["unique_graphs"] >= 1, "nothing was compiled"
+    if way == "in place":
+        assert list(ddp.state_dict()) == list(alone.state_dict())
+
+
+# -- activation checkpoints -----------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Layers whose activations are computed again in the backward pass, the last one too."""
+
+    def __init__(self, reentrant: bool | None, times: int = 1) -> None:
+        super().__init__()
+        made: Any = mlp()
+        self.first, self.middle, self.last = made[0], made[2], made[4]
+        self._reentrant = reentrant
+        self._times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(self._times):
+            x = torch.tanh(self._run(self.middle, x))
+        return self._run(self.last, x)
+
+    def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self._reentrant is None:
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=self._reentrant)
+
+
+OPTIONS = [
+    (),
+    ("static_graph",),
+    ("find_unused_parameters",),
+    ("static_graph", "find_unused_parameters"),
+]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids="+".join)
+def test_activation_checkpoints(
+    two: RankPool, reentrant: bool, times: int, options: tuple[str, ...]
+) -> None:
+    two.run(checkpointed, reentrant, times, options)
+
+
+def checkpointed(comm: Any, reentrant: bool, times: int, options: tuple[str, ...]) -> None:
+    model, alone = Checkpointed(reentrant, times), Checkpointed(None, times)
+    ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, **dict.fromkeys(options, True))
+    # Nested passes come to a parameter twice, or to one that no output seems to depend on.
+    if reentrant and "static_graph" not in options and (times == 2 or options):
+        x, y = batches(1)[0]
+        with pytest.raises(collective.GradientError, match=r"ready twice .*static_graph=True"):
+            loss_of(ddp, x, y).backward()
+        return
+    compare(
+        train(model, ddp, lambda part: shard(comm, part)), train(alone, alone, lambda part: part)
+    )
+
+
+def test_gradients_of_inputs_beside_those_of_parameters(two: RankPool) -> None:
+    two.run(penalized, False)
+    two.run(penalized, True)
+
+
+def penalized(comm: Any, unused: bool) -> None:
+    """A penalty on the gradient by the inputs: ``torch.autograd.grad`` before the backward pass."""
+    model, alone = mlp(), mlp()
+    ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, find_unused_parameters=unused)
+    for x, _ in batches(3):
+        for each, part in ((ddp, shard(comm, x)), (alone, x)):
+            each.zero_grad()
+            part = part.clone().requires_grad_()
+            out = each(part)
+            (slope,) = torch.autograd.grad(out.sum(), part, create_graph=True)
+            (out.square().mean() + slope.square().sum(1).mean()).backward()
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+# -- mixed precision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_scaled_gradients(two: RankPool, dtype: torch.dtype) -> None:
+    """An overflow on one rank has all of them leave the step out, and scale by less."""
+    two.run(scaled, dtype)
+
+
+def scaled(comm: Any, dtype: torch.dtype) -> None:
+    model, alone = mlp().float(), mlp().float()
+    ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scales = []
+    for step, (x, y) in enumerate(batches(4)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            out = ddp(shard(comm, x).float())
+            assert out.dtype is dtype
+            loss = (out.float() - shard(comm, y).float()).square().mean()
+        if step == 1 and comm.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        kept = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        assert kept == (step == 1)
+        if step == 0:
+            torch.nn.functional.mse_loss(alone(x.float()), y.float()).backward()
+            for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=0.01)
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    every = comm.all_gather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None])
+    assert torch.equal(every[0], every[1])
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_a_file_with_and_without_the_wrapper(two: RankPool) -> None:
+    two.run(resumed)
+
+
+def resumed(comm: Any) -> None:
+    """Two steps, a file, two more: wrapped at first, then both wrapped and bare."""
+
+    def net(seed: int) -> Any:
+        made: Any = mlp(seed)
+        return made.append(nn.BatchNorm1d(2, affine=False).double().eval())  # it has buffers
+
+    def train_on(model: Any, wrapped: Any, data: Any, before: Any = None) -> Any:
+        """Return the state at the end, from a file."""
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if before is not None:
+            wrapped.load_state_dict(before["model"])
+            optimizer.load_state_dict(copy.deepcopy(before["optimizer"]))
+        for x, y in data:
+            if wrapped is not model:
+                x, y = shard(comm, x), shard(comm, y)
+            optimizer.zero_grad()
+            loss_of(wrapped, x, y).backward()
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save({"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        return torch.load(file)
+
+    data = batches(4)
+    alone, model, bare, again = net(3), net(3), net(8), net(9)
+    expected = train_on(alone, alone, data)["model"]
+    halfway = train_on(model, DistributedDataParallel(model, comm), data[:2])
+    assert list(halfway["model"]) == list(expected)
+    for each, wrapped in ((bare, bare), (again, DistributedDataParallel(again, comm))):
+        state = train_on(each, wrapped, data[2:], halfway)["model"]
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
+
+
+# -- a rank that dies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["first", "middle"])
+def test_a_rank_that_dies_in_a_backward_pass(shm: RankPool, where: str) -> None:
+    """The other is told at once, in the pass, and not after the timeout."""
+    with pytest.raises(RanksFailedError) as caught:
+        shm.run(dying, where, timeout=40.0, call_timeout=30.0)
+    errors = caught.value.errors
+    assert isinstance(errors[1], RankDiedError)
+    assert "AssertionError" not in str(caught.value)
+    assert "rank 1" in str(errors[0])
+    assert isinstance(errors[0], collective.PeerLostError)
+    # Nothing is left behind: other ranks take their place.
+    shm.run(healthy)
+
+
+def dying(comm: Any, where: str) -> None:
+    model: Any = mlp()
+    ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
+    data = batches(3)
+    loss_of(ddp, *data[0]).backward()
+
+    def die(gradient: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if comm.rank == 1:
+        # With the first bucket not yet, or already, on its way.
+        model[4 if where == "first" else 0].weight.register_hook(die)
+    start = time.monotonic()
+    try:
+        loss_of(ddp, *data[1]).backward()
+    finally:
+        took = time.monotonic() - start
+        assert took < 15.0, f"{took:.1f} s"
+
+
+def healthy(comm: Any) -> None:
+    model = mlp()
+    ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
+    loss_of(ddp, *batches(1)[0]).backward()
+    assert ddp.module[0].weight.grad is not None

@@ -1,0 +1,107 @@
+"""PyTorch's adapters on the transports and sizes where their own tests do not go: MPI, 4 ranks.
+
+What runs on each rank is what those tests run; here the ranks are others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from collective.adapters.torch import ShardedSampler  # noqa: E402
+from collective.testing import RankPool  # noqa: E402
+from tests import (  # noqa: E402
+    test_torch_batch_norm,
+    test_torch_ddp,
+    test_torch_ddp_inputs,
+    test_torch_functional,
+    test_torch_loops,
+)
+from tests.mpi_launches import launch_of, needs  # noqa: E402
+
+_PLACES = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(place, marks=needs(place[0]) if "mpi" in place[0] else ()) for place in _PLACES
+    ],
+    ids=lambda place: f"{place[0]}-{place[1]}",
+)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    name, size = request.param
+    options: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if "mpi" in name:
+            options["mpiexec"] = launch_of(name)
+            # Those environments have MPI; what else is needed is in this one.
+            packages = str(Path(torch.__file__).parent.parent)
+            before = os.environ.get("PYTHONPATH")
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with RankPool(size, "mpi" if options else name, timeout=90.0, **options) as made:
+            yield made
+
+
+def test_distributed_data_parallel(pool: RankPool) -> None:
+    expected = test_torch_ddp.trained_alone(5)
+    for weights, same in pool.run(test_torch_ddp.training, 0.001, True):
+        assert same
+        for a, b in zip(weights, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["accumulating", "found", "twice"])
+def test_ways_of_passes(pool: RankPool, way: str) -> None:
+    pool.run(getattr(test_torch_ddp, way))
+
+
+def test_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
+    for weights, expected, counted in pool.run(test_torch_ddp_inputs.joined, False, True):
+        torch.testing.assert_close(weights, expected)
+        assert counted == 2 + pool.size - 1
+    pool.run(test_torch_ddp_inputs.sums)
+    pool.run(test_torch_ddp_inputs.embedded, True)
+
+
+def test_differentiable_collectives(pool: RankPool) -> None:
+    pool.run(test_torch_functional.check_directions)
+
+
+def test_batch_norm(pool: RankPool) -> None:
+    counts = [4, 0, 3, 1][: pool.size]
+    options = {"dtype": torch.float64}
+    case = counts, (2, 3), torch.float64, options
+    test_torch_batch_norm.compare(pool.run(test_torch_batch_norm.one_rank, *case), *case)
+
+
+def test_a_loop_by_hand_and_an_optimizer_that_is_spread(pool: RankPool) -> None:
+    pool.run(test_torch_loops.by_hand)
+    pool.run(test_torch_loops.spread, "adam")
+    pool.run(test_torch_loops.resumed, "groups")
+
+
+def test_every_sample_is_some_ranks_once(pool: RankPool) -> None:
+    pool.run(sampled)
+
+
+def sampled(comm: Any) -> None:
+    data = TensorDataset(torch.arange(22))
+    orders = []
+    for epoch in range(2):
+        sampler = ShardedSampler(data, comm, seed=5)
+        sampler.set_epoch(epoch)
+        mine = torch.cat([batch for (batch,) in DataLoader(data, batch_size=4, sampler=sampler)])
+        every = comm.all_gather(mine)
+        assert sorted(every.tolist()) == list(range(22))
+        orders.append(every)
+    assert not torch.equal(*orders)
