@@ -62,8 +62,8 @@ class Broadcasting(PieceCalls):
 
         Args:
             x: at the root, an array or a nested list, tuple or dict of arrays. Elsewhere
-                an array of that shape and dtype, whose values do not matter and are not
-                changed, or None.
+                the same, whose values do not matter and are not changed; in place of a single
+                array also None. (``broadcast_object`` needs nothing elsewhere.)
             root: the rank whose array it is.
             out: where it goes; ``broadcast(w, out=w)`` works in place.
             like: where ``x`` is None, the framework of the result: its name, or an array.

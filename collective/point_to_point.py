@@ -196,8 +196,8 @@ class PointToPoint(Calls):
         tag, seconds = _tag(tag), self._seconds(timeout)
         self._check_out("sendrecv", out)
         head, payload, near = self._message("sendrecv", x)
-        if like is None and not tree.is_tree(x):
-            like = x
+        if like is None:
+            like = next(iter(tree.flatten(x)), None)
         self._adapter(like)
         send, recv = ("send", dst, tag), ("recv", src, tag)
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
@@ -388,6 +388,10 @@ class PointToPoint(Calls):
     def _arrived(self, words: np.ndarray[Any, Any], payload: Buffer, out: Any, like: Any) -> Any:
         if words[0] == _OBJECT:
             value = objects.decode(payload.array)
+            if out is None and like is not None and tree.is_tree(value):
+                adapter = self._adapter(like)
+                leaves = [_converted(leaf, adapter) for leaf in tree.flatten(value)]
+                return tree.rebuild(value, iter(leaves))
             return value if out is None else _fill(out, value)
         if out is not None and tree.is_tree(out):
             raise InvalidArgumentError(
@@ -406,6 +410,17 @@ class PointToPoint(Calls):
 
 def _shape(words: np.ndarray[Any, Any]) -> tuple[int, ...]:
     return tuple(map(int, words[4 : 4 + int(words[3])]))
+
+
+def _converted(leaf: Any, adapter: Adapter) -> Any:
+    """Return the array ``leaf`` in the framework of ``adapter``."""
+    theirs = adapter_of(leaf)
+    if theirs is adapter:
+        return leaf
+    array, dtype = theirs.view(leaf)
+    output = Output("recv", None, adapter, array.shape, dtype, array)
+    output.flat[:] = array.ravel()
+    return output.finish()
 
 
 def _fill(out: Any, value: Any) -> Any:

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_parser(subparsers)
     options = parser.parse_args(arguments)
+    options.is_program = arguments is None  # and not a call within another one
     try:
         code: int = options.execute(options)
     except CollectiveError as error:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 _EPILOG = """\
 exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights do not
 agree; 2 if what was asked for does not exist; else 0. A transport or framework that is not here,
@@ -87,9 +89,11 @@ def execute(options: argparse.Namespace) -> int:
     # Here and not above: it brings NumPy and the transports along.
     from collective.parity.report import show
 
-    # For the ranks' processes: threads of several ranks get in each other's way, and spin.
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")
+    # Threads of several ranks get in each other's way, and split products into other sums.
+    if any(variable not in os.environ for variable in _THREADS):
+        os.environ.update({variable: "1" for variable in _THREADS if variable not in os.environ})
+        if options.is_program:  # NumPy has read them by now, for ranks that are threads here
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     began = time.monotonic()
     console = Console(highlight=False)
     report = _run(options, console)

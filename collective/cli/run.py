@@ -58,7 +58,7 @@ def execute(options: argparse.Namespace) -> int:
     on_host = by_device(named).get("cpu", named)
     if on_host == "threads":
         os.environ.update(variables)
-        if "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ and options.is_program:
             # NumPy has read it by now.
             os.environ["OMP_NUM_THREADS"] = str(cores_for_each(options.n))
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

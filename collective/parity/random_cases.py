@@ -123,12 +123,14 @@ def _case(
         elif operation in ("gather", "all_gather"):
             lengths = st.lists(st.integers(0, _LENGTH), min_size=size, max_size=size)
             rows = draw(st.none() | lengths.map(tuple))
+    # Structures are broadcast among ranks that all have one.
+    may_omit = operation == "scatter" or (operation == "broadcast" and single is not None)
     return Case(
         operation, data, op, order,
         root=draw(st.integers(0, size - 1)) if operation in ROOTED else 0,
         axis=axis, counts=counts, rows=rows, frameworks=held,
         outs=(draw(st.sampled_from(["new", "given", "in place"])),),
-        omitted=draw(st.booleans()) if operation in ("broadcast", "scatter") else False,
+        omitted=draw(st.booleans()) if may_omit else False,
         seed=draw(st.integers(0, _SEEDS)),
     )  # fmt: skip
 

@@ -174,7 +174,9 @@ class Ranks:
         except RanksFailedError as failure:
             return self._after(failure, cases)
         outcomes, left = self._together(cases, dict(enumerate(verdicts)))
-        self._fresh = bool(left) or any(len(found) < len(cases) for found in verdicts)
+        # Whatever went wrong may have left the communicator unusable.
+        wrong = any(outcome.status == "failed" for outcome in outcomes)
+        self._fresh = wrong or bool(left) or any(len(found) < len(cases) for found in verdicts)
         return outcomes, left
 
     def _after(
