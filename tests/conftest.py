@@ -1,8 +1,9 @@
-"""What holds for all tests: they run as if no launcher and no setting were there."""
+"""What holds for all tests: they run as if no launcher, setting or shell's ``&`` were there."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -11,3 +12,7 @@ _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 for _name in list(os.environ):
     if _name in _NAMES or _name.startswith(_PREFIXES):
         del os.environ[_name]
+
+# What a shell starts in the background, or nohup, ignores these, and hands that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

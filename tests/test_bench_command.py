@@ -166,15 +166,10 @@ def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
 ) -> None:
     words = [*COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
     file = tmp_path / "run.json"
-    # What shells start in the background has interrupts ignored, and hands that on.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(
+        [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     ranks: set[int] = set()
     try:
         deadline = time.monotonic() + 60
