@@ -11,7 +11,12 @@ import subprocess
 import tempfile
 
 _SOURCES = pathlib.Path(__file__).resolve().parent
-_FLAGS = "-std=c11 -O2 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden".split()
+# A real NCCL that somebody else loaded for all to see, as CuPy does, must not answer the fake's
+# calls of its own functions: hence symbolic.
+_FLAGS = (
+    "-std=c11 -O2 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden "
+    "-Wl,-Bsymbolic-functions"
+).split()
 
 
 def compiler() -> list[str] | None:
