@@ -3,51 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import chainer
 import chainer.functions as F
 import numpy as np
 
+from collective.adjoints import Step, check_op
 from collective.communicator import Communicator
 from collective.errors import DtypeError, InvalidArgumentError
 
 __all__ = [
-    "FOLDS",
-    "LINEAR",
     "Fold",
     "Lengths",
     "Like",
     "Linear",
-    "Step",
     "bare",
     "check",
-    "length",
     "module_of",
     "record",
 ]
-
-#: The ops whose derivatives do not depend on the arrays, and those whose do.
-LINEAR, FOLDS = ("sum", "avg"), ("prod", "min", "max")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call.
-
-    Attributes:
-        forward: from array to array, or to None where there is no result.
-        backward: from variable to variable, ``g -> gradient``; of a :class:`Fold`
-            ``(g, x, y) -> gradient``.
-        linked: whether some rank's result depends on this rank's ``x``. If not, backward gives
-            a delegate.
-    """
-
-    forward: Callable[[Any], Any]
-    backward: Callable[..., Any]
-    linked: bool = True
 
 
 class Like:
@@ -163,12 +139,6 @@ def bare(x: Any) -> Any:
     return x.array if isinstance(x, chainer.Variable) else x
 
 
-def length(x: Any, axis: int) -> int:
-    """Return the length of an axis, 0 for one that is not there, which the call refuses."""
-    shape = tuple(x.shape) or (1,)
-    return shape[axis] if -len(shape) <= axis < len(shape) else 0
-
-
 def check(what: str, x: Any, op: str = "sum") -> None:
     """Refuse what is no array, or not differentiated.
 
@@ -188,11 +158,7 @@ def check(what: str, x: Any, op: str = "sum") -> None:
             f"{what}: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
             "call its initialize(shape), or the link once, on every rank."
         )
-    if op not in LINEAR + FOLDS:
-        raise InvalidArgumentError(
-            f"{what}: op {op!r}; one of {', '.join(LINEAR + FOLDS)}, which can be "
-            "differentiated. The communicator's own calls take the others."
-        )
+    check_op(what, op)
     if x.dtype.kind not in "biuf" or (op == "avg" and x.dtype.kind != "f"):
         of = "op avg of " if op == "avg" else ""
         raise DtypeError(

@@ -29,18 +29,16 @@ import chainer
 import chainer.functions as F
 
 from collective.adapters.chainer.adjoints import (
-    LINEAR,
     Fold,
     Lengths,
     Like,
     Linear,
-    Step,
     bare,
     check,
-    length,
     record,
 )
 from collective.adapters.chainer.functional_exchanges import all_to_all, recv, send
+from collective.adjoints import LINEAR, Step, length
 from collective.communicator import Communicator
 from collective.rows import split_sizes
 

@@ -7,16 +7,13 @@ from typing import Any
 
 from collective.adapters.chainer.adjoints import (
     Linear,
-    Step,
     bare,
     check,
-    length,
     module_of,
     record,
 )
-from collective.backend import ANY_SOURCE
+from collective.adjoints import Step, check_source, length
 from collective.communicator import Communicator
-from collective.errors import RankError
 from collective.rows import split_sizes
 
 __all__ = ["all_to_all", "recv", "send"]
@@ -120,11 +117,7 @@ def recv(
         RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
             :meth:`Communicator.recv`.
     """
-    if src == ANY_SOURCE:
-        raise RankError(
-            f"recv: ANY_SOURCE; a rank, to which the gradient is sent [rank {comm.rank} of "
-            f"{comm.size}]. Name the source, or receive with comm.recv, without a gradient."
-        )
+    check_source(comm, src)
     if after is not None:
         check("recv", after)
     near = bare(like)

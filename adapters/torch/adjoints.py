@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from collective.adjoints import Step, check_op
 from collective.communicator import Communicator
 from collective.errors import DtypeError, InvalidArgumentError
 
 __all__ = [
-    "FOLDS",
-    "LINEAR",
     "Fold",
     "Lengths",
     "Like",
     "Linear",
-    "Step",
     "check",
-    "length",
     "record",
 ]
-
-#: The ops whose derivatives do not depend on the tensors, and those whose do.
-LINEAR, FOLDS = ("sum", "avg"), ("prod", "min", "max")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call.
-
-    Attributes:
-        forward: ``x -> y``, or None where there is no result.
-        backward: ``g -> gradient``; of a :class:`Fold` ``(g, x, y) -> gradient``.
-        linked: whether some rank's result depends on this rank's ``x``. If not, backward gives
-            a delegate.
-    """
-
-    forward: Callable[[Any], Any]
-    backward: Callable[..., Any]
-    linked: bool = True
 
 
 class Like:
@@ -118,12 +95,6 @@ def _or_delegate(found: Any, x: torch.Tensor) -> Any:
     return x.new_zeros(()) if found is None else found
 
 
-def length(x: torch.Tensor, axis: int) -> int:
-    """Return the length of an axis, 0 for one that is not there, which the call refuses."""
-    shape = tuple(x.shape) or (1,)
-    return shape[axis] if -len(shape) <= axis < len(shape) else 0
-
-
 def check(what: str, x: Any, op: str = "sum") -> None:
     """Refuse what is no tensor, or not differentiated.
 
@@ -136,10 +107,6 @@ def check(what: str, x: Any, op: str = "sum") -> None:
             f"{what}: {type(x).__name__}; a single tensor. The communicator's own calls take "
             "structures and other frameworks' arrays, without gradients."
         )
-    if op not in LINEAR + FOLDS:
-        raise InvalidArgumentError(
-            f"{what}: op {op!r}; one of {', '.join(LINEAR + FOLDS)}, which can be "
-            "differentiated. The communicator's own calls take the others."
-        )
+    check_op(what, op)
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise DtypeError(f"{what}: op avg of {x.dtype}; floating point or complex.")

@@ -26,17 +26,15 @@ from typing import Any
 import torch
 
 from collective.adapters.torch.adjoints import (
-    LINEAR,
     Fold,
     Lengths,
     Like,
     Linear,
-    Step,
     check,
-    length,
     record,
 )
 from collective.adapters.torch.messages import recv, send
+from collective.adjoints import LINEAR, Step, length
 from collective.communicator import Communicator
 from collective.rows import split_sizes
 

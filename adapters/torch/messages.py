@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch.adjoints import Linear, Step, check, record
-from collective.backend import ANY_SOURCE
+from collective.adapters.torch.adjoints import Linear, check, record
+from collective.adjoints import Step, check_source
 from collective.communicator import Communicator
-from collective.errors import RankError
 
 __all__ = ["recv", "send"]
 
@@ -70,11 +69,7 @@ def recv(
         RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
             :meth:`Communicator.recv`.
     """
-    if src == ANY_SOURCE:
-        raise RankError(
-            f"recv: ANY_SOURCE; a rank, to which the gradient is sent [rank {comm.rank} of "
-            f"{comm.size}]. Name the source, or receive with comm.recv, without a gradient."
-        )
+    check_source(comm, src)
     if after is not None:
         check("recv", after)
 
