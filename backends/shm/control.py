@@ -389,6 +389,10 @@ class Control:
         fence()
         words[_BROKEN] = 1
 
+    def unanimous(self, mine: bool, timeout: float) -> bool:
+        """Return whether all ranks say yes; every rank hears the same."""
+        return all(vote == b"\1" for vote in self.exchange(b"\1" if mine else b"\0", timeout))
+
     def broken_by(self, failure: Failure, what: object) -> Exception:
         """Break the communicator, and return what to raise: a peer may have come before.
 

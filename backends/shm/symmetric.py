@@ -122,7 +122,7 @@ class Heap:
         """
         control = self._control
         self._count += 1
-        if not self._all(allowed and _has_room(nbytes * control.size), timeout):
+        if not control.unanimous(allowed and _has_room(nbytes * control.size), timeout):
             return None
         note = b""
         try:
@@ -141,15 +141,11 @@ class Heap:
                     mapped.append(np.frombuffer(shared, np.uint8))
             except (OSError, ValueError):
                 mapped.clear()
-        if not self._all(bool(mapped), timeout):
+        if not control.unanimous(bool(mapped), timeout):
             return None
         root = mapped[control.rank]
         self._know(_Adopted(self._count, mapped, control.rank), root)
         return root
-
-    def _all(self, mine: bool, timeout: float) -> bool:
-        votes = self._control.exchange(b"\1" if mine else b"\0", timeout)
-        return all(vote == b"\1" for vote in votes)
 
     def _know(self, part: _Part, root: Array) -> None:
         self._by_root[id(root)] = self._by_number[part.number] = part

@@ -200,9 +200,9 @@ class ShmBackend(OneSided):
                 works = process_vm_readv(control.pid(rank), address, address_of(got), 8)
                 works = works and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
-        votes = control.exchange(b"\1" if works else b"\0", timeout)
+        works = control.unanimous(works, timeout)
         del probe
-        return all(vote == b"\1" for vote in votes)
+        return works
 
     def abort(self, failure: Failure) -> None:
         self._control.fail(failure)
