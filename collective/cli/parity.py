@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collective.errors import InvalidArgumentError
+from collective.launch import restart_with
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _EPILOG = """\
 exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights do not
@@ -90,10 +90,11 @@ def execute(options: argparse.Namespace) -> int:
     from collective.parity.report import show
 
     # Threads of several ranks get in each other's way, and split products into other sums.
-    if any(variable not in os.environ for variable in _THREADS):
-        os.environ.update({variable: "1" for variable in _THREADS if variable not in os.environ})
-        if options.is_program:  # NumPy has read them by now, for ranks that are threads here
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    if options.is_program:  # for ranks that are threads of this process, too
+        restart_with(**one)
+    for variable, value in one.items():
+        os.environ.setdefault(variable, value)
     began = time.monotonic()
     console = Console(highlight=False)
     report = _run(options, console)

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from collective.config import by_device, settings
-from collective.launch import cores_for_each, launch
+from collective.launch import cores_for_each, launch, restart_with
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -58,10 +58,8 @@ def execute(options: argparse.Namespace) -> int:
     on_host = by_device(named).get("cpu", named)
     if on_host == "threads":
         os.environ.update(variables)
-        if "OMP_NUM_THREADS" not in os.environ and options.is_program:
-            # NumPy has read it by now.
-            os.environ["OMP_NUM_THREADS"] = str(cores_for_each(options.n))
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        if options.is_program:
+            restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
         # Here and not above: it brings NumPy and the transports along.
         from collective.launch import threads
 

@@ -26,7 +26,7 @@ from collective.launch.processes import adopt_orphans, end_children
 from collective.launch.supervisor import supervise
 from collective.rundir import join, leave
 
-__all__ = ["cores_for_each", "launch"]
+__all__ = ["cores_for_each", "launch", "restart_with"]
 
 # Passed on to the ranks. One that is ignored, as by nohup, stays ignored.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -190,6 +190,16 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def restart_with(**variables: str) -> None:
+    """Run this program anew with environment variables that libraries read once, if any is new.
+
+    For what has imported such a library already; it does not return then.
+    """
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    if new:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **new})
 
 
 def cores_for_each(size: int) -> int:
