@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import json
 import os
 import statistics
@@ -35,6 +34,7 @@ import torch
 from torch import nn
 
 from collective.bench.report import Observer, duration, print_table, write
+from collective.bench.torch_models import model_of
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3
@@ -48,43 +48,6 @@ _TITLES = {
     "plugin": ("a step of torch's wrapper", "over our shm", "over Gloo"),
     "buckets": ("a training step over gloo", "ours", "by parameter"),
 }
-
-
-class _Residual(nn.Module):
-    """Two convolutions and a way around; He et al., "Deep residual learning" (2016)."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        stride = after // before
-        self.body = nn.Sequential(
-            *(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()),
-            *(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)),
-        )
-        self.around = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.relu(self.body(x) + self.around(x))
-        return out
-
-
-def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model and a batch for it."""
-    torch.manual_seed(0)
-    if name == "mlp":  # 25 MB of gradients
-        layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.ReLU())]
-        return nn.Sequential(*layers), torch.randn(64, 1024)
-    if name == "lenet":
-        made = nn.Sequential(
-            *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()),
-            *(nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
-        )
-        return made, torch.randn(32, 1, 28, 28)
-    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
-    blocks = [_Residual(a, b) for a, b in itertools.pairwise(widths)]
-    head = [nn.Conv2d(3, 64, 3, 1, 1), nn.BatchNorm2d(64), nn.ReLU()]
-    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
-    return nn.Sequential(*head, *blocks, *tail), torch.randn(4, 3, 32, 32)
 
 
 def _step(
