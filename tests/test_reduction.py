@@ -221,7 +221,8 @@ def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) 
         product(a, b, out=out)
         product(into_left, b, out=into_left)
         product(a, into_right, out=into_right)
-        assert {out[0], into_left[0], into_right[0]} == {expected}
+        found = {out[0], into_left[0], into_right[0]}
+        assert found == {expected}, f"{a[0]} * {b[0]}, number {place}"
 
 
 # -- functions of users -------------------------------------------------------------
