@@ -21,14 +21,20 @@ from collective.adapters.chainer.backward import watching
 import chainer  # isort: skip  # by the adapter's leave
 import chainer.functions as F  # isort: skip
 from chainer import _backprop, _backprop_utils  # isort: skip
+from chainer.functions.connection.linear import LinearGradWeight  # isort: skip
 
-ORIGINALS = _backprop._backprop_to_all, _backprop_utils.backprop_step
+
+def replaceable() -> tuple[Any, ...]:
+    return _backprop._backprop_to_all, _backprop_utils.backprop_step, LinearGradWeight.forward
+
+
+ORIGINALS = replaceable()
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Any:
     yield
-    assert (_backprop._backprop_to_all, _backprop_utils.backprop_step) == ORIGINALS
+    assert replaceable() == ORIGINALS
 
 
 def parameters(count: int) -> list[Any]:
@@ -50,7 +56,8 @@ def watched(leaves: list[Any], loss: Any) -> list[tuple[int, Any]]:
 
 # A program: each step multiplies by a parameter, adds one, or joins an earlier value.
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["mul", "add", "join", "twice"]), st.integers(0, 3)), max_size=12
+    st.tuples(st.sampled_from(["mul", "add", "dense", "join", "twice"]), st.integers(0, 3)),
+    max_size=12,
 )
 
 
@@ -60,6 +67,8 @@ def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
         x = values[-1]
         if kind == "mul":
             x = F.matmul(x, F.tanh(leaves[number]))
+        elif kind == "dense":
+            x = F.linear(x, leaves[number])
         elif kind == "add":
             x = x + leaves[number]
         elif kind == "twice":
@@ -67,7 +76,7 @@ def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
         else:
             x = x + values[number % len(values)]
         values.append(x)
-    return F.sum(values[-1])
+    return F.sum(F.tanh(values[-1]))
 
 
 @given(STEPS)
@@ -81,6 +90,58 @@ def test_told_are_the_gradients_that_chainer_ends_with(program: list[tuple[str, 
             assert number not in told
         else:
             assert a.grad.tobytes() == b.grad.tobytes() == told[number].tobytes()
+
+
+@given(STEPS)
+def test_gradients_in_their_places_are_those_that_chainer_ends_with(
+    program: list[tuple[str, int]],
+) -> None:
+    alone, leaves = parameters(4), parameters(4)
+    run(program, alone).backward()
+    loss, places = run(program, leaves), np.full((4, 4, 4), np.nan)
+    nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
+    with watching(nodes, lambda *_: None, lambda number: places[number]):
+        loss.backward()
+    for number, (a, b) in enumerate(zip(alone, leaves, strict=True)):
+        if a.grad is None:
+            assert b.grad is None
+        else:
+            assert a.grad.tobytes() == b.grad.tobytes()
+        if [step for step in program if step[1] == number and step[0] != "join"] == [
+            ("dense", number)
+        ]:
+            assert b.grad.base is places
+
+
+def test_a_dense_layers_gradient_is_not_put_where_one_is_already() -> None:
+    (leaf,) = parameters(1)
+    leaf.grad = np.full((4, 4), 5.0)
+    place = np.zeros((4, 4))
+    with watching({leaf.node: 0}, lambda *_: None, lambda number: place):
+        F.sum(F.linear(np.ones((2, 4)), leaf)).backward()
+    np.testing.assert_array_equal(leaf.grad, np.full((4, 4), 7.0))
+    np.testing.assert_array_equal(place, np.zeros((4, 4)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixed types", "strided input", "another shape", "weight of itself"]
+)
+def test_a_dense_layers_gradient_that_cannot_be_in_place_is_elsewhere(kind: str) -> None:
+    (leaf,) = parameters(1)
+    x, place = np.ones((8, 4)), np.zeros((4, 4))
+    if kind == "mixed types":
+        x = x.astype(np.float32)
+    elif kind == "strided input":
+        x = np.ones((8, 8))[::2, ::2]
+    elif kind == "another shape":
+        place = np.zeros((2, 8))
+    given_ = leaf if kind == "weight of itself" else x
+    expected = chainer.Parameter(leaf.array.copy())
+    F.sum(F.linear(expected if given_ is leaf else x, expected)).backward()
+    with watching({leaf.node: 0}, lambda *_: None, lambda number: place):
+        F.sum(F.linear(given_, leaf)).backward()
+    assert leaf.grad.tobytes() == expected.grad.tobytes()
+    np.testing.assert_array_equal(place, np.zeros_like(place))
 
 
 def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:

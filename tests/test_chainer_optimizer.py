@@ -31,6 +31,7 @@ from tests.chainer_models import (
 
 import chainer  # isort: skip  # by the adapter's leave
 import chainer.functions as F  # isort: skip
+from chainer.functions.connection.linear import LinearGradWeight  # isort: skip
 
 PLACES = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 
@@ -127,6 +128,31 @@ def early(comm: Any) -> None:
     assert passes[-2] >= 2
     for (_, parameter), view in zip(reversed(optimizer._parameters), gradients.views, strict=True):
         assert parameter.grad is view
+
+
+def test_gradients_of_dense_layers_are_computed_in_their_buckets(ranks: Run) -> None:
+    # The middle layer is used twice, so its gradient is the sum of two.
+    assert ranks("shm-2", computed_elsewhere) == [[(8, 8), (8, 8)]] * 2
+
+
+def computed_elsewhere(comm: Any) -> Any:
+    """Return the shapes of dense layers' gradients in a step that are in memory of their own."""
+    model, shapes = Model(), []
+    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
+    x, y = (shard(comm, each) for each in batches(1)[0])
+    original = LinearGradWeight.forward
+
+    def noting(node: Any, inputs: Any) -> Any:
+        found = original(node, inputs)
+        shapes.append(found[0].shape)
+        return found
+
+    LinearGradWeight.forward = noting
+    try:
+        optimizer.update(loss_of, model, x, y)
+    finally:
+        LinearGradWeight.forward = original
+    return shapes
 
 
 # -- what is used, and how often ------------------------------------------------------------------

@@ -9,6 +9,10 @@ then, two functions that Chainer looks up by name at each call stand wrapped:
 - ``chainer._backprop_utils.backprop_step``, one function of a pass: it is counted down for what
   it has used. At zero the gradient is complete.
 
+A third, the forward pass of ``LinearGradWeight``, computes the gradient of a dense layer's weight
+right where the caller wants it: large gradients are mostly these, and neither fresh memory (most
+of their cost is its page faults) nor a copy is needed then.
+
 Leaves behind a branch that gets no gradient are never counted down to zero: of those, nothing is
 told.
 """
@@ -21,19 +25,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import chainer
+import numpy as np
 from chainer import _backprop, _backprop_utils
+from chainer.functions.connection.linear import LinearFunction, LinearGradWeight
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["Complete", "watching"]
+__all__ = ["Complete", "Place", "watching"]
 
 #: Is told a leaf's number and its gradient, an array that it may read and not write. What it
 #: returns takes the gradient's place, if it is not None.
 Complete = Callable[[int, Any], Any]
+#: Returns the array where the gradient of a leaf, told by its number, may be computed.
+Place = Callable[[int], Any]
 
 
 @contextlib.contextmanager
-def watching(leaves: Mapping[Any, int], complete: Complete) -> Iterator[None]:
+def watching(
+    leaves: Mapping[Any, int], complete: Complete, place: Place | None = None
+) -> Iterator[None]:
     """Watch the backward passes of the body in this thread.
 
     Passes that others start in their course (``F.forget`` does) are not watched: they add to
@@ -42,6 +52,8 @@ def watching(leaves: Mapping[Any, int], complete: Complete) -> Iterator[None]:
     Args:
         leaves: their variables' nodes, and the numbers by which they are told.
         complete: is called in the middle of a pass.
+        place: asked before a gradient is computed that could be in place from the start; then
+            ``complete`` is called with that array.
 
     Raises:
         InvalidArgumentError: of a pass with ``enable_double_backprop=True``: the gradients are
@@ -49,7 +61,7 @@ def watching(leaves: Mapping[Any, int], complete: Complete) -> Iterator[None]:
     """
     before = _here.watch
     _wrappers.install()
-    _here.watch = leaves, complete
+    _here.watch = leaves, complete, place
     try:
         yield
     finally:
@@ -60,9 +72,10 @@ def watching(leaves: Mapping[Any, int], complete: Complete) -> Iterator[None]:
 class _Here(threading.local):
     """What this thread watches, and where it is."""
 
-    watch: tuple[Mapping[Any, int], Complete] | None = None
+    watch: tuple[Mapping[Any, int], Complete, Place | None] | None = None
     in_pass = False
     counted: _Pass | None = None  # the pass whose functions are counted, if the innermost is
+    into: Any = None  # where the next gradient of a dense layer's weight goes
 
 
 _here = _Here()
@@ -75,7 +88,13 @@ class _Pass:
         outputs: the nodes that the pass starts at.
     """
 
-    def __init__(self, outputs: Sequence[Any], leaves: Mapping[Any, int], complete: Complete):
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        leaves: Mapping[Any, int],
+        complete: Complete,
+        place: Place | None,
+    ):
         if chainer.config.enable_backprop:
             raise InvalidArgumentError(
                 "backward: enable_double_backprop=True, while gradients are reduced; allowed is "
@@ -84,6 +103,7 @@ class _Pass:
             )
         self._leaves = leaves
         self._complete = complete
+        self._place = place
         self._users: dict[Any, list[Any]] = {}  # function -> the leaves that it uses
         self._left: dict[Any, int] = {}  # leaf -> how many functions still have to add to it
         todo = [node.creator_node for node in outputs if node.creator_node is not None]
@@ -105,6 +125,15 @@ class _Pass:
                 self._users[function] = list(used)
                 for node in used:
                     self._left[node] = self._left.get(node, 0) + 1
+
+    def place_for(self, function: Any, gradients: Mapping[Any, list[Any]]) -> Any:
+        """Return where a function's gradient of its weight may go, if it is all there will be."""
+        if self._place is None or type(function) is not LinearFunction:
+            return None
+        weight = function.inputs[1]
+        if self._left.get(weight) != 1 or weight in (function.inputs[0], *function.inputs[2:]):
+            return None
+        return None if gradients[weight] else self._place(self._leaves[weight])
 
     def done(self, function: Any, gradients: Mapping[Any, list[Any]]) -> None:
         """Count a function that has added to the gradients of what it has used."""
@@ -130,6 +159,7 @@ class _Wrappers:
         self._users = 0
         self._pass: Any = None
         self._step: Any = None
+        self._weight: Any = None
 
     def install(self) -> None:
         with self._lock:
@@ -139,6 +169,8 @@ class _Wrappers:
                 self._step = _backprop_utils.backprop_step
                 _backprop._backprop_to_all = self.run_pass
                 _backprop_utils.backprop_step = self.run_step
+                self._weight = weight = LinearGradWeight.forward
+                LinearGradWeight.forward = lambda node, inputs: _forward(weight, node, inputs)
 
     def remove(self) -> None:
         with self._lock:
@@ -146,6 +178,7 @@ class _Wrappers:
             if not self._users:
                 _backprop._backprop_to_all = self._pass
                 _backprop_utils.backprop_step = self._step
+                LinearGradWeight.forward = self._weight
 
     def run_pass(self, outputs: Any, *args: Any, **options: Any) -> Any:
         before = _here.in_pass, _here.counted
@@ -159,10 +192,39 @@ class _Wrappers:
             _here.in_pass, _here.counted = before
 
     def run_step(self, function: Any, indexes: Any, out: Any, gradients: Any, *args: Any) -> Any:
-        result = self._step(function, indexes, out, gradients, *args)
-        if _here.counted is not None:
-            _here.counted.done(function, gradients)
+        counted = _here.counted
+        if counted is None:
+            return self._step(function, indexes, out, gradients, *args)
+        _here.into = counted.place_for(function, gradients)
+        try:
+            result = self._step(function, indexes, out, gradients, *args)
+        finally:
+            _here.into = None
+        counted.done(function, gradients)
         return result
+
+
+def _forward(original: Any, node: Any, inputs: tuple[Any, Any]) -> tuple[Any]:
+    """Run the forward pass of a ``LinearGradWeight``, into the place that there is for it.
+
+    The same product of the same operands, so the same bits.
+    """
+    into, _here.into = _here.into, None
+    x, gy = inputs
+    if (
+        into is None
+        or not all(type(array) is np.ndarray for array in (x, gy, into))
+        or not x.dtype == gy.dtype == node._w_dtype == into.dtype
+        or (gy.shape[1], x.shape[1]) != into.shape
+        or not (gy.flags.forc and x.flags.forc and into.flags.c_contiguous)
+        or chainer.config.use_ideep != "never"
+    ):
+        found: tuple[Any] = original(node, inputs)
+        return found
+    node.retain_inputs((0, 1))
+    node._config_use_ideep = "never"
+    np.dot(gy.T, x, out=into)
+    return (into,)
 
 
 _wrappers = _Wrappers()

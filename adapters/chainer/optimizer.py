@@ -307,14 +307,19 @@ class MultiNodeOptimizer:
                 )
             if gradient.shape != view.shape or gradient.dtype != view.dtype:
                 return None  # Chainer has an error for it
-            view[...] = gradient
+            if gradient is not view:
+                view[...] = gradient
             ready.add(number)
             gradients.ready(number)
             return view
 
+        def place(number: int) -> Any:
+            # A second pass is refused, but what the first has reduced shall stay until then.
+            return None if number in ready else gradients.views[number]
+
         leaves = {p.node: last - place for place, (_, p) in enumerate(self._parameters)}
         try:
-            with watching(leaves, complete):
+            with watching(leaves, complete, place):
                 yield
             self._finish(gradients, ready)
         except BaseException:
