@@ -5,7 +5,7 @@ Two parts, both with two ranks of one thread each:
 - What syncing adds to a step of an MLP with 25 MB of gradients. Under each MPI's ``mpiexec`` the
   same processes hold a model each for: no syncing; our optimizer over ``shm``; ChainerMN's
   optimizer over our communicator, over its own ``naive`` one, and over ``flat`` on mpi4py. They
-  take turns, A B C A B C …; what a side adds is the median of what its turns take more than the
+  take turns, A B C A B C …; so does a floor, a step after which as much other memory is reduced; what a side adds is the median of what its turns take more than the
   turns without syncing beside them. ChainerMN's ``flat`` keeps its buffers on a GPU; here it is
   the same on the host: one array, one ``MPI_Allreduce``.
 - What overlap is good for (as root): over ``gloo`` between two network namespaces behind a link
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What was promised: of ChainerMN's added time; and of the drop-in's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
 _BARE = "no syncing"
+_FLOOR = "a reduction alone"
 _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 
 Step = Callable[[], None]
@@ -111,6 +112,15 @@ def rank(options: argparse.Namespace) -> None:
     for step in steps.values():
         step()  # ChainerMN's first one is none
     _agree(steps)
+    bare, count = steps[_BARE], steps[_BARE].model.count_params()  # type: ignore[attr-defined]
+    memory = comm.empty(count, np.float32)
+    memory[...] = 0
+
+    def reduction_alone() -> None:
+        bare()
+        comm.all_reduce(memory, op="avg", out=memory)
+
+    steps[_FLOOR] = reduction_alone
     rounds, turn = (3, 0.1) if options.quick else (15, 0.4)
     found = _turns(comm, steps, rounds, turn)
     if comm.rank == 0:
@@ -234,16 +244,16 @@ def added(times: dict[str, list[float]], side: str) -> float:
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print the tables of a run, and what became of the promises."""
     about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks, of which ")
-    print(f"{about['others']:.1f} were taken by others\n")
+    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks; others took")
+    print(f"{about['others']:.1f} cores' time\n")
     kept = []
     for vendor, times in run["syncing"].items():
         ours = added(times, "ours")
         rows = []
-        for side in (_BARE, *_SIDES):
+        for side in (_BARE, _FLOOR, *_SIDES):
             step = statistics.median(times[side])
             extra = max(0.0, added(times, side))
-            share = ours / extra if side not in (_BARE, "ours") and extra else None
+            share = ours / extra if side in _SIDES[1:] and extra else None
             rows.append(
                 [side, duration(step), duration(extra), "" if share is None else f"{share:.2f}"]
             )

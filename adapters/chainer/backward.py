@@ -147,7 +147,7 @@ class _Pass:
             if gradient is None:
                 continue
             taken = self._complete(self._leaves[node], gradient.array)
-            if taken is not None:
+            if taken is not None and taken is not gradient.array:
                 parts[:] = [chainer.Variable(taken, requires_grad=False)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ __all__ = ["PackedGradients"]
 
 # How many numbers tell, in the buffer itself, which gradients a rank has: bytes of a digest.
 _MARKS = 8
+# What is copied and reduced in one go: it shall stay in a cache of the processor meanwhile.
+_BUCKET_BYTES = 8 << 20
 # By how much an average of such bytes may be off, as float16 is, without meaning a difference.
 _ROUNDING = 0.25
 
@@ -27,7 +28,7 @@ class PackedGradients:
     """The mean of a model's gradients over the ranks: packed, reduced, and given to the model.
 
     The memory is kept from step to step, and the gradients that the model gets are views of it:
-    the next :meth:`pack` writes over them. Whatever was the model's gradient before (read-only,
+    the next :meth:`begin` writes over them. Whatever was the model's gradient before (read-only,
     not contiguous, or one array for two parameters) is only read.
 
     Beside the gradients travel some bytes of a digest of which of them are None here. Their
@@ -47,16 +48,22 @@ class PackedGradients:
         self._works: list[Work[Any]] = []
         self._marks = np.zeros(_MARKS)
 
-    def pack(self, model: chainer.Link, zero_fill: bool, wire: np.dtype[Any] | None) -> None:
-        """Copy the gradients of ``model`` to the buffer.
+    def begin(
+        self,
+        model: chainer.Link,
+        zero_fill: bool,
+        wire: np.dtype[Any] | None,
+        async_op: bool = False,
+    ) -> None:
+        """Copy the gradients of ``model`` to the buffer, and average them over the ranks.
 
-        Collective in the first step, and whenever parameters have come or gone: then all ranks
-        have to call it.
+        Collective: every rank calls it.
 
         Args:
             model: its parameters, by their names' order; those without data are left out.
             zero_fill: whether a gradient that is None counts as zeros.
             wire: the element type in which they are reduced; by default their own.
+            async_op: whether :meth:`wait` is for the caller to call.
         """
         named = sorted(model.namedparams(), key=lambda item: item[0])
         self._named = [(name, param) for name, param in named if param.array is not None]
@@ -68,58 +75,56 @@ class PackedGradients:
             self._engine = self._lay_out(layout)
             self._layout = layout
         self._zero_fill = bool(zero_fill)
-        self._missing = []
-        views = self._engine.views
-        for (name, param), view in zip(self._named, views):
-            grad = param.grad
-            if grad is None:
-                self._missing.append(name)
-                view[...] = 0
-            elif grad is not view:
-                view[...] = grad
+        self._missing = [name for name, param in self._named if param.grad is None]
         told = "" if self._zero_fill else repr(self._missing)
         digest = hashlib.blake2b(f"{self._zero_fill}{told}".encode(), digest_size=_MARKS)
         self._marks = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
-        views[-1][...] = _like(views[-1], self._marks)
+        for bucket in self._engine.buckets:
+            for number, view in zip(bucket.members, bucket.views):
+                grad = self._contents(number, view)
+                if grad is not view:
+                    view[...] = grad
+            # Now, while what was copied is in the processor's cache.
+            array = bucket.array
+            work = self._comm.all_reduce(array, op="avg", out=array, async_op=async_op)
+            if async_op:
+                self._works.append(work)
+
+    def _contents(self, number: int, view: Any) -> Any:
+        """Return what goes to a place of the buffer."""
+        if number == len(self._named):
+            return _like(view, self._marks)
+        grad = self._named[number][1].grad
+        return 0 if grad is None else grad
 
     def _lay_out(self, layout: Sequence[tuple[str, tuple[int, ...], str]]) -> Gradients:
         parameters = [Parameter(*each) for each in layout]
         kind = layout[0][2] if layout else "float32"
         parameters.append(Parameter("(which gradients there are)", (_MARKS,), kind))
         on_gpu = [p.array for _, p in self._named if not isinstance(p.array, np.ndarray)]
-        # One bucket for each element type: it is reduced when all gradients are there anyway.
         return Gradients(
-            self._comm, parameters, like=on_gpu[0] if on_gpu else None,
-            bucket_bytes=sys.maxsize, first_bytes=sys.maxsize,
-        )  # fmt: skip
-
-    def reduce(self, async_op: bool = False) -> None:
-        """Average what was packed over the ranks; if ``async_op``, :meth:`unpack` waits for it.
-
-        Collective: every rank calls it after :meth:`pack`.
-        """
-        assert self._engine is not None, "reduce() before pack()"
-        for bucket in self._engine.buckets:
-            array = bucket.array
-            work = self._comm.all_reduce(array, op="avg", out=array, async_op=async_op)
-            if async_op:
-                self._works.append(work)
+            self._comm,
+            parameters,
+            like=on_gpu[0] if on_gpu else None,
+            bucket_bytes=_BUCKET_BYTES,
+            first_bytes=_BUCKET_BYTES,
+        )
 
     def wait(self) -> None:
-        """Wait for what :meth:`reduce` has started."""
+        """Wait for what :meth:`begin` has started."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def unpack(self) -> None:
-        """Make the means the gradients of the model that was packed.
+        """Make the means the gradients of the model.
 
         Raises:
             MismatchError: gradients are None on some ranks and not on others; on every rank.
                 The model's gradients are as they were.
             ValueError: Chainer's debug mode is on and a mean is not finite.
         """
-        assert self._engine is not None, "unpack() before pack()"
+        assert self._engine is not None, "unpack() before begin()"
         self.wait()
         views = self._engine.views
         off = abs(_host(views[-1]).astype(np.float64) - self._marks)
@@ -133,9 +138,8 @@ class PackedGradients:
             param.grad = view if view.dtype == param.dtype else view.astype(param.dtype)
 
     def mean(self, model: chainer.Link, zero_fill: bool, wire: np.dtype[Any] | None) -> None:
-        """Do all three: pack, reduce and unpack."""
-        self.pack(model, zero_fill, wire)
-        self.reduce()
+        """Do both, one after the other."""
+        self.begin(model, zero_fill, wire)
         self.unpack()
 
     def _explain(self) -> None:

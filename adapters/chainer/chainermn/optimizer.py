@@ -54,8 +54,8 @@ class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Ch
             own["_under_way"] = False
             self.communicator.bcast_data(target)
             return
-        now.pack(target, self.zero_fill, self.communicator.get_config("allreduce_grad_dtype"))
-        now.reduce(async_op=True)
+        wire = self.communicator.get_config("allreduce_grad_dtype")
+        now.begin(target, self.zero_fill, wire, async_op=True)
         own["_buffers"], own["_under_way"] = [now, before], True
         if arrived:
             before.unpack()
