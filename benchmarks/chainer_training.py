@@ -4,8 +4,9 @@ Two parts, both with two ranks of one thread each:
 
 - What syncing adds to a step of an MLP with 25 MB of gradients. Under each MPI's ``mpiexec`` the
   same processes hold a model each for: no syncing; our optimizer over ``shm``; ChainerMN's
-  optimizer over our communicator, over its own ``naive`` one, and over ``flat`` on mpi4py. They
-  take turns, A B C A B C …; so does a floor, a step after which as much other memory is reduced; what a side adds is the median of what its turns take more than the
+  optimizer over our communicator, over its own ``naive`` one, and over ``flat`` on mpi4py; and,
+  as a floor, no syncing and then a reduction of as much memory that is not the gradients'. They
+  take turns, A B C A B C …; what a side adds is the median of what its turns take more than the
   turns without syncing beside them. ChainerMN's ``flat`` keeps its buffers on a GPU; here it is
   the same on the host: one array, one ``MPI_Allreduce``.
 - What overlap is good for (as root): over ``gloo`` between two network namespaces behind a link

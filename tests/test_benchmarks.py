@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -113,6 +114,27 @@ def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
     assert 0 < found["nanoseconds"] < 1e6
     assert "recording a call" in shown
     assert line(run("recorder.py", "--from", file), "recording a call")
+
+
+def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> None:
+    if importlib.util.find_spec("chainer") is None:
+        pytest.skip("chainer is not installed")
+    if not (PEERS / "mpich").is_dir():
+        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
+    (tmp_path / "mpi").mkdir()
+    (tmp_path / "mpi" / "mpich").symlink_to(PEERS / "mpich")
+    file = tmp_path / "chainer.json"
+    shown = run(
+        "chainer_training.py", "--quick", "--no-distant", "--width", 64,
+        "--mpi-envs", tmp_path / "mpi", "--json", file,
+    )  # fmt: skip
+    (times,) = json.loads(file.read_text())["syncing"].values()
+    sides = {"no syncing", "a reduction alone", "ours", "drop-in", "naive", "flat (host)"}
+    assert set(times) == sides
+    for side in sides:
+        assert min(times[side]) > 0
+        assert line(shown, side)
+    assert "promised 0.2" in shown
 
 
 OVERHEAD = "--quick --operations all_reduce send_recv --sizes 8 1M".split()
