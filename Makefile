@@ -27,9 +27,8 @@ TORCH ?= torch==2.13.0
 BACKEND ?= shm
 
 BIN := .venv/bin
-# pip notes at length which of the configured places it did not look in.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-QUIETLY := 2> >(grep -v '^WARNING: Location .* is ignored:' >&2)
+# Errors only: pip and setuptools warn at length of what is as it should be.
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .PHONY: demo demo-chainer test test-gpu check format lint types parity bench clean
 .DEFAULT_GOAL := demo
@@ -88,29 +87,29 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 
 .venv/.demo: pyproject.toml | .venv/bin/python
 	@echo "Installing $(TORCH)"
-	@$(PIP) '$(TORCH)' $(QUIETLY)
+	@$(PIP) '$(TORCH)'
 	@echo "Installing collective[torch,examples]"
-	@$(PIP) --editable '.[torch,examples]' $(QUIETLY)
+	@$(PIP) --editable '.[torch,examples]'
 	@touch $@
 
 .venv/.dev: .venv/.demo
 	@echo "Installing collective[dev]"
-	@$(PIP) --editable '.[dev]' $(QUIETLY)
+	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 .venv/.abi: .venv/.dev
 	@echo "Installing collective[abi]"
-	@$(PIP) --editable '.[abi]' $(QUIETLY)
+	@$(PIP) --editable '.[abi]'
 	@touch $@
 
 # Chainer's own setup needs pkg_resources, which setuptools had until 82. The pip that comes with
 # Python 3.10 to 3.13 is older than the option that says so.
 .venv/.chainer: pyproject.toml | .venv/bin/python
 	@echo "Installing collective[chainer]"
-	@$(PIP) 'pip>=25.3' $(QUIETLY)
+	@$(PIP) 'pip>=25.3'
 	@echo 'setuptools<80' > .venv/build-constraint.txt
-	@$(PIP) --build-constraint .venv/build-constraint.txt 'chainer==7.8.1' $(QUIETLY)
-	@$(PIP) --editable '.[chainer]' $(QUIETLY)
+	@$(PIP) --build-constraint .venv/build-constraint.txt 'chainer==7.8.1'
+	@$(PIP) --editable '.[chainer]'
 	@touch $@
 
 # An environment holds one MPI library: the tests run over two, the benchmarks over three.
@@ -118,7 +117,7 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 .mpi/%/.done: pyproject.toml | .venv/.dev
 	@echo "Installing mpi4py and $* into .mpi/$*"
 	@$(BIN)/python -m venv .mpi/$*
-	@.mpi/$*/bin/python -m pip install --quiet --disable-pip-version-check 'mpi4py>=4' $* $(QUIETLY)
+	@.mpi/$*/bin/python -m pip install --quiet --quiet --disable-pip-version-check 'mpi4py>=4' $*
 	@.mpi/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .mpi/$*/.site
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % \
 	sysconfig.get_path("purelib"))' > "$$(cat .mpi/$*/.site)/venv.pth"
@@ -126,7 +125,7 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 
 .venv/.bench: .venv/.demo
 	@echo "Installing collective[bench]"
-	@$(PIP) --editable '.[bench]' $(QUIETLY)
+	@$(PIP) --editable '.[bench]'
 	@touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from collective.pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
 __all__ = ["Broadcasting"]
 
 
-# A head has the root's digest, dtype code, bytes, dimensions and shape; NumPy's arrays have 64
-# dimensions at most.
-_WORDS = 4 + 64
+# A head has the root's digest, dtype code, bytes, the length of what describes a structure,
+# dimensions and shape; NumPy's arrays have 64 dimensions at most.
+_WORDS = 5 + 64
 
 
 class Broadcasting(PieceCalls):
@@ -62,15 +63,16 @@ class Broadcasting(PieceCalls):
 
         Args:
             x: at the root, an array or a nested list, tuple or dict of arrays. Elsewhere
-                the same, whose values do not matter and are not changed; in place of a single
-                array also None. (``broadcast_object`` needs nothing elsewhere.)
+                None, or the same, whose values do not matter and are not changed.
             root: the rank whose array it is.
             out: where it goes; ``broadcast(w, out=w)`` works in place.
             like: where ``x`` is None, the framework of the result: its name, or an array.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array.
+            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Where ``x``
+            is None structures come as they were nested at the root, tuples as lists, dicts with
+            string keys.
 
         Raises:
             MismatchError: shapes, dtypes or roots differ; nothing was written.
@@ -127,37 +129,53 @@ class Broadcasting(PieceCalls):
     def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
         """Take part in a broadcast of which nothing is known here."""
         self._adapter(like)
-        inline, on_gpu = None, False
+        inline, options, text = None, {}, 0
         if self._heads:
             head = self._head(None, None, root, seconds)
             dtype, shape = _described(head)
             inline = head.inline(int(head.words[2]))
+            text = int(head.words[3])
         else:
             headers = self._sizes(Call("broadcast", root=root), seconds) or []
             header = self._root_header(headers, root)
-            if "nesting" in header["options"]:
-                self._mismatch(headers)
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
-            on_gpu = "device" in header["options"]
+            options = header["options"]
+        on_gpu = "device" in options
         adapter = self._adapter(like, on_gpu)
         room = self._room(adapter, 0) if on_gpu else None
-        output = Output("broadcast", None, adapter, shape, dtype, room)
-        buffer = Buffer(output.flat, dtype)
+        single = not text and "nesting" not in options
+        output = Output("broadcast", None, adapter, shape, dtype, room) if single else None
+        buffer = (
+            Buffer.empty(shape[0], UINT8, room) if output is None else Buffer(output.flat, dtype)
+        )
         if inline is not None:
             buffer.array.view(np.uint8)[:] = inline
         else:
-            call = Call("broadcast", dtype, shape, root=root, device="cuda" if on_gpu else None)
+            device = "cuda" if on_gpu else None
+            call = Call("broadcast", dtype, shape, root=root, device=device)
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
-        found = output.finish()
+        if output is not None:
+            found = output.finish()
+        else:
+            told = json.loads(buffer.array[:text].tobytes()) if text else options
+            outputs = [
+                Output("broadcast", None, adapter, tuple(shape), dtypes.named(name), room)
+                for name, *shape in told["leaves"]
+            ]
+            unpack(buffer.array[text:], [each.flat for each in outputs])
+            found = tree.rebuild(told["nesting"], iter([each.finish() for each in outputs]))
         self._settle("broadcast", buffer.array, seconds)
         return found
 
-    def _broadcast_known(self, buffer: Buffer, root: int, call: Call, seconds: float) -> None:
+    def _broadcast_known(
+        self, buffer: Buffer, root: int, call: Call, seconds: float, text: int = 0
+    ) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
         if self._heads:
-            inline = self._head(call, buffer, root, seconds).inline(buffer.nbytes)
+            inline = self._head(call, buffer, root, seconds, text).inline(buffer.nbytes)
             if inline is None:
-                self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+                known = _to_all(call) if text else call
+                self._recorded(self._backend.broadcast, buffer, root, known, seconds)
             elif self.rank != root:
                 buffer.array.view(np.uint8)[:] = inline
             return
@@ -166,10 +184,17 @@ class Broadcasting(PieceCalls):
                 self._agree(call, seconds)
             self._recorded(self._backend.broadcast, buffer, root, call, seconds)
         except Disagreement as difference:
-            self._root_header(difference.headers, call.options["root"])
-            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+            self._root_header(difference.headers, root)
+            self._recorded(self._backend.broadcast, buffer, root, _to_all(call), seconds)
 
-    def _head(self, call: Call | None, buffer: Buffer | None, root: int, seconds: float) -> Head:
+    def _head(
+        self,
+        call: Call | None,
+        buffer: Buffer | None,
+        root: int,
+        seconds: float,
+        text: int = 0,
+    ) -> Head:
         """Broadcast what the root's array is, with all its bytes if they are few.
 
         It takes the place of a comparison on transports that compare nothing: the root does
@@ -177,6 +202,10 @@ class Broadcasting(PieceCalls):
 
         Args:
             call, buffer: this rank's; None where it passed None.
+            text: how many bytes at the buffer's start describe a structure.
+
+        Raises:
+            MismatchError: this rank's array is not like the root's.
         """
         head = Head(_WORDS)
         if self.rank == root:
@@ -184,19 +213,19 @@ class Broadcasting(PieceCalls):
             assert call.shape is not None
             assert buffer is not None
             ndim = len(call.shape)
-            head.words[:4] = call.digest, buffer.dtype.code, buffer.nbytes, ndim
-            head.words[4 : 4 + ndim] = call.shape
+            head.words[:5] = call.digest, buffer.dtype.code, buffer.nbytes, text, ndim
+            head.words[5 : 5 + ndim] = call.shape
             head.put(buffer.array)
         about = self._about(call, "broadcast", root)
         self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
         if call is not None and head.words[0] != call.digest:
             theirs = Call("broadcast", *_described(head), root=root)
-            text = (
+            message = (
                 f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: "
                 f"{call} at {call_site()}\nEvery rank must make the same collective calls in the "
                 "same order; COLLECTIVE_CHECK=always compares each call before it is sent"
             )
-            failure = Failure("mismatch", self.rank, text)
+            failure = Failure("mismatch", self.rank, message)
             self._backend.abort(failure)
             raise failure.error("broadcast", self.rank)
         return head
@@ -235,7 +264,10 @@ class Broadcasting(PieceCalls):
                 for given, leaf in zip(outs, leaves)
             ]
         arrays = [leaf.rows.array for leaf in leaves]
-        nbytes = sum(array.nbytes for array in arrays)
+        # Where no headers are compared, what None stands for has to travel with it.
+        told = {"leaves": shapes, "nesting": nesting}
+        text = np.frombuffer(json.dumps(told).encode() if self._heads else b"", np.uint8)
+        nbytes = text.size + sum(array.nbytes for array in arrays)
         call = Call(
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
             device=self._where(leaves[0].rows.array) if leaves else None,
@@ -244,17 +276,25 @@ class Broadcasting(PieceCalls):
         def run() -> Any:
             packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None)
             if self.rank == root:
-                pack([array.ravel() for array in arrays], packed.array)
-            self._collective(self._backend.broadcast, call, packed, root, call, seconds)
+                if text.size:
+                    packed.array[: text.size] = text
+                pack([array.ravel() for array in arrays], packed.array[text.size :])
+            self._broadcast_known(packed, root, call, seconds, text.size)
             if outputs is None:
                 return x
-            unpack(packed.array, [output.flat for output in outputs])
+            unpack(packed.array[text.size :], [output.flat for output in outputs])
             return tree.rebuild(template, iter([output.finish() for output in outputs]))
 
         return self._go("broadcast", run, async_op, *self._near(leaves))
 
 
+def _to_all(call: Call) -> Call:
+    """Return the call as ranks can make it that have passed None."""
+    device = call.options.get("device")
+    return Call("broadcast", call.dtype, call.shape, root=call.options["root"], device=device)
+
+
 def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
     """Return the dtype and shape that a head tells."""
-    ndim = int(head.words[3])
-    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[4 : 4 + ndim]))
+    ndim = int(head.words[4])
+    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[5 : 5 + ndim]))

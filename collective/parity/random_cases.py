@@ -123,8 +123,7 @@ def _case(
         elif operation in ("gather", "all_gather"):
             lengths = st.lists(st.integers(0, _LENGTH), min_size=size, max_size=size)
             rows = draw(st.none() | lengths.map(tuple))
-    # Structures are broadcast among ranks that all have one.
-    may_omit = operation == "scatter" or (operation == "broadcast" and single is not None)
+    may_omit = operation in ("broadcast", "scatter")
     return Case(
         operation, data, op, order,
         root=draw(st.integers(0, size - 1)) if operation in ROOTED else 0,

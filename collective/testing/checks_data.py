@@ -182,6 +182,15 @@ def _structures(comm: Communicator) -> None:
     comm.all_reduce(out, out=out)
     for k, leaf in enumerate(_leaves(out)):
         assert_same(leaf, expected("sum", inputs[k]), f"leaf {k} of all_reduce in place")
+    # Who has nothing gets all of it, small or large, beside others that do know its nesting.
+    for large in (0, 40_000):
+        whole = {**trees[root], "w": values("float32", (2 * size + large, 3), root, 52)}
+        for knowing in ([root], [root, 0]):
+            given = whole if rank in knowing else None
+            taken = comm.broadcast(given, root=root, like=whole["w"])
+            assert list(taken) == (list(whole) if rank in knowing else sorted(whole))
+            for k, leaf in enumerate(_leaves(taken)):
+                assert_same(leaf, _leaves(whole)[k], f"leaf {k} of a broadcast, None elsewhere")
 
 
 @check(at_least=2, needs=_needs_torch)
