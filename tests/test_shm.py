@@ -26,6 +26,7 @@ from collective.errors import (
     MismatchError,
     PeerFailedError,
     PeerLostError,
+    RendezvousError,
     UnsupportedError,
 )
 from collective.store import FileStore
@@ -342,6 +343,21 @@ def test_twenty_communicators_one_after_the_other_over_one_store(shm, tmp_path):
 
 
 # -- groups --------------------------------------------------------------------------------
+
+
+def waits_for_a_third(comm, directory: str) -> str:
+    if comm.rank == 1:
+        time.sleep(0.3)  # rank 0's segment is there by then, and less of the time is left
+    world = World(comm.rank, 3, comm.rank, 3, "h", "none", "job", FileStore(directory))
+    with pytest.raises(RendezvousError) as caught:
+        collective.connect(world, "shm", start_timeout=1.0)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_come_are_named_with_the_whole_time(shm, tmp_path):  # noqa: F811
+    directory = tmp_path / "store"
+    for text in shm(2, waits_for_a_third, str(directory)):
+        assert "after 1 s ranks [2] of 3 have not arrived" in text
 
 
 def nested_groups(comm) -> list[str]:

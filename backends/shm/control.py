@@ -119,6 +119,7 @@ class Control:
 
     def join(
         self,
+        deadline: float,
         timeout: float,
         last: Callable[[], None] | None = None,
         watch: Callable[[Sequence[int]], None] | None = None,
@@ -126,6 +127,8 @@ class Control:
         """Announce this process and wait for the others.
 
         Args:
+            deadline: on ``time.monotonic()``.
+            timeout: how long all of it may take, for the error.
             last: if given, this rank announces itself after all others, and calls this
                 in between: nobody has gone on by then, and everybody is here.
             watch: called now and then with the ranks that are missing; it may raise.
@@ -133,7 +136,6 @@ class Control:
         Raises:
             RendezvousError: somebody did not come; names them.
         """
-        deadline = time.monotonic() + timeout
         self.segment.lock_alive(self.rank)
         self.words[self._line + _PID] = os.getpid()
         if last is not None:

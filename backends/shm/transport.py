@@ -135,16 +135,17 @@ class ShmBackend(OneSided):
 
         if world.rank != 0:
             segment = _open_published(world, key, deadline, timeout)
-            left = deadline - time.monotonic()
-            return cls._attach(segment, world.rank, world.size, left, wanted, watch=watch)
+            return cls._attach(
+                segment, world.rank, world.size, deadline, timeout, wanted, watch=watch
+            )
         segment = Segment.create(Layout(world.size).nbytes)
         if world.size == 1:
-            return cls._attach(segment, 0, 1, timeout, wanted)
+            return cls._attach(segment, 0, 1, deadline, timeout, wanted)
         store.set(key, segment.path.encode())
         try:
             # Gone before anybody goes on: a second connect must not find it.
             last = functools.partial(store.delete, key)
-            return cls._attach(segment, 0, world.size, timeout, wanted, last, watch)
+            return cls._attach(segment, 0, world.size, deadline, timeout, wanted, last, watch)
         finally:
             store.delete(key)
 
@@ -154,6 +155,7 @@ class ShmBackend(OneSided):
         segment: Segment,
         rank: int,
         size: int,
+        deadline: float,
         timeout: float,
         wanted: _Wants,
         last: Callable[[], None] | None = None,
@@ -163,7 +165,7 @@ class ShmBackend(OneSided):
         self = cls(control)
         self._wanted = wanted
         try:
-            control.join(timeout, last, watch)
+            control.join(deadline, timeout, last, watch)
             self._single_copy = self._probe_single_copy(timeout)
         except BaseException:
             self.close()
@@ -235,7 +237,8 @@ class ShmBackend(OneSided):
         def watch(missing: Sequence[int]) -> None:
             self._control.watch([ranks[r] for r in missing if r != me], "group")
 
-        return self._attach(segment, me, len(ranks), timeout, self._wanted, watch=watch)
+        deadline = time.monotonic() + timeout
+        return self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self._control.arrive(call, timeout)
