@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from collective.bench.contestants import Contestant, named
 from collective.bench.figures import show
 from collective.bench.libraries import Ours
 from collective.bench.measure import Gap, Pace, Record, Task, compare
+from collective.bench.mpi_environments import environments
 from collective.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, stored, value_of
 from collective.bench.run import Results
 from collective.bench.startline import StartLine
@@ -160,8 +162,10 @@ class Scripted:
         return [{"nbytes": 1 << 20, "wrong": rank} for rank in range(2)]
 
 
-def measured(arena: Scripted, operation: str = "all_reduce") -> list[Record | Gap]:
-    task = Task(operation, 1 << 20)
+def measured(
+    arena: Scripted, operation: str = "all_reduce", nbytes: int = 1 << 20
+) -> list[Record | Gap]:
+    task = Task(operation, nbytes)
     return list(compare(arena, task, Pace(3, 0.01)))  # type: ignore[arg-type]
 
 
@@ -229,6 +233,18 @@ def test_tables_have_ratios_and_reasons_and_json_comes_back(
     )  # fmt: skip
 
 
+def test_what_is_missing_at_all_sizes_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results()
+    for nbytes in (4, 1024):
+        one = Gap("all_reduce", nbytes, "float32", 2, "mpi", "no mpiexec")
+        results.add([one, *measured(Scripted({"gloo": 4e-3}), nbytes=nbytes)])
+    results.add([Gap("all_reduce", 4, "float32", 2, "torch", "too small")])
+    show(results.records, results.gaps, markdown=True)
+    latency, _ = capsys.readouterr().out.split("bandwidth**")
+    assert latency.count("no mpiexec") == latency.count("too small") == 1
+    assert "| all | mpi | – |" in latency
+
+
 def test_shares_of_a_training_step() -> None:
     # 10 of 40 ms of syncing are seen; two ranks do 2 × 90 / 100 of one rank's work.
     one = Training("torch", "mlp", 2, "shm", 0.1, 0.09, 0.04, 0.09, 0.01, 0)
@@ -271,3 +287,16 @@ def test_names() -> None:
     assert "pip install" in named(["mpi"], {}, 2)[1]["mpi"]
     with pytest.raises(BackendNotFoundError):
         named(["smh"], {}, 2)
+
+
+def test_an_mpi4py_that_nothing_can_start_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    options = argparse.Namespace(mpi_env=[], mpi_envs=tmp_path)
+    assert environments(options) == {}
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho 4.0\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    assert list(environments(options)) == [""]

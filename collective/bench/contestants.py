@@ -141,7 +141,7 @@ def named(
                 continue
             first = next(iter(found), None)
             if first is None:
-                missing[name] = "mpi4py is not installed: pip install 'collective[mpi]'"
+                missing[name] = "no mpi4py with an mpiexec: pip install 'collective[mpi]'"
                 continue
             name = f"{library}/{vendor or first}".removesuffix("/")
             python = found[vendor or first]

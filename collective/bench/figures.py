@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,18 +51,27 @@ def _show(
     header = [*_COLUMNS[method], *(f"× {peer}" for peer in peers)]
     rows = []
     sizes = {record.nbytes for record in records} | {gap.nbytes for gap in gaps}
+    reasons = collections.Counter((gap.side, gap.reason) for gap in gaps)
+    # Once, at the end, where it is so at every size.
+    always = [each for each, count in reasons.items() if count == len(sizes) > 1]
     for nbytes in sorted(sizes):
         here = [record for record in records if record.nbytes == nbytes]
         lines = [[r.side, *_cells(r), *_ratios(r, here, peers)] for r in here]
-        absent = [g for g in gaps if g.nbytes == nbytes]
-        lines += [[g.side, *"–" * (len(header) - 2), g.reason] for g in absent]
+        absent = [(g.side, g.reason) for g in gaps if g.nbytes == nbytes]
+        lines += [_absent(header, *each) for each in absent if each not in always]
         rows += [[size_name(nbytes) if n == 0 else "", *line] for n, line in enumerate(lines)]
+    rows += [["all", *_absent(header, *each)] for each in always]
     if gaps:
         header.append("why not")
         rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
     operation, dtype, ranks = kind
     what = operation if operation == "barrier" else f"{operation}, {dtype}"
     print_table(f"{what}, {ranks} ranks: {method}", header, rows, markdown)
+
+
+def _absent(header: Sequence[str], side: str, reason: str) -> list[str]:
+    """Return the line, without its size, of a side that was not measured."""
+    return [side, *"–" * (len(header) - 2), reason]
 
 
 def _cells(record: Record) -> list[str]:

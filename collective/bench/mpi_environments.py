@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from collective.errors import InvalidArgumentError
+from collective.errors import BackendUnavailableError, InvalidArgumentError
+from collective.launch.mpi import mpiexec
 
 __all__ = ["VENDORS", "add_options", "environments"]
 
@@ -52,7 +53,7 @@ def environments(options: argparse.Namespace) -> dict[str, Path]:
                 "and bin/mpiexec."
             )
         paths[name] = Path(path)
-    if importlib.util.find_spec("mpi4py") is not None:
+    if importlib.util.find_spec("mpi4py") is not None and _starts(Path(sys.executable)):
         paths[""] = Path(sys.prefix)
     for vendor in reversed(VENDORS):
         paths.setdefault(vendor, options.mpi_envs / vendor)
@@ -61,6 +62,14 @@ def environments(options: argparse.Namespace) -> dict[str, Path]:
         for name, path in paths.items()
         if not name or _usable(path)
     }
+
+
+def _starts(python: Path) -> bool:
+    """Tell whether there is an mpiexec for an interpreter."""
+    try:
+        return bool(mpiexec(1, python))
+    except BackendUnavailableError:
+        return False
 
 
 def _usable(path: Path) -> bool:
