@@ -82,9 +82,13 @@ def results(link: Any, x: Any, gy: Any, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("finetune", [False, True])
 @pytest.mark.parametrize("place", ["threads-2", "shm-4"])
 def test_equals_the_joined_batch(ranks: Run, place: str, name: str, finetune: bool) -> None:
+    compare(ranks(place, joined, name, "float64", finetune), name, finetune)
+
+
+def compare(found: list[Any], name: str, finetune: bool) -> None:
+    """Hold that what :func:`joined` has returned is that of the joined batch on one process."""
     shape, size, axis = SHAPES[name]
-    x, gy = inputs(int(place[-1]), shape, "float64")
-    found = ranks(place, joined, name, "float64", finetune)
+    x, gy = inputs(len(found), shape, "float64")
     link = made(size, axis, "float64")
     for _ in range(2):
         whole = results(link, np.concatenate(x), np.concatenate(gy), finetune=finetune)

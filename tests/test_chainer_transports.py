@@ -1,0 +1,114 @@
+"""Chainer's adapters on the transports and sizes where their own tests do not go: MPI, 4 ranks.
+
+What runs on each rank is what those tests run; here the ranks are others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.adapters.chainer.chainermn import CollectiveCommunicator
+from collective.testing import RankPool
+from tests import (
+    test_chainer_batch_normalization,
+    test_chainer_evaluator,
+    test_chainer_functional,
+    test_chainer_optimizer,
+    test_chainer_snapshot,
+    test_chainermn_calls,
+    test_chainermn_gradients,
+    test_chainermn_training,
+)
+from tests.chainer_models import assert_close, assert_same, trained_alone
+from tests.mpi_launches import launch_of, needs
+
+import chainer  # isort: skip  # by the adapter's leave
+
+_PLACES = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(place, marks=needs(place[0]) if "mpi" in place[0] else ()) for place in _PLACES
+    ],
+    ids=lambda place: f"{place[0]}-{place[1]}",
+)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    name, size = request.param
+    options: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if "mpi" in name:
+            options["mpiexec"] = launch_of(name)
+            # Those environments have MPI; what else is needed is in this one.
+            packages = str(Path(chainer.__file__).parent.parent)
+            before = os.environ.get("PYTHONPATH")
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
+        with RankPool(size, "mpi" if options else name, timeout=90.0, **options) as made:
+            yield made
+
+
+@pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
+def test_an_optimizer(pool: RankPool, way: str) -> None:
+    found = pool.run(test_chainer_optimizer.training, "momentum", 0.0002, way)
+    assert_same(found)
+    assert_close(found[0], trained_alone(5))
+
+
+def test_gradients_of_dense_layers_in_their_buckets(pool: RankPool) -> None:
+    assert pool.run(test_chainer_optimizer.computed_elsewhere) == [[(8, 8)] * 2] * pool.size
+
+
+def test_batch_normalization(pool: RankPool) -> None:
+    for name in test_chainer_batch_normalization.SHAPES:
+        found = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
+        test_chainer_batch_normalization.compare(found, name, False)
+
+
+def test_differentiable_collectives(pool: RankPool) -> None:
+    pool.run(test_chainer_functional.check_directions)
+
+
+def test_an_evaluator(pool: RankPool) -> None:
+    for found in pool.run(test_chainer_evaluator.evaluated, 13, 4, "sharded"):
+        data = test_chainer_evaluator.values(13)
+        assert found["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
+
+
+def test_a_snapshot(pool: RankPool, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    expected = pool.run(test_chainer_snapshot.whole, out, "sharded")
+    assert pool.run(test_chainer_snapshot.resumed, out, "sharded") == expected
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_chainermn_calls.check_messages,
+        test_chainermn_calls.check_objects,
+        test_chainermn_gradients.check_means,
+        test_chainermn_gradients.check_double_buffering,
+        test_chainermn_training.check_same_as_alone,
+        test_chainermn_training.check_iterators,
+        test_chainermn_training.check_evaluators,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_chainermn(pool: RankPool, check: Any) -> None:
+    pool.run(as_chainermn_has_it, check)
+
+
+def as_chainermn_has_it(comm: Any, check: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # ChainerMN calls itself experimental
+        check(CollectiveCommunicator(comm))
