@@ -212,19 +212,30 @@ class Calls:
             self._half_done()
             raise
 
-    def _recorded(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
+    def _recorded(
+        self, method: Callable[..., Work[Any] | None], *args: Any, compares: bool = False
+    ) -> None:
         """Call the transport for a collective whose last arguments are its call and timeout."""
-        self.recorder.begin(args[-2], method == self._backend.agree)
+        # _transport once more, as above.
+        recorder = self.recorder
+        recorder.begin(args[-2], compares)
         try:
-            self._transport(method, *args)
+            work = method(*args)
+            if work is not None:
+                work.wait()
         except Disagreement:
-            self.recorder.end()
+            recorder.end()
             raise
-        self.recorder.end()
+        except CollectiveError:
+            raise
+        except BaseException:
+            self._half_done()
+            raise
+        recorder.end()
 
     def _agree(self, call: Call, timeout: float) -> None:
         """Compare ``call`` on all ranks."""
-        self._recorded(self._backend.agree, call, timeout)
+        self._recorded(self._backend.agree, call, timeout, compares=True)
 
     def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""

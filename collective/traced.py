@@ -134,13 +134,15 @@ class TracedCommunicator(Communicator):
             raise
         tracer.end()
 
-    def _recorded(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
+    def _recorded(
+        self, method: Callable[..., Work[Any] | None], *args: Any, compares: bool = False
+    ) -> None:
         tracer = self._tracer
         if tracer is None:
-            return super()._recorded(method, *args)
-        self._begin(tracer, args[-2], args, method == self._backend.agree)
+            return super()._recorded(method, *args, compares=compares)
+        self._begin(tracer, args[-2], args, compares)
         try:
-            super()._recorded(method, *args)
+            super()._recorded(method, *args, compares=compares)
         except BaseException as error:
             tracer.end(_failed(error))
             raise
