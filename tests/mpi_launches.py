@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from collective.testing import Mpiexec
+from collective.testing import Mpiexec, RankPool
 
-__all__ = ["DEADLINE_S", "ROOT", "VENDORS", "launch_of", "mpirun", "needs", "run_alone"]
+__all__ = [
+    "DEADLINE_S",
+    "ROOT",
+    "VENDORS",
+    "launch_of",
+    "mpirun",
+    "needs",
+    "place_of",
+    "pool_at",
+    "run_alone",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("mpich", "openmpi")
@@ -31,6 +44,29 @@ def needs(*vendors: str) -> pytest.MarkDecorator:
     missing = [vendor for vendor in vendors if not Path(launch_of(vendor).python).exists()]
     reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test` builds it"
     return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def place_of(name: str, size: int) -> Any:
+    """Return a parameter of a fixture: a transport or a vendor of MPI, and how many ranks."""
+    marks = needs(name) if name in VENDORS else ()
+    return pytest.param((name, size), marks=marks, id=f"{name}-{size}")
+
+
+@contextlib.contextmanager
+def pool_at(place: tuple[str, int], package: ModuleType) -> Iterator[RankPool]:
+    """Keep ranks at a place that can import what this environment has beside ``package``."""
+    name, size = place
+    if name not in VENDORS:
+        with RankPool(size, name, timeout=90.0) as made:
+            yield made
+        return
+    # Those environments have MPI; what else is needed is in this one.
+    packages = str(Path(str(package.__file__)).parent.parent)
+    before = os.environ.get("PYTHONPATH")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
+        with RankPool(size, "mpi", timeout=90.0, mpiexec=launch_of(name)) as made:
+            yield made
 
 
 def mpirun(

@@ -6,7 +6,6 @@ What runs on each rank is what those tests run; here the ranks are others.
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,32 +29,17 @@ from tests import (
     test_chainermn_training,
 )
 from tests.chainer_models import assert_close, assert_same, trained_alone
-from tests.mpi_launches import launch_of, needs
+from tests.mpi_launches import place_of, pool_at
 
 import chainer  # isort: skip  # by the adapter's leave
 
 _PLACES = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(place, marks=needs(place[0]) if "mpi" in place[0] else ()) for place in _PLACES
-    ],
-    ids=lambda place: f"{place[0]}-{place[1]}",
-)
+@pytest.fixture(scope="module", params=[place_of(*place) for place in _PLACES])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    name, size = request.param
-    options: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        if "mpi" in name:
-            options["mpiexec"] = launch_of(name)
-            # Those environments have MPI; what else is needed is in this one.
-            packages = str(Path(chainer.__file__).parent.parent)
-            before = os.environ.get("PYTHONPATH")
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
-        with RankPool(size, "mpi" if options else name, timeout=90.0, **options) as made:
-            yield made
+    with pool_at(request.param, chainer) as made:
+        yield made
 
 
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
@@ -69,10 +53,10 @@ def test_gradients_of_dense_layers_in_their_buckets(pool: RankPool) -> None:
     assert pool.run(test_chainer_optimizer.computed_elsewhere) == [[(8, 8)] * 2] * pool.size
 
 
-def test_batch_normalization(pool: RankPool) -> None:
-    for name in test_chainer_batch_normalization.SHAPES:
-        found = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
-        test_chainer_batch_normalization.compare(found, name, False)
+@pytest.mark.parametrize("name", test_chainer_batch_normalization.SHAPES)
+def test_batch_normalization(pool: RankPool, name: str) -> None:
+    found = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
+    test_chainer_batch_normalization.compare(found, name, False)
 
 
 def test_differentiable_collectives(pool: RankPool) -> None:

@@ -5,9 +5,7 @@ What runs on each rank is what those tests run; here the ranks are others.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,30 +23,16 @@ from tests import (  # noqa: E402
     test_torch_functional,
     test_torch_loops,
 )
-from tests.mpi_launches import launch_of, needs  # noqa: E402
+from tests.mpi_launches import place_of, pool_at  # noqa: E402
 
 _PLACES = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(place, marks=needs(place[0]) if "mpi" in place[0] else ()) for place in _PLACES
-    ],
-    ids=lambda place: f"{place[0]}-{place[1]}",
-)
+@pytest.fixture(scope="module", params=[place_of(*place) for place in _PLACES])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    name, size = request.param
-    options: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        if "mpi" in name:
-            options["mpiexec"] = launch_of(name)
-            # Those environments have MPI; what else is needed is in this one.
-            packages = str(Path(torch.__file__).parent.parent)
-            before = os.environ.get("PYTHONPATH")
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
         patch.setenv("OMP_NUM_THREADS", "1")
-        with RankPool(size, "mpi" if options else name, timeout=90.0, **options) as made:
+        with pool_at(request.param, torch) as made:
             yield made
 
 
