@@ -287,6 +287,9 @@ def test_windows_need_memory_of_nccl_and_all_ranks():
             refuses_other_memory(rank, memory)
         nccl.call("CommWindowDeregister", rank.comm, window)
         nccl.call("MemFree", memory)
+        if rank.rank == 0:
+            with pytest.raises(NcclError, match="not of ncclMemAlloc"):
+                nccl.call("MemFree", memory)
         return bool(window.value)
 
     assert in_threads(2, work) == [True, True]
