@@ -216,22 +216,13 @@ class Calls:
         self, method: Callable[..., Work[Any] | None], *args: Any, compares: bool = False
     ) -> None:
         """Call the transport for a collective whose last arguments are its call and timeout."""
-        # _transport once more, as above.
-        recorder = self.recorder
-        recorder.begin(args[-2], compares)
+        self.recorder.begin(args[-2], compares)
         try:
-            work = method(*args)
-            if work is not None:
-                work.wait()
+            self._transport(method, *args)
         except Disagreement:
-            recorder.end()
+            self.recorder.end()
             raise
-        except CollectiveError:
-            raise
-        except BaseException:
-            self._half_done()
-            raise
-        recorder.end()
+        self.recorder.end()
 
     def _agree(self, call: Call, timeout: float) -> None:
         """Compare ``call`` on all ranks."""
