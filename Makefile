@@ -28,7 +28,8 @@ BACKEND ?= shm
 
 BIN := .venv/bin
 # Errors only: pip and setuptools warn at length of what is as it should be.
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL)
 
 .PHONY: demo demo-chainer test test-gpu check format lint types parity bench clean
 .DEFAULT_GOAL := demo
@@ -117,7 +118,7 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 .mpi/%/.done: pyproject.toml | .venv/.dev
 	@echo "Installing mpi4py and $* into .mpi/$*"
 	@$(BIN)/python -m venv .mpi/$*
-	@.mpi/$*/bin/python -m pip install --quiet --quiet --disable-pip-version-check 'mpi4py>=4' $*
+	@.mpi/$*/bin/python $(INSTALL) 'mpi4py>=4' $*
 	@.mpi/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .mpi/$*/.site
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % \
 	sysconfig.get_path("purelib"))' > "$$(cat .mpi/$*/.site)/venv.pth"

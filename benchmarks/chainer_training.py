@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import peers
 
+from collective.bench.figures import headline
 from collective.bench.report import Observer, duration, print_table, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,9 +245,7 @@ def added(times: dict[str, list[float]], side: str) -> float:
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print the tables of a run, and what became of the promises."""
-    about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks; others took")
-    print(f"{about['others']:.1f} cores' time\n")
+    print(f"{headline(run['machine'])}; 2 ranks\n")
     kept = []
     for vendor, times in run["syncing"].items():
         ours = added(times, "ours")

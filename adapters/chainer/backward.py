@@ -10,8 +10,8 @@ then, two functions that Chainer looks up by name at each call stand wrapped:
   it has used. At zero the gradient is complete.
 
 A third, the forward pass of ``LinearGradWeight``, computes the gradient of a dense layer's weight
-right where the caller wants it: large gradients are mostly these, and neither fresh memory (most
-of their cost is its page faults) nor a copy is needed then.
+right where the caller wants it: large gradients are mostly these, and neither fresh memory nor a
+copy is needed then.
 
 Leaves behind a branch that gets no gradient are never counted down to zero: of those, nothing is
 told.

@@ -188,7 +188,8 @@ def _structures(comm: Communicator) -> None:
         for knowing in ([root], [root, 0]):
             given = whole if rank in knowing else None
             taken = comm.broadcast(given, root=root, like=whole["w"])
-            assert list(taken) == (list(whole) if rank in knowing else sorted(whole))
+            keys = list(whole) if rank in knowing else sorted(whole)
+            assert list(taken) == keys, f"broadcast, None on all but {knowing}: {list(taken)}"
             for k, leaf in enumerate(_leaves(taken)):
                 assert_same(leaf, _leaves(whole)[k], f"leaf {k} of a broadcast, None elsewhere")
 
