@@ -89,24 +89,24 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 .venv/.demo: pyproject.toml | .venv/bin/python
 	@echo "Installing $(TORCH)"
 	@$(PIP) '$(TORCH)'
-	@echo "Installing collective[torch,examples]"
+	@echo "Installing collective-comm[torch,examples]"
 	@$(PIP) --editable '.[torch,examples]'
 	@touch $@
 
 .venv/.dev: .venv/.demo
-	@echo "Installing collective[dev]"
+	@echo "Installing collective-comm[dev]"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 .venv/.abi: .venv/.dev
-	@echo "Installing collective[abi]"
+	@echo "Installing collective-comm[abi]"
 	@$(PIP) --editable '.[abi]'
 	@touch $@
 
 # Chainer's own setup needs pkg_resources, which setuptools had until 82. The pip that comes with
 # Python 3.10 to 3.13 is older than the option that says so.
 .venv/.chainer: pyproject.toml | .venv/bin/python
-	@echo "Installing collective[chainer]"
+	@echo "Installing collective-comm[chainer]"
 	@$(PIP) 'pip>=25.3'
 	@echo 'setuptools<80' > .venv/build-constraint.txt
 	@$(PIP) --build-constraint .venv/build-constraint.txt 'chainer==7.8.1'
@@ -125,7 +125,7 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	@touch $@
 
 .venv/.bench: .venv/.demo
-	@echo "Installing collective[bench]"
+	@echo "Installing collective-comm[bench]"
 	@$(PIP) --editable '.[bench]'
 	@touch $@
 

@@ -16,6 +16,7 @@ import numpy as np
 from collective import dtypes
 from collective.dtypes import FOREIGN, DType
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.install import hint
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
@@ -322,6 +323,6 @@ def _load(framework: str) -> Adapter:
     except ImportError as error:
         raise InvalidArgumentError(
             f"like: {framework!r} cannot be imported here: {error}. "
-            f"Try `pip install collective[{framework}]`, or like='numpy'."
+            f"Try `{hint(framework)}`, or like='numpy'."
         ) from error
     return adapter

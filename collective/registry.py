@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from collective.backend import Backend
 from collective.errors import BackendNotFoundError, BackendUnavailableError
+from collective.install import hint
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Entry", "find", "names"]
 
@@ -24,14 +25,12 @@ class Entry(NamedTuple):
 
 
 BUILT_IN: dict[str, Entry] = {
-    "gloo": Entry("collective.backends.gloo:GlooBackend", "pip install 'collective[torch]'"),
-    "hierarchical": Entry(
-        "collective.backends.hierarchical:HierarchicalBackend", "pip install 'collective[torch]'"
-    ),
-    "mpi": Entry("collective.backends.mpi:MpiBackend", "pip install 'collective[mpi]'"),
-    "nccl": Entry("collective.backends.nccl:NcclBackend", "pip install 'collective[nccl]'"),
-    "shm": Entry("collective.backends.shm:ShmBackend", "pip install collective"),
-    "threads": Entry("collective.backends.threads:ThreadsBackend", "pip install collective"),
+    "gloo": Entry("collective.backends.gloo:GlooBackend", hint("torch")),
+    "hierarchical": Entry("collective.backends.hierarchical:HierarchicalBackend", hint("torch")),
+    "mpi": Entry("collective.backends.mpi:MpiBackend", hint("mpi")),
+    "nccl": Entry("collective.backends.nccl:NcclBackend", hint("nccl")),
+    "shm": Entry("collective.backends.shm:ShmBackend", hint()),
+    "threads": Entry("collective.backends.threads:ThreadsBackend", hint()),
 }
 
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from collective.errors import BackendUnavailableError, RendezvousError
+from collective.install import hint
 from collective.meeting import Place
 from collective.network import interfaces, is_loopback
 from collective.store import Store
@@ -182,7 +183,7 @@ def _tcp_store() -> Any:
     except (ImportError, AttributeError) as error:  # it can be built without
         raise BackendUnavailableError(
             "rendezvous: ranks on several hosts meet in torch's TCPStore, which cannot be "
-            f"imported: {error}. Install it, `pip install 'collective[torch]'`, or set "
+            f"imported: {error}. Install it, `{hint('torch')}`, or set "
             "COLLECTIVE_STORE to a private directory that all hosts see."
         ) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 from collective import choice
 from collective.config import Config
 from collective.errors import ConfigError, RendezvousError
+from collective.install import hint
 from collective.launchers import MPI_LAUNCHERS, Launched, detect
 from collective.meeting import Place, from_environment, from_url
 from collective.network import address_of, address_toward, is_loopback, own_address
@@ -188,9 +189,9 @@ def _across_hosts(config: Config, place: Place | None) -> Store:
         if place is None:
             raise RendezvousError(
                 f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
-                "this host, and no mpi4py to meet through. Install it (pip install "
-                "'collective[mpi]'), or set MASTER_ADDR and MASTER_PORT on all ranks: the host "
-                "of rank 0 and a port that is free there."
+                f"this host, and no mpi4py to meet through. Install it ({hint('mpi')}), "
+                "or set MASTER_ADDR and MASTER_PORT on all ranks: the host of rank 0 "
+                "and a port that is free there."
             )
     if place is None:
         raise RendezvousError(

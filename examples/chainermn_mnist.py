@@ -2,7 +2,7 @@
 
 ::
 
-    pip install 'collective[chainer,examples]'
+    pip install '.[examples]'     # and Chainer: docs/chainer.md
     collective run -n 2 examples/chainermn_mnist.py
     OMP_NUM_THREADS=1 mpiexec -n 2 python examples/chainermn_mnist.py
 

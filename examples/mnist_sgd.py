@@ -9,7 +9,7 @@ come out equal.
 
 ::
 
-    pip install 'collective[torch,examples]'
+    pip install '.[torch,examples]'
     collective run -n 4 --backend shm examples/mnist_sgd.py       # processes
     collective run -n 4 --backend threads examples/mnist_sgd.py   # threads of one process
     python examples/mnist_sgd.py                                  # one rank

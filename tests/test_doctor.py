@@ -25,6 +25,7 @@ from collective.doctor import host as doctor_host
 from collective.doctor import mpi as doctor_mpi
 from collective.doctor import probe as doctor_probe
 from collective.doctor.problems import problems
+from collective.install import hint
 from tests.launches import ROOT, Launches, launches
 
 __all__ = ["launches"]  # a fixture
@@ -172,11 +173,11 @@ def test_without_any_package_the_remedies_are_there(doctor: Doctor, bare: dict[s
     assert not set(report["packages"]) & {"torch", "mpi4py", "cupy", "chainer"}
     gloo, mpi = report["transports"]["gloo"], report["transports"]["mpi"]
     assert (gloo["works"], gloo["reason"]) == (False, "torch is not installed")
-    assert gloo["fix"] == "pip install 'collective[torch]'"
+    assert gloo["fix"] == hint("torch")
     assert (mpi["works"], mpi["reason"]) == (False, "mpi4py is not installed")
-    assert mpi["fix"] == "pip install 'collective[mpi]'"
+    assert mpi["fix"] == hint("mpi")
     assert report["mpi"]["error"] == "mpi4py is not installed"
-    assert "> pip install 'collective[torch]'" in text(report)
+    assert f"> {hint('torch')}" in text(report)
     assert report["transports"]["shm"]["works"] is True
 
 

@@ -42,7 +42,7 @@ def header() -> str:
     folder = wheel()
     path = Path(named) if named else folder and folder / "include" / "nccl.h"
     if path is None:
-        pytest.skip("no nccl.h: install collective[nccl], or name the file in NCCL_HEADER")
+        pytest.skip("no nccl.h: install collective-comm[nccl], or name the file in NCCL_HEADER")
     text = path.read_text()
     return re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
 
@@ -316,7 +316,7 @@ def real() -> Callable[[str], str]:
     folder = wheel()
     path = os.environ.get("NCCL_LIBRARY") or (folder and folder / "lib" / "libnccl.so.2")
     if path is None:
-        pytest.skip("no NCCL: install collective[nccl], or name the file in NCCL_LIBRARY")
+        pytest.skip("no NCCL: install collective-comm[nccl], or name the file in NCCL_LIBRARY")
 
     def run(program: str) -> str:
         # In a process of its own: it is not to be had in this one again.

@@ -163,3 +163,22 @@ print(count)
 def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     output = python("-m", "collective", "config", cwd=tmp_path, path=installed)
     assert "backend" in output
+
+
+def test_the_installed_package_is_hinted_at_by_the_distributions_name(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = "from collective.install import hint; print(hint('mpi'))"
+    output = python("-c", program, cwd=tmp_path, path=installed)
+    assert output == "pip install 'collective-comm[mpi]'\n"
+
+
+def test_pip_takes_the_installed_package_where_no_index_has_it(
+    installed: Path, tmp_path: Path
+) -> None:
+    # So the hint's command is right before the package is published.
+    options = ("--disable-pip-version-check", "--no-deps", "--no-index", "--dry-run")
+    output = python(
+        "-m", "pip", "install", *options, "collective-comm[mpi]", cwd=tmp_path, path=installed
+    )
+    assert "Requirement already satisfied: collective-comm[mpi]" in output

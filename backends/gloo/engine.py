@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
+from collective.install import hint
 
 if TYPE_CHECKING:
     from collective.backends.channel import Wait
@@ -54,7 +55,7 @@ def device(world: World) -> Any:
     if make is None:
         raise BackendUnavailableError(
             f"gloo: PyTorch {torch.__version__} was built without Gloo. Install one with it: "
-            "pip install 'collective[torch]'"
+            f"{hint('torch')}"
         )
     interface = world.options.get("interface", "")
     if world.local_size == world.size:

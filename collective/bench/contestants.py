@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collective.errors import BackendUnavailableError
+from collective.install import hint
 from collective.launch.mpi import mpiexec
 from collective.registry import find
 
@@ -141,7 +142,7 @@ def named(
                 continue
             first = next(iter(found), None)
             if first is None:
-                missing[name] = "no mpi4py with an mpiexec: pip install 'collective[mpi]'"
+                missing[name] = f"no mpi4py with an mpiexec: {hint('mpi')}"
                 continue
             name = f"{library}/{vendor or first}".removesuffix("/")
             python = found[vendor or first]
@@ -159,7 +160,7 @@ def named(
 
 def _why_not(library: str) -> str:
     if library == "torch" and importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed: pip install 'collective[torch]'"
+        return f"PyTorch is not installed: {hint('torch')}"
     if library in (*PEERS, "mpi"):
         return ""
     try:

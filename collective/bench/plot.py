@@ -10,6 +10,7 @@ from collective.bench.figures import of_peer
 from collective.bench.measure import METHODS, Record
 from collective.bench.report import size_name
 from collective.errors import BackendUnavailableError
+from collective.install import hint
 
 __all__ = ["plot", "require_matplotlib"]
 
@@ -35,7 +36,7 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise BackendUnavailableError(
             f"bench: --plot takes matplotlib, which cannot be imported: {error}. Install it: "
-            "pip install 'collective[bench]'"
+            f"{hint('bench')}"
         ) from error
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collective.errors import InvalidArgumentError
+from collective.install import hint
 from collective.launch import restart_with
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ def execute(options: argparse.Namespace) -> int:
     try:
         from rich.console import Console
     except ImportError:
-        print(
-            "collective parity: rich is missing; pip install 'collective[parity]'", file=sys.stderr
-        )
+        print(f"collective parity: rich is missing; {hint('parity')}", file=sys.stderr)
         return 2
     # Here and not above: it brings NumPy and the transports along.
     from collective.parity.report import show

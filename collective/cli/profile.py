@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from collective.config import by_device, settings
 from collective.errors import ConfigError
+from collective.install import hint
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -108,7 +109,7 @@ def _refusal(options: argparse.Namespace, program: list[str]) -> str:
     if options.predict is None and (options.link or options.figures):
         return "--link, --from: for --predict, which is not given"
     if importlib.util.find_spec("rich") is None:
-        return "the tables need rich; pip install 'collective[bench]'"
+        return f"the tables need rich; {hint('bench')}"
     return ""
 
 

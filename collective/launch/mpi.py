@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from collective.errors import BackendUnavailableError
+from collective.install import hint
 from collective.launch.processes import die_with_parent
 from collective.launch.supervisor import Rank, Supervisor
 
@@ -54,7 +55,7 @@ def mpiexec(size: int, python: Path | None = None) -> list[str]:
     if path is None:
         raise BackendUnavailableError(
             f"collective run: backend mpi takes mpiexec, which is neither beside {python} "
-            "nor on PATH. Install one together with its library: pip install 'collective[mpi]'"
+            f"nor on PATH. Install one together with its library: {hint('mpi')}"
         )
     return [path, *_options(path), "-n", str(size)]
 
@@ -68,7 +69,7 @@ def _options(path: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendUnavailableError(
             f"collective run: {path} --version failed: {error}. Install mpiexec together with its "
-            "library: pip install 'collective[mpi]'"
+            f"library: {hint('mpi')}"
         ) from error
     if b"Open MPI" not in done.stdout:
         return []
