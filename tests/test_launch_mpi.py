@@ -7,6 +7,7 @@ in for it that does to its processes what they all do, and what the roughest of 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
+from launches import DEADLINE_S, ROOT, Launches, finish, launches  # noqa: F401
 
 from collective.errors import BackendUnavailableError
 from collective.launch import mpi as launch_mpi
+from collective.launch import mpi_rank
 
 # Starts N processes, kills all of them at once as soon as one fails, and gives up if their
 # end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.
@@ -150,6 +152,48 @@ def test_whoever_is_killed_takes_all_along(launches: Launches, start, who: str) 
     launches.until(lambda: not launches.living())
     # Nobody is left to remove the directory if both who could are gone.
     assert who == "launcher" or launches.run_directories() == []
+
+
+def test_a_process_of_mpiexec_does_not_wait_for_a_launcher_that_is_gone(tmp_path: Path) -> None:
+    """Everything was killed between the start of mpiexec and that of the ranks."""
+    for kind in ("out", "error", "orders", "end"):
+        os.mkfifo(tmp_path / f"0.{kind}")
+    (tmp_path / "0.environment").touch()
+    started = tmp_path / "started"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", mpi_rank.__file__, tmp_path, "touch", started],
+        env={"PMI_RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert re.search(r"rank 0 on .*: .*No such device or address", done.stderr)
+    assert not started.exists()
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["collective.launch.processes.die_with_parent", "collective.launch.mpi_rank._die_with_parent"],
+)
+def test_a_child_whose_parent_dies_before_it_says_so_dies_too(function: str) -> None:
+    """Killed between fork and prctl, when the kernel has nothing to tell the child any more."""
+    module, _, name = function.rpartition(".")
+    script = f"""
+import os, time
+from {module} import {name}
+prepare, parent = {name}(), os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.001)
+prepare()
+os.write(1, b"it runs on")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, cwd=ROOT, timeout=DEADLINE_S
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
 
 
 def ancestry(pid: int, last: int) -> list[int]:

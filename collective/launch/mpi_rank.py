@@ -37,9 +37,8 @@ def main(directory: Path, command: Sequence[str]) -> int:
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "")
     place = directory / rank
     try:
-        out, error = (os.open(f"{place}.{kind}", os.O_WRONLY) for kind in ("out", "error"))
+        out, error, end = (_writer(f"{place}.{kind}") for kind in ("out", "error", "end"))
         orders = os.open(f"{place}.orders", os.O_RDONLY | os.O_NONBLOCK)
-        end = os.open(f"{place}.end", os.O_WRONLY)
         given = os.fsdecode(Path(f"{place}.environment").read_bytes())
     except OSError as problem:
         print(
@@ -79,14 +78,29 @@ def main(directory: Path, command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _writer(path: str) -> int:
+    """Open a named pipe for writing.
+
+    Raises:
+        OSError: nobody reads it (ENXIO): the launcher and its supervisor are gone. An open that
+            waits, as without O_NONBLOCK, would wait for them for ever.
+    """
+    pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(pipe, True)
+    return pipe
+
+
 def _die_with_parent() -> Callable[[], None]:
     """As in :mod:`collective.launch.processes`: mpiexec may kill this process, not the rank."""
     if sys.platform != "linux":
         return lambda: None
     prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
 
