@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -83,9 +84,10 @@ class Broadcasting(PieceCalls):
         again = "broadcast", root
         plain = timeout is None and not async_op and out is x
         kept = self._repeated.find(again, x, out) if plain else None
-        if kept is not None and self._lane.idle:
+        if kept is not None:
             root, call = kept[2]
-            self._broadcast_known(kept[0], root, call, self.timeout)
+            known = functools.partial(self._broadcast_known, kept[0], root, call, self.timeout)
+            self._in_turn("broadcast", known, kept, x)
             return out
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)

@@ -149,12 +149,24 @@ class Calls:
             self._lane.submit(what, _with_site(enqueue), work)
         return work
 
-    def _beside(self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any) -> Any:
-        """Start, asynchronously, a call that was made before."""
-        run = functools.partial(self._once_more, method, kept, x, out)
-        return self._go(kept[2][-1].operation, run, True, kept[0].array, known_adapter(x))
+    # A call that was made before is taken from what was kept also where others are under way.
+    # Whether they are is a matter of the moment and may differ between ranks; and what one rank
+    # has prepared and another has not is prepared on neither from then on.
 
-    def _once_more(self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any) -> Any:
+    def _repeat(
+        self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any, async_op: bool
+    ) -> Any:
+        """Make a call that was made before, in its turn."""
+        run = functools.partial(self._repeat_now, method, kept, out)
+        return self._go(kept[2][-1].operation, run, async_op, kept[0].array, known_adapter(x))
+
+    def _in_turn(self, what: str, run: Callable[[], T], kept: Prepared, x: Any) -> T | Work[T]:
+        """Run a call that was made before: now, or when those under way are over."""
+        if self._lane.idle:
+            return run()
+        return self._go(what, run, False, kept[0].array, known_adapter(x))
+
+    def _repeat_now(self, method: Callable[..., Any], kept: Prepared, out: Any) -> Any:
         src, dst, rest = kept
         self._collective(method, rest[-1], src, dst, *rest, self.timeout)
         return out

@@ -112,10 +112,10 @@ class Gathering(PieceCalls):
             plain = plain and type(counts) in _LISTS and set(map(type, counts)) == _INTEGERS
             again = what, root, *(counts if plain else ())
             kept = self._repeated.find(again, x, out) if plain else None
-            if kept is not None and async_op:
-                return self._beside(method, kept, x, out)
-            if kept is not None and self._lane.idle:
-                return self._once_more(method, kept, x, out)
+            if kept is not None:
+                if async_op or not self._lane.idle:
+                    return self._repeat(method, kept, x, out, async_op)
+                return self._repeat_now(method, kept, out)
         else:
             plain = plain and not async_op and not self._agree_sizes
             done, differ = self._again(method, again, x, out) if plain else (False, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,11 +103,12 @@ class PieceCalls(Calls):
             takes from there, their headers.
         """
         kept = self._repeated.find(key, x, out)
-        if kept is None or not self._lane.idle:
+        if kept is None:
             return False, None
         src, dst, rest = kept
+        run = functools.partial(self._recorded, method, src, dst, *rest, self.timeout)
         try:
-            self._recorded(method, src, dst, *rest, self.timeout)
+            self._in_turn(rest[-1].operation, run, kept, x)
         except Disagreement as difference:
             return False, difference.headers
         return True, None

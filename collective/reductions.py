@@ -77,11 +77,11 @@ class Reductions(Calls):
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
         again = "all_reduce", op, order
-        if timeout is None and (async_op or self._lane.idle):
+        if timeout is None:
             kept = self._repeated.find(again, x, out)
             if kept is not None:
-                if async_op:
-                    return self._beside(self._backend.all_reduce, kept, x, out)
+                if async_op or not self._lane.idle:
+                    return self._repeat(self._backend.all_reduce, kept, x, out, async_op)
                 src, dst, rest = kept
                 self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
                 return out
@@ -247,14 +247,10 @@ class Reductions(Calls):
         again = "reduce_scatter", op, order
         plain = timeout is None and axis == 0 and counts is None
         kept = self._repeated.find(again, x, out) if plain else None
-        if kept is not None and async_op:
-            return self._beside(self._backend.reduce_scatter, kept, x, out)
-        if kept is not None and self._lane.idle:
-            source, target, rest = kept
-            self._collective(
-                self._backend.reduce_scatter, rest[-1], source, target, *rest, self.timeout
-            )
-            return out
+        if kept is not None:
+            if async_op or not self._lane.idle:
+                return self._repeat(self._backend.reduce_scatter, kept, x, out, async_op)
+            return self._repeat_now(self._backend.reduce_scatter, kept, out)
         if type(x) is not np.ndarray and tree.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)

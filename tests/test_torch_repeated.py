@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from collective.arrays import adapter_of  # noqa: E402
+from collective.calls import Calls  # noqa: E402
 from collective.testing import RankPool  # noqa: E402
+from tests.lanes import behind_another  # noqa: E402
 
 N = 20_011
 
@@ -283,3 +286,49 @@ def bare(comm: Any) -> None:
         array[:] = step + comm.rank
         assert comm.all_reduce(x, out=x) is x
         assert (array == 2 * step + 1).all()
+
+
+# The call, the elements of its input, and of its output if that is another tensor.
+CALLS: dict[str, tuple[Callable[[Any, Any, Any], Any], int, int]] = {
+    "all_reduce": (lambda comm, x, out: comm.all_reduce(x, out=out), N, 0),
+    "broadcast": (lambda comm, x, out: comm.broadcast(x, out=out), N, 0),
+    "reduce_scatter": (lambda comm, x, out: comm.reduce_scatter(x, out=out), 2 * N, N),
+    "all_gather": (lambda comm, x, out: comm.all_gather(x, out=out), N, 2 * N),
+    "counts": (lambda comm, x, out: comm.all_gather(x, counts=[N, N], out=out), N, 2 * N),
+    "all_to_all": (lambda comm, x, out: comm.all_to_all(x, out=out), 2 * N, 2 * N),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_taken_from_what_was_kept_also_behind_others(two: RankPool, name: str) -> None:
+    two.run(behind_others, name)
+
+
+def behind_others(comm: Any, name: str) -> None:
+    call, count, result = CALLS[name]
+    x = torch.ones(count)
+    out = torch.empty(result) if result else x
+    for _ in range(2):
+        call(comm, x, out)
+    with behind_another(comm) as seen:
+        call(comm, x, out)
+    assert Calls._view.__code__ not in seen
+
+
+def test_a_call_stays_prepared_where_only_one_rank_has_others_under_way(two: RankPool) -> None:
+    two.run(behind_another_on_rank_0)
+
+
+def behind_another_on_rank_0(comm: Any) -> None:
+    x = comm.empty(N, like="torch").fill_(1)
+    for _ in range(3):
+        comm.all_reduce(x, out=x)
+    (settled,) = comm._repeated._settled.values()
+    memo = settled.prepared[0].memo
+    prepared = memo.get("all_reduce")
+    assert (prepared is not None) == (comm.backend == "shm")  # the one that prepares calls
+    with behind_another(comm) if comm.rank == 0 else contextlib.nullcontext():
+        comm.all_reduce(x, out=x)
+    assert list(comm._repeated._settled.values()) == [settled]
+    assert memo.get("all_reduce") is prepared
+    assert (x == 16).all()
