@@ -5,7 +5,8 @@ The strongest source that names a setting wins:
 1. an argument (of ``collective.init`` or of a command),
 2. the environment variable ``COLLECTIVE_<KEY>``; an empty one counts as unset,
 3. ``collective.toml``, or the table ``[tool.collective]`` of ``pyproject.toml``: the
-   nearest one, from the working directory upwards,
+   nearest one that is believed, from the working directory up to the project's root or home
+   (:mod:`collective.config_file`),
 4. the launcher (``collective run``, torchrun, mpiexec, srun),
 5. the default.
 
@@ -16,23 +17,22 @@ first three, and in the environment every ``COLLECTIVE_…`` counts.
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import operator
 import os
-import re
 import signal
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collective import meeting
+from collective import config_file, meeting
 from collective.errors import ConfigError
 from collective.launchers import Launched, detect
 
-__all__ = ["KEYS", "Config", "Key", "Setting", "by_device", "load", "settings"]
+__all__ = ["KEYS", "Config", "Key", "Setting", "by_device", "load", "not_read", "settings"]
 
 _PREFIX = "COLLECTIVE_"
 # All that says who this rank is.
@@ -49,12 +49,15 @@ class Key:
         allowed: the values it takes, in words for an error text.
         doc: what it is for.
         parse: turns what a source says into the value; raises ValueError or TypeError.
+        hazard: what a value makes this process do that not every file may ask for, in words,
+            or "". A file that is not the user's own and private cannot set such a value.
     """
 
     default: str | int | float | None
     allowed: str
     doc: str
     parse: Callable[[Any], str | int | float]
+    hazard: Callable[[Any], str] = lambda value: ""
 
 
 class Setting(NamedTuple):
@@ -70,6 +73,7 @@ class Config:
 
     Attributes:
         launched: what the launcher of this process said, or None without one.
+        refused: files of settings that were not believed, and why each was not.
     """
 
     backend: str
@@ -91,6 +95,7 @@ class Config:
     nccl_library: str
     cuda_library: str
     launched: Launched | None
+    refused: Mapping[Path, str]
     _origins: Mapping[str, str]
 
     def origin(self, key: str) -> str:
@@ -102,6 +107,23 @@ class Config:
             ``"default"``.
         """
         return self._origins[key]
+
+    def warn_of_refused(self) -> None:
+        """Warn of each file that was not believed: once a host, and not once a rank.
+
+        Warns:
+            RuntimeWarning: there is such a file.
+        """
+        for path, reason in self.refused.items() if self.local_rank == 0 else ():
+            warnings.warn(f"settings: {not_read(path, reason)}", RuntimeWarning, stacklevel=3)
+
+
+def not_read(path: Path, reason: str) -> str:
+    """Return what is to be said of a file that was not believed."""
+    return (
+        f"{path} is not read: {reason}. It must be the user's or root's, as its directory, and "
+        "writable by nobody else: chown or chmod go-w them, or set COLLECTIVE_… variables."
+    )
 
 
 def load(arguments: Mapping[str, object]) -> Config:
@@ -121,7 +143,8 @@ def load(arguments: Mapping[str, object]) -> Config:
         if any(arguments.get(key) is None for key in _PLACE):
             raise
         launched = None
-    found = settings(arguments)
+    file = config_file.find()
+    found = _settings(arguments, file)
     if launched is not None:
         origin = f"launcher {launched.launcher}"
         found.setdefault("rank", Setting(launched.rank, origin))
@@ -141,6 +164,7 @@ def load(arguments: Mapping[str, object]) -> Config:
     return Config(
         **{name: setting.value for name, setting in found.items()},
         launched=launched,
+        refused=file.refused,
         _origins={name: setting.origin for name, setting in found.items()},
     )
 
@@ -153,6 +177,10 @@ def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
     Raises:
         ConfigError: as :func:`load`.
     """
+    return _settings(arguments, config_file.find())
+
+
+def _settings(arguments: Mapping[str, object], file: config_file.Found) -> dict[str, Setting]:
     sources = [
         {key: Setting(value, "argument") for key, value in arguments.items() if value is not None},
         {
@@ -160,13 +188,18 @@ def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
             for name, value in os.environ.items()
             if name.startswith(_PREFIX) and value
         },
-        _file(),
     ]
     found: dict[str, Setting] = {}
     for source in sources:
         for name, setting in source.items():
             value = _parse(name, setting)  # also of a value that a stronger one hides
             found.setdefault(name, Setting(value, setting.origin))
+    for name, value in file.table.items():
+        setting = _of_file(name, value, file)
+        value = _parse(name, setting)
+        if name not in found:
+            _refuse_hazard(name, value, file)
+            found[name] = Setting(value, setting.origin)
     return found
 
 
@@ -200,6 +233,27 @@ def _parse(name: str, setting: Setting) -> str | int | float:
         raise ConfigError(
             f"{name}: {setting.value!r} ({setting.origin}); it must be {key.allowed}."
         ) from None
+
+
+def _of_file(key: str, value: Any, file: config_file.Found) -> Setting:
+    assert file.path is not None
+    if isinstance(value, str) and (
+        (key == "store" and not value.startswith("tcp:"))
+        or key == "trace"
+        or (key in ("nccl_library", "cuda_library") and "/" in value)
+    ):
+        value = file.path.parent / os.path.expanduser(value)  # relative to the file that says it
+    return Setting(value, f"file {file.path}")
+
+
+def _refuse_hazard(name: str, value: Any, file: config_file.Found) -> None:
+    hazard = KEYS[name].hazard(value)
+    if hazard and file.exposed:
+        raise ConfigError(
+            f"{name}: {value!r} (file {file.path}) {hazard}, which a file may ask for only if it "
+            f"is the user's own and private; this one {file.exposed}. chmod 600 a file of yours, "
+            f"or give it as an argument or as {_variable(name)}."
+        )
 
 
 def _check_place(found: Mapping[str, Setting], rank: str, size: str) -> None:
@@ -282,6 +336,23 @@ def _meeting_place(value: Any) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+# -- what not every file may ask for ------------------------------------------------
+
+
+def _loads_code(value: str) -> str:
+    return "loads code"
+
+
+def _writes_files(value: str) -> str:
+    return "" if value.startswith("tcp:") else "writes files"
+
+
+def _may_load_code(value: str) -> str:
+    """Tell a transport at ``module:Class`` from one that is known by its name."""
+    names = by_device(value).values() or [value]
+    return "loads code" if any(":" in name for name in names) else ""
+
+
 #: Every setting there is.
 KEYS: Mapping[str, Key] = {
     "backend": Key(
@@ -289,6 +360,7 @@ KEYS: Mapping[str, Key] = {
         "the name of a transport, such as 'shm', or 'auto'",
         "the transport, or one a device: 'cpu:shm,cuda:nccl'",
         _word,
+        _may_load_code,
     ),
     "rank": Key(0, "an integer >= 0", "this process among all", _integer(0)),
     "size": Key(1, "an integer >= 1", "how many processes there are", _integer(1)),
@@ -314,6 +386,7 @@ KEYS: Mapping[str, Key] = {
         "where the ranks of one launch meet: a directory that is private, seen by all and used by "
         "no other launch; or an address of the host of rank 0 with a port that is free there",
         _meeting_place,
+        _writes_files,
     ),
     "interface": Key(
         "",
@@ -327,6 +400,7 @@ KEYS: Mapping[str, Key] = {
         "the name of a transport, such as 'gloo', or 'auto'",
         "what connects the hosts under backend 'hierarchical' (auto: mpi under mpiexec, or gloo)",
         _word,
+        _may_load_code,
     ),
     "dump_signal": Key(
         "SIGUSR2",
@@ -339,6 +413,7 @@ KEYS: Mapping[str, Key] = {
         "a directory that every rank can write to",
         "where each rank writes a trace of its calls (default: none is written)",
         _directory,
+        _writes_files,
     ),
     "shm_single_copy": Key(
         "on",
@@ -363,71 +438,13 @@ KEYS: Mapping[str, Key] = {
         "a file such as '/opt/nccl/lib/libnccl.so.2'",
         "the NCCL library (default: that of NVIDIA's wheel, or the system's)",
         _library,
+        _loads_code,
     ),
     "cuda_library": Key(
         "",
         "a file such as '/usr/lib/libcuda.so.1'",
         "the library of NVIDIA's driver (default: the system's)",
         _library,
+        _loads_code,
     ),
 }
-
-
-# -- files -------------------------------------------------------------------------
-
-
-def _file() -> dict[str, Setting]:
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:  # the working directory was removed
-        return {}
-    for directory in (here, *here.parents):
-        for name in ("collective.toml", "pyproject.toml"):
-            path = directory / name
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (FileNotFoundError, IsADirectoryError, PermissionError):
-                continue
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}: cannot be read: {error}.") from error
-            table = _table(path, text)
-            if table is not None:
-                return {key: _of_file(key, value, path) for key, value in table.items()}
-    return {}
-
-
-def _of_file(key: str, value: Any, path: Path) -> Setting:
-    if isinstance(value, str) and (
-        (key == "store" and not value.startswith("tcp:"))
-        or key == "trace"
-        or (key in ("nccl_library", "cuda_library") and "/" in value)
-    ):
-        value = path.parent / os.path.expanduser(value)  # relative to the file that says it
-    return Setting(value, f"file {path}")
-
-
-def _table(path: Path, text: str) -> dict[str, Any] | None:
-    """Return the settings of a file, or None if it is not about this package."""
-    # Most pyproject.toml say nothing about us; they need no parser and no valid syntax.
-    mentioned = re.search(r"^\s*\[\s*tool\s*\.\s*[\"']?collective\b", text, re.MULTILINE)
-    if path.name == "pyproject.toml" and not mentioned:
-        return None
-    toml = _parser(path)
-    try:
-        content: dict[str, Any] = toml.loads(text)
-    except toml.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}.") from error
-    if path.name == "pyproject.toml":
-        content = content.get("tool", {}).get("collective")
-    return content
-
-
-def _parser(path: Path) -> Any:
-    for module in ("tomllib", "tomli"):  # in the standard library from Python 3.11 on
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-    raise ConfigError(
-        f"{path}: reading it takes Python >= 3.11 or the package tomli; pip install tomli"
-    )

@@ -77,6 +77,9 @@ def init(
             ``size`` or another setting that it decides.
         BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
         RendezvousError: not all ranks arrived within ``start_timeout``; names them.
+
+    Warns:
+        RuntimeWarning: a file with settings was not read, since others could have written it.
     """
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
     world: World | None = getattr(_of_thread, "world", None)
@@ -89,6 +92,7 @@ def init(
             local_rank=world.local_rank, local_size=world.local_size,
         )  # fmt: skip
     settled = load(arguments)
+    settled.warn_of_refused()
     name_libraries(settled)
     if world is None:
         world, chosen = build(settled), choose(settled)

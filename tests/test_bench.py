@@ -289,6 +289,34 @@ def test_names() -> None:
         named(["smh"], {}, 2)
 
 
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a directory that has ``.mpi/mpich`` with its interpreter."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / ".mpi" / "mpich" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "mpiexec"):
+        (programs / name).touch()
+    return tmp_path
+
+
+def test_the_mpi_libraries_of_the_working_directory_are_found(planted: Path) -> None:
+    assert list(environments(argparse.Namespace(mpi_env=[], mpi_envs=None))) == ["mpich"]
+
+
+def test_where_everybody_can_put_interpreters_none_is_taken(
+    planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted.chmod(0o777)
+    assert environments(argparse.Namespace(mpi_env=[], mpi_envs=None)) == {}
+    assert (
+        f"{planted / '.mpi'} is not used: others can write to {planted}" in capsys.readouterr().err
+    )
+    named = argparse.Namespace(mpi_env=[], mpi_envs=Path(".mpi"))
+    assert list(environments(named)) == ["mpich"]
+
+
 def test_an_mpi4py_that_nothing_can_start_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

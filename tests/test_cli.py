@@ -41,8 +41,10 @@ def test_config_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ.update(RANK="1", WORLD_SIZE="3")
     assert main(["config", "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
+    table = printed["settings"]
     assert list(table) == list(KEYS)
+    assert printed["refused"] == {}
     assert table["rank"] == {"value": 1, "origin": "launcher torchrun"}
     assert table["store"] == {"value": None, "origin": "default"}
 
@@ -81,4 +83,4 @@ def test_package_is_a_command() -> None:
         text=True,
         timeout=30,
     )
-    assert json.loads(done.stdout)["size"]["value"] == 1, done.stderr
+    assert json.loads(done.stdout)["settings"]["size"]["value"] == 1, done.stderr

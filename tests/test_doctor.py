@@ -364,7 +364,7 @@ def healthy(**changes: Any) -> dict[str, Any]:
     """Return a report as far as it is looked at for problems, with none in it."""
     network = {"name": "n1", "addresses": ["10.0.0.1"], "error": "", "loopback": False}
     base: dict[str, Any] = {
-        "settings": {"error": "", "launcher": None},
+        "settings": {"error": "", "launcher": None, "refused": {}},
         "choices": [{"when": "here and now", "backend": "shm", "reason": "as it is"}],
         "transports": {"shm": {"works": True}},
         "packages": {},
@@ -444,9 +444,17 @@ def test_mpich_and_intel_start_each_others_ranks() -> None:
     assert not doctor_mpi.mates("Open MPI", "Intel MPI")
 
 
+def test_a_file_of_settings_that_is_not_believed_is_shown() -> None:
+    refused = {"/tmp/collective.toml": "/tmp/collective.toml belongs to uid 7"}
+    (found,) = problems(healthy(settings={"error": "", "launcher": None, "refused": refused}))
+    assert "/tmp/collective.toml is not read" in found["problem"]
+    assert "uid 7" in found["problem"]
+    assert not found["fatal"]
+
+
 def test_a_launcher_of_another_vendor_is_shown() -> None:
     mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": []}
-    settings = {"error": "", "launcher": {"launcher": "mpich"}}
+    settings = {"error": "", "launcher": {"launcher": "mpich"}, "refused": {}}
     report = healthy(mpi=mpi, settings=settings)
     found = next(problems(report))
     assert "started by mpiexec of MPICH, and mpi4py has Open MPI" in found["problem"]

@@ -160,7 +160,7 @@ def test_files_of_another_run_are_left_out(tmp_path):
         os.utime(path, (1, 1))
     traced_ranks(tmp_path, 2, lambda comm: comm.barrier())
     assert [rank.rank for rank in read(tmp_path)] == [0, 1]
-    assert merge(tmp_path, tmp_path / "all.json")[0] == 2
+    assert merge(tmp_path, tmp_path / "all.json")[1] == 2
     with pytest.raises(ConfigError, match=r"no trace in .*COLLECTIVE_TRACE"):
         read(tmp_path / "elsewhere")
 
@@ -218,6 +218,77 @@ def test_a_file_that_is_being_written_is_refused(tmp_path):
         assert "another process is writing it" in str(error)
     finally:
         other.close()
+
+
+def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path):
+    thesis = tmp_path / "rank-00000.json"
+    thesis.write_text('{"chapter": 1}')
+    with pytest.raises(FileExistsError, match=r"is no trace.*rank-00000\.json"):
+        trace.Tracer(str(tmp_path), 0, 1)
+    assert thesis.read_text() == '{"chapter": 1}'
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").write_text("")  # which would pass for a trace that was just begun
+    (tmp_path / "rank-00000.json").symlink_to("elsewhere")
+    with pytest.raises(FileExistsError, match="a link is there"):
+        trace.Tracer(str(tmp_path), 0, 1)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rank-00000.json")
+    with pytest.raises(FileExistsError, match="is no trace"):
+        trace.Tracer(str(tmp_path), 0, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_a_trace_of_somebody_elses_is_left_as_it_is(tmp_path):
+    trace.Tracer(str(tmp_path), 0, 1).close()
+    os.chown(tmp_path / "rank-00000.json", 54321, 54321)
+    with pytest.raises(PermissionError, match="belongs to uid 54321"):
+        trace.Tracer(str(tmp_path), 0, 1)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000], ids=["empty", "begun", "whole"])
+def test_a_trace_of_an_earlier_run_is_overwritten(tmp_path, size):
+    traced_ranks(tmp_path, 1, calls_alone)
+    path = tmp_path / "rank-00000.json"
+    os.truncate(path, size)
+    assert traced_ranks(tmp_path, 1, calls_alone) == [None]
+    assert json.loads(path.read_text())["otherData"]["size"] == 1
+
+
+def calls_alone(comm):
+    comm.all_reduce(np.ones(3))
+
+
+def test_a_trace_is_its_users_alone(tmp_path):
+    trace.Tracer(str(tmp_path), 0, 1).close()
+    assert (tmp_path / "rank-00000.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_joined_trace_does_not_follow_a_link_that_nobody_named(tmp_path, capsys):
+    traced_ranks(tmp_path, 1, calls_alone)
+    (tmp_path / "thesis").write_text("chapter 1")
+    (tmp_path / "all.json").symlink_to("thesis")
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "a link is there" in capsys.readouterr().err
+    assert (tmp_path / "thesis").read_text() == "chapter 1"
+
+
+def test_the_joined_trace_replaces_a_longer_one(tmp_path):
+    traced_ranks(tmp_path, 1, calls_alone)
+    path, ranks, _ = merge(tmp_path)
+    whole = path.read_text()
+    path.write_text(whole + " " * 100_000)
+    assert merge(tmp_path)[1] == ranks
+    assert path.read_text() == whole
+
+
+def test_what_is_no_file_is_no_ranks_trace(tmp_path):
+    traced_ranks(tmp_path, 1, calls_alone)
+    os.mkfifo(tmp_path / "rank-00001.json")
+    assert [one.rank for one in read(tmp_path)] == [0]
 
 
 def test_tracing_on_some_ranks_only_is_an_error(tmp_path):
@@ -336,6 +407,7 @@ def test_the_setting(tmp_path, monkeypatch):
     assert load({}).trace == ""
     assert load({"trace": "here"}).trace == str(tmp_path / "here")
     (tmp_path / "collective.toml").write_text('trace = "traces"')
+    (tmp_path / "collective.toml").chmod(0o600)  # or it could not name a file to write
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert load({}).trace == str(tmp_path / "traces")

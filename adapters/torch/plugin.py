@@ -67,6 +67,7 @@ def _communicator(
     job, local_rank, local_size = _meet(meeting, rank, size, time.monotonic() + seconds)
     place.update(local_rank=local_rank, local_size=local_size)
     config = load(place)
+    config.warn_of_refused()
     name_libraries(config)
     dump_on_signal(config.dump_signal)
     chosen = choice.choose(config)

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from collective.config_file import distrust
 from collective.errors import BackendUnavailableError, InvalidArgumentError
 from collective.launch.mpi import mpiexec
 
@@ -22,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mpi-envs",
         type=Path,
-        default=Path(os.environ.get("BENCH_PEERS", ".mpi")),
+        default=os.environ.get("BENCH_PEERS"),
         metavar="DIR",
         help="directory with a virtual environment for each MPI library, called "
         f"{', '.join(VENDORS)} (default: BENCH_PEERS or .mpi)",
@@ -55,13 +56,35 @@ def environments(options: argparse.Namespace) -> dict[str, Path]:
         paths[name] = Path(path)
     if importlib.util.find_spec("mpi4py") is not None and _starts(Path(sys.executable)):
         paths[""] = Path(sys.prefix)
-    for vendor in reversed(VENDORS):
-        paths.setdefault(vendor, options.mpi_envs / vendor)
+    folder = _here() if options.mpi_envs is None else options.mpi_envs
+    if folder is not None:
+        for vendor in reversed(VENDORS):
+            paths.setdefault(vendor, folder / vendor)
     return {
         name: path.absolute() / "bin" / "python"
         for name, path in paths.items()
         if not name or _usable(path)
     }
+
+
+def _here() -> Path | None:
+    """Return ``.mpi`` in the working directory, unless somebody else could have put it there.
+
+    What is in it is run, and nobody has named it.
+    """
+    folder = Path(".mpi")
+    try:
+        why_not = distrust(os.stat("."), os.getcwd()) or distrust(folder.stat(), str(folder))
+    except OSError:
+        return None
+    if why_not:
+        print(
+            f"collective bench: {folder.absolute()} is not used: {why_not}. If it is to be, name "
+            f"it: --mpi-envs {folder}",
+            file=sys.stderr,
+        )
+        return None
+    return folder
 
 
 def _starts(python: Path) -> bool:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from collective.config import KEYS, load
+from collective.config import KEYS, load, not_read
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -21,7 +21,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="show each setting and where it comes from",
         description="Show each setting as a program started here and now would find it: "
         "the environment wins over collective.toml or pyproject.toml, that over the "
-        "launcher, that over the default.",
+        "launcher, that over the default. A file is read only if nobody but you and root "
+        "could have written it; one that is not is named with the reason.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(execute=execute)
@@ -33,7 +34,8 @@ def execute(options: argparse.Namespace) -> int:
     found = {key: (getattr(config, key), config.origin(key)) for key in KEYS}
     if options.json:
         table = {key: {"value": value, "origin": origin} for key, (value, origin) in found.items()}
-        print(json.dumps(table, indent=2))
+        refused = {str(path): reason for path, reason in config.refused.items()}
+        print(json.dumps({"settings": table, "refused": refused}, indent=2))
         return 0
     rows = [("key", "value", "origin")]
     rows += [
@@ -43,4 +45,6 @@ def execute(options: argparse.Namespace) -> int:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, origin in rows:
         print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    for path, reason in config.refused.items():
+        print(not_read(path, reason))
     return 0

@@ -32,7 +32,6 @@ def execute(options: argparse.Namespace) -> int:
     # Here and not above: it brings more of the package along.
     from collective.profile.events import merge
 
-    output: Path = options.output or options.directory / "all.json"
-    ranks, events = merge(options.directory, output)
+    output, ranks, events = merge(options.directory, options.output)
     print(f"{output}: {events:,} events of {ranks} rank(s). Open it with https://ui.perfetto.dev.")
     return 0

@@ -121,7 +121,7 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
     try:
         config = load({})
     except CollectiveError as error:
-        return {"error": str(error), "launcher": None, "values": {}}, None
+        return {"error": str(error), "launcher": None, "values": {}, "refused": {}}, None
     launched = config.launched
     return {
         "error": "",
@@ -132,6 +132,7 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
         "values": {
             key: {"value": getattr(config, key), "origin": config.origin(key)} for key in KEYS
         },
+        "refused": {str(path): reason for path, reason in config.refused.items()},
     }, config  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from collective.config import not_read
 from collective.doctor.mpi import mates, starter_for
 
 __all__ = ["problems"]
@@ -17,6 +19,8 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what is wrong, gravest first: ``problem``, ``remedy``, and whether it is ``fatal``."""
     if report["settings"]["error"]:
         yield _problem(report["settings"]["error"], fatal=True)
+    for path, reason in report["settings"]["refused"].items():
+        yield _problem(not_read(Path(path), reason))
     for choice_ in report["choices"][:1]:
         transport = report["transports"].get(choice_["backend"])
         if transport is None:

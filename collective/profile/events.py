@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from collective.errors import ConfigError
-from collective.trace import FIRST_LANE
+from collective.trace import FIRST_LANE, open_file
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 
@@ -85,19 +86,30 @@ def read(directory: Path) -> list[RankTrace]:
     return [_rank_trace(about, events) for _, about, events in _files(directory)]
 
 
-def merge(directory: Path, output: Path) -> tuple[int, int]:
+def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
     """Write the traces of the last run in ``directory`` as one file.
 
+    Args:
+        directory: where the ranks wrote.
+        output: the file; None for ``all.json`` in the directory, which then is new or an earlier
+            one of this user's.
+
     Returns:
-        How many ranks and how many events it has.
+        The file, how many ranks and how many events it has.
 
     Raises:
         ConfigError: there is no trace, or ``output`` cannot be written.
     """
     ranks, count = _files(directory), 0
     about = {**ranks[0][1], "rank": [one[1]["rank"] for one in ranks]}
+    path = directory / "all.json" if output is None else output
     try:
-        with output.open("w", encoding="utf-8") as file:
+        # A file that nobody named may be somebody else's, where others can write.
+        where: int | Path = path
+        if output is None:
+            where = open_file(str(path))
+            os.ftruncate(where, 0)
+        with open(where, "w", encoding="utf-8") as file:
             head = json.dumps({"displayTimeUnit": "ns", "otherData": about})
             file.write(f'{head[:-1]}, "traceEvents": [')
             for _, _, events in ranks:
@@ -106,14 +118,15 @@ def merge(directory: Path, output: Path) -> tuple[int, int]:
                     count += 1
             file.write("\n]}\n")
     except OSError as error:
-        raise ConfigError(f"trace: {output} cannot be written: {error.strerror}.") from error
-    return len(ranks), count
+        raise ConfigError(f"trace: {path} cannot be written: {error.strerror}.") from error
+    return path, len(ranks), count
 
 
 def _files(directory: Path) -> list[tuple[Path, dict[str, Any], Iterable[dict[str, Any]]]]:
     """Return path, head and events of each rank's file of the last run."""
     found: list[tuple[Path, dict[str, Any], Iterable[dict[str, Any]]]] = []
-    paths = sorted(directory.glob("rank-*.json"), key=lambda path: path.stat().st_mtime)
+    files = [path for path in directory.glob("rank-*.json") if path.is_file()]
+    paths = sorted(files, key=lambda path: path.stat().st_mtime)
     for path in reversed(paths):
         about, events = _content(path)
         if about and (not found or about["run"] == found[0][1]["run"]):
