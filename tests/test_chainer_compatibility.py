@@ -196,6 +196,10 @@ def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
     assert "chainer.functions.array.resize_images" in seen
 
 
+def test_a_variable_of_numpys_is_still_on_the_cpu() -> None:
+    assert "- device: CPU\n" in chainer.Variable(np.ones(2, np.float32)).debug_print()
+
+
 @pytest.mark.skipif(not ON_NUMPY_2, reason="there Chainer can be imported")
 def test_chainer_half_imported_is_refused() -> None:
     seen = python(
@@ -323,38 +327,7 @@ def test_asking_for_nccl_imports_no_mpi_and_knows_a_communicator_of_chainermns(
     assert normalization.get_communication_backend(made.PureNcclCommunicator()) == "nccl"
 
 
-# -- child processes -------------------------------------------------------------------------
-
-LOADING = program("""
-    import multiprocessing, sys
-    import collective.adapters.chainer
-    import chainer
-    import numpy as np
-
-    class Squares(chainer.dataset.DatasetMixin):
-        def __len__(self):
-            return 7
-
-        def get_example(self, i):
-            return np.full(3, i * i, np.float32), i
-
-    if __name__ == "__main__":
-        multiprocessing.set_start_method(sys.argv[1])
-        with chainer.iterators.MultiprocessIterator(
-            Squares(), 3, repeat=False, shuffle=False, n_processes=2
-        ) as iterator:
-            print([[(int(x[0]), int(i)) for x, i in batch] for batch in iterator])
-""")
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_processes_of_a_multiprocess_iterator_have_it_from_the_script(
-    method: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LOADING)
-    expected = [[(i * i, i) for i in part] for part in ([0, 1, 2], [3, 4, 5], [6])]
-    assert python("-W", "error::RuntimeWarning", script, method).strip().endswith(str(expected))
+# -- an environment --------------------------------------------------------------------------
 
 
 def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: Path) -> None:
@@ -362,11 +335,25 @@ def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: 
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     own = sysconfig.get_path("purelib")
     (site / "a.pth").write_text(f"{own}\n{INSTALLED}\n{ROOT}\n")
-    (site / "chainer_compatibility.pth").write_text("import collective.adapters.chainer\n")
+    line = python("-m", "collective.adapters.chainer.compatibility.startup")
+    (site / "collective_chainer.pth").write_text(line)
+    body = """
+    import sys
+    def state():
+        loaded = {name.partition(".")[0] for name in sys.modules}
+        kinds = [type(finder).__name__ for finder in sys.meta_path]
+        return sorted(loaded & {"chainer", "collective", "inspect", "numpy"}), "Later" in kinds
+    print(*state())
+    import chainermn, chainer
+    print(*state(), chainer.__version__, "collective.adapters.chainer.chainermn" in sys.modules)
+    """
     done = subprocess.run(
-        [tmp_path / "env" / "bin" / "python", "-c", "import chainer; print(chainer.__version__)"],
+        [tmp_path / "env" / "bin" / "python", "-W", "error", "-c", program(body)],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout == "7.8.1\n", done.stderr
+    assert done.stdout.splitlines() == [
+        "[] True",
+        "['chainer', 'collective', 'inspect', 'numpy'] False 7.8.1 True",
+    ], done.stderr

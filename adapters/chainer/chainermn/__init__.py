@@ -22,6 +22,7 @@ import chainermn
 from chainermn import communicators, global_except_hook, optimizers
 
 from collective import session
+from collective.adapters.chainer import program
 from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator, opened
 from collective.adapters.chainer.chainermn.optimizer import DoubleBufferingOptimizer
 from collective.communicator import Communicator
@@ -161,4 +162,5 @@ def register(replace: bool | None = None) -> None:
         sys.excepthook = _tell_and_leave
 
 
-register()
+# A program that is run as it is names communicators of ChainerMN's.
+register(replace=program.running() or None)

@@ -72,6 +72,12 @@ _PURE_NCCL = Edit(
     reason="the module needs mpi4py, for an isinstance",
     needed=always,
 )
+_MULTIPROCESSING = Edit(
+    old="import multiprocessing\n",
+    new="import collective.adapters.chainer.compatibility.processes as multiprocessing\n",
+    reason="processes that are not forked import Chainer anew",
+    needed=always,
+)
 
 # By module, in the order of their names.
 EDITS: dict[str, tuple[Edit, ...]] = {
@@ -149,6 +155,25 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "chainer.iterators.multiprocess_iterator": (
+        _MULTIPROCESSING,
+        Edit(
+            old="if self._comm.is_terminated:",
+            new="if self._pool.check() or self._comm.is_terminated:",
+            reason="a worker that ended takes its part of the batch along",
+            needed=always,
+        ),
+        Edit(
+            old="alive = self._task()",
+            new="alive = multiprocessing.fetch(self)",
+            reason="an error would end the thread, and the program wait for it",
+            needed=always,
+        ),
+        Edit(
+            old="self._not_empty_cond.wait(_response_time)",
+            new="multiprocessing.wait_for_batch(self, _response_time)",
+            reason="an error would end the thread, and the program wait for it",
+            needed=always,
+        ),
         Edit(
             old="thread.setDaemon(True)",
             new="thread.daemon = True",
@@ -184,6 +209,24 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "chainer.testing.doctest_helper": (_PKG_RESOURCES,),
     "chainer.testing.helper": (_PKG_RESOURCES,),
+    "chainer.training.extensions.evaluator": (
+        Edit(
+            old="            iterator.finalize()",
+            new="            iterator is None or iterator.finalize()",
+            reason="an evaluator may have None for an iterator, as ChainerMN's seq2seq example has",
+            needed=always,
+        ),
+    ),
+    "chainer.training.extensions.snapshot_writers": (_MULTIPROCESSING,),
+    "chainer.training.updaters.multiprocess_parallel_updater": (_MULTIPROCESSING,),
+    "chainer.variable": (
+        Edit(
+            old="getattr(array, 'device', 'CPU')",
+            new="'CPU' if xp is numpy else getattr(array, 'device', 'CPU')",
+            reason="an array of NumPy 2.0 has a device, called cpu",
+            needed=numpy_from(2, 0),
+        ),
+    ),
     "chainermn": (
         Edit(
             old="__version__ = chainer.__version__\n",

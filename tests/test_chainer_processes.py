@@ -1,0 +1,249 @@
+"""The processes that Chainer and its programs start: that Chainer lives there, or how they end."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import os
+import pickletools
+import subprocess
+import sys
+import textwrap
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("collective.adapters.chainer.arrays")
+
+from collective.adapters.chainer.compatibility import processes
+
+ROOT = Path(__file__).resolve().parent.parent
+ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
+
+
+def run(folder: Path, *arguments: str, **files: str) -> str:
+    """Write the programs ``files`` to ``folder``, run Python there; return what it writes."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# -- where they have it from -----------------------------------------------------------------
+
+# Knows nothing of us, and starts processes as ChainerMN's imagenet example does.
+PROGRAM = """
+import multiprocessing, os, sys
+import chainer
+import numpy as np
+
+class Squares(chainer.dataset.DatasetMixin):
+    def __len__(self):
+        return 2
+
+    def get_example(self, i):
+        return np.full(2, i * i, np.float32), i
+
+def nothing(*x):
+    return x
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    first = multiprocessing.Process(target=nothing)
+    first.start()
+    first.join()
+    print(first.exitcode)
+"""
+# Each worker does one example, and another takes its place.
+ITERATING = """
+    with chainer.iterators.MultiprocessIterator(
+        Squares(), 1, repeat=False, shuffle=False, n_processes=1, shared_mem=99, maxtasksperchild=1
+    ) as iterator:
+        print([[(int(x[0]), int(i)) for x, i in batch] for batch in iterator])
+"""
+RUNNER = ["-m", "collective.adapters.chainer"]
+
+
+@ANEW
+def test_the_processes_of_a_program_that_knows_nothing_of_us(method: str, tmp_path: Path) -> None:
+    found = run(tmp_path, *RUNNER, "program.py", method, program=PROGRAM + ITERATING)
+    assert found == "0\n[[(0, 0)], [(1, 1)]]\n"
+
+
+def test_those_of_such_a_program_in_a_package(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import chainer\n")
+    (package / "program.py").write_text("from . import __name__ as name\n" + PROGRAM)
+    assert run(tmp_path, *RUNNER, "-m", "package.program", "spawn") == "0\n"
+
+
+def test_those_that_chainer_starts_for_a_main_module_without_it(tmp_path: Path) -> None:
+    body = """
+    import multiprocessing
+
+    if __name__ == "__main__":
+        import collective.adapters.chainer
+        import chainer
+        import numpy as np
+        from chainer.training.extensions import snapshot_writers
+
+        multiprocessing.set_start_method("spawn")
+        data = chainer.datasets.TupleDataset([1, 2, 3], [4, 5, 6])
+        iterator = chainer.iterators.MultiprocessIterator(
+            data, 2, repeat=False, shuffle=False, n_processes=1
+        )
+        print(list(iterator))
+        iterator.finalize()
+        for kind in (snapshot_writers.ProcessWriter, snapshot_writers.ProcessQueueWriter):
+            writer = kind()
+            writer(kind.__name__, ".", {"x": np.arange(3)})
+            writer.finalize()
+            print(np.load(kind.__name__)["x"].tolist())
+    """
+    found = run(tmp_path, "program.py", program=body).splitlines()
+    assert found == ["[[(1, 4), (2, 5)], [(3, 6)]]", *["[0, 1, 2]"] * 2]
+
+
+def test_a_process_reads_a_name_of_ours_before_it_reads_one_of_chainers() -> None:
+    updater = importlib.import_module("chainer.training.updaters.multiprocess_parallel_updater")
+    # Not made by its own function, which wants a GPU.
+    worker = updater._Worker.__new__(updater._Worker)
+    processes.Process.__init__(worker)
+    pickled = io.BytesIO()
+    # As it is pickled once it is started; a key of the process is in it, which is private.
+    worker.__dict__["_config"] = {}
+    ForkingPickler(pickled).dump(worker)
+    strings = [text for _, text, _ in pickletools.genops(pickled.getvalue()) if text]
+    names = [text for text in strings if str(text).startswith(("chainer", "collective"))]
+    assert names[0] == processes.__name__
+    assert any(name.startswith("chainer.") for name in names)
+
+
+def test_the_runner_leaves_the_first_import_of_chainer_to_the_program(tmp_path: Path) -> None:
+    body = """
+    import os, sys
+    print([name for name in sys.modules if name.startswith("chainer")])
+    os.environ["CHAINER_DTYPE"] = "float64"
+    import chainer
+    print(chainer.config.dtype, os.path.isabs(__file__), __spec__.parent == "")
+    """
+    assert run(tmp_path, *RUNNER, "program.py", program=body) == "[]\nfloat64 True True\n"
+
+
+# -- how a pool ends -------------------------------------------------------------------------
+
+FAILING = """
+import os, signal, sys
+import collective.adapters.chainer
+import chainer
+
+class Numbers:
+    def __init__(self, failure):
+        self.failure = failure
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i == 4:
+            self.failure()
+        return int(i)
+
+def exits():
+    sys.exit(0)
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def raises():
+    raise LookupError("of example 4")
+
+class Unreadable:
+    \"\"\"Cannot be made in another process; notes who tried.\"\"\"
+
+    def __reduce__(self):
+        return note, ()
+
+def note():
+    with open("tried", "a") as file:
+        file.write("x")
+    raise LookupError("not here")
+
+def next_of(iterator):
+    try:
+        return next(iterator)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def outcome(failure, **options):
+    iterator = chainer.iterators.MultiprocessIterator(
+        Numbers(failure), 3, shuffle=False, n_processes=2, shared_mem=9, **options
+    )
+    found = [next_of(iterator) for _ in range(3)]
+    iterator.reset()
+    found.append(next_of(iterator))
+    iterator.finalize()
+    return found
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Return what four calls of iterators gave whose second batch fails, in some ways."""
+    body = FAILING + textwrap.dedent("""
+        print({
+            "exits": outcome(exits),
+            "dies": outcome(dies),
+            "dies among replaced ones": outcome(dies, maxtasksperchild=2),
+            "raises": outcome(raises),
+        })
+    """)
+    found: dict[str, list[Any]] = ast.literal_eval(
+        run(tmp_path_factory.mktemp("failing"), "program.py", program=body).splitlines()[-1]
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        ("exits", "WorkerLostError: PoolWorker-"),
+        ("dies", "ended with exit code -9 before the pool did"),
+        ("dies among replaced ones", "ended with exit code -9 before the pool did"),
+        ("raises", "LookupError: of example 4"),
+    ],
+)
+def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
+    failure: str, text: str, outcomes: dict[str, list[Any]]
+) -> None:
+    first, *others = outcomes[failure]
+    assert first == [0, 1, 2]
+    for other in others:
+        assert text in other
+
+
+def test_workers_that_cannot_start_are_not_started_again_and_again(tmp_path: Path) -> None:
+    body = FAILING + textwrap.dedent("""
+        import multiprocessing
+
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("spawn")
+            print(outcome(Unreadable())[-1])
+    """)
+    written = run(tmp_path, "program.py", program=body)
+    assert "WorkerLostError" in written
+    assert "LookupError: not here" in written
+    assert 1 <= len((tmp_path / "tried").read_text()) <= 2
