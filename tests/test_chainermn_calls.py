@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,8 +293,6 @@ def check_groups(comm: Any) -> tuple[int, ...]:
     assert copy.deepcopy({"comm": comm})["comm"] is comm
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(comm)
-    with pytest.raises(AttributeError, match="over 'shm'"):
-        comm.mpi_comm.barrier()
     comm.finalize()
     # It was given, and is the test's to close.
     assert not comm.comm.closed
@@ -305,6 +304,41 @@ def check_groups(comm: Any) -> tuple[int, ...]:
 def test_groups_ranks_and_life() -> None:
     found = run(("shm", 4), check_groups)
     assert found == [(rank, 4, rank, 4, 0, 1) for rank in range(4)]
+
+
+def check_mpi_comm(comm: Any) -> None:
+    mpi_comm = comm.mpi_comm
+    here, other = comm.rank, 1 - comm.rank
+    assert (mpi_comm.rank, mpi_comm.size) == (here, 2)
+    assert (mpi_comm.Get_rank(), mpi_comm.Get_size()) == (here, 2)
+    mpi_comm.Barrier()
+    mpi_comm.barrier()
+    assert mpi_comm.bcast({1} if here == 1 else None, root=1) == {1}
+    assert mpi_comm.gather(-here) == ([0, -1] if here == 0 else None)
+    assert mpi_comm.allgather({here}) == [{0}, {1}]
+    assert mpi_comm.scatter(["a", "b"] if here == 0 else None) == "ab"[here]
+    # They are the communicator's own objects, which one call sends and the other receives.
+    if here == 0:
+        mpi_comm.send({here}, other, tag=3)
+        assert comm.recv_obj(other) == "own"
+    else:
+        status = SimpleNamespace()
+        assert mpi_comm.recv(source=other, status=status) == {0}
+        assert (status.source, status.tag) == (0, 3)
+        comm.send_obj("own", other)
+    with pytest.raises(
+        AttributeError, match=r"mpi_comm\.Alltoallv: over 'shm' mpi_comm has Barrier"
+    ):
+        mpi_comm.Alltoallv()
+    assert not hasattr(mpi_comm, "Split")
+    # Objects are pickled as the communicator's are, or not.
+    comm.set_config("pickle", False)
+    with pytest.raises(InvalidArgumentError, match="pickle"):
+        mpi_comm.allgather(SimpleNamespace())
+
+
+def test_mpi_comm_carries_objects_where_there_is_no_mpi() -> None:
+    run(("shm", 2), check_mpi_comm)
 
 
 def test_nothing_that_chainermn_asks_for_is_missing() -> None:

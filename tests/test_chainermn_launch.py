@@ -81,7 +81,8 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_program_that_knows_nothing_of_us(name: str, tmp_path: Path) -> None:
     done = start([*COLLECTIVE, *RUNNER, "program.py", name, "-n"], tmp_path, PROGRAM)
     assert lines_of(done) == [
-        f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3, {[name, '-n']}, program.py"
+        f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3, {[name, '-n']}, "
+        f"{tmp_path / 'program.py'}"
         for rank in range(2)
     ]
 
@@ -121,15 +122,33 @@ def test_communicators_of_chainermn_and_of_mpi4py_beside_ours(tmp_path: Path) ->
                         ("collective", MPI.COMM_WORLD)):
         comm = chainermn.create_communicator(name, mpi_comm=given)
         assert comm.allreduce(x).tolist() == [0, 2, 4]
-        with_mpi = getattr(comm, "mpi_comm", None)
-        print(f"{type(comm).__name__} {with_mpi is not None and with_mpi.size}\\n", end="")
+        kinds = type(comm).__name__, type(comm.mpi_comm).__name__
+        print(f"{' '.join(kinds)} {comm.mpi_comm.size}\\n", end="")
     """
     command, variables = mpiexec("program.py")
     done = start(command, tmp_path, body, **variables)
     assert lines_of(done) == sorted(
-        ["CollectiveCommunicator False", "CollectiveCommunicator 2"] * 2
-        + ["NaiveCommunicator 2"] * 4
+        ["CollectiveCommunicator MpiComm 2", "CollectiveCommunicator Intracomm 2"] * 2
+        + ["NaiveCommunicator Intracomm 2"] * 4
     )
+
+
+@needs("mpich")
+@pytest.mark.parametrize("name", ["collective", "naive"])
+def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(name: str, tmp_path: Path) -> None:
+    body = f"""
+    import collective.adapters.chainer.chainermn
+    import chainermn
+    from mpi4py import MPI
+
+    chainermn.create_communicator({name!r}, mpi_comm=MPI.COMM_WORLD)
+    """
+    _, variables = mpiexec()
+    # One of the two that `collective run -n 2` starts.
+    variables.update(COLLECTIVE_RANK="0", COLLECTIVE_SIZE="2")
+    done = start([launch_of("mpich").python, "program.py"], tmp_path, body, **variables)
+    assert "BackendUnavailableError: mpi: MPI's world is of 1" in done.stdout
+    assert "the launcher 'collective' started 2 processes" in done.stdout
 
 
 def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:

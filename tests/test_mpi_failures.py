@@ -152,6 +152,23 @@ def test_a_world_of_one_needs_no_mpiexec(vendor: str) -> None:
     assert run_alone(launch_of(vendor).python, script).stdout == "fine\n"
 
 
+@by_vendor
+def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(vendor: str) -> None:
+    script = _script("""
+        from mpi4py import MPI
+        try:
+            collective.init(comm=MPI.COMM_WORLD)
+        except collective.BackendUnavailableError as error:
+            print(error)
+        # Who names it means it.
+        print(collective.init(comm=MPI.COMM_SELF).size)
+    """)
+    # One of the two that `torchrun` starts.
+    told = run_alone(launch_of(vendor).python, script, RANK="1", WORLD_SIZE="2").stdout
+    assert told.startswith("mpi: MPI's world is of 1, and the launcher 'torchrun' started 2")
+    assert told.endswith("mpiexec -n 2.\n1\n")
+
+
 # -- ends in bad order ------------------------------------------------------------------------
 
 

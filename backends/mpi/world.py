@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from collective.launchers import detect
+from collective.errors import BackendUnavailableError
+from collective.launchers import Launched, detect
 from collective.world import World
 
-from .library import start
+from .library import mpiexec, start
 from .store import MpiStore
 
-__all__ = ["world_of"]
+__all__ = ["launched_with", "world_of"]
 
 
 def world_of(
@@ -37,12 +39,14 @@ def world_of(
         address: as in :class:`World`.
 
     Raises:
-        BackendUnavailableError: MPI is not usable as the program has initialised it.
+        BackendUnavailableError: MPI is not usable as the program has initialised it, or
+            connects fewer processes than the launcher started.
         RendezvousError: not all ranks came within ``timeout`` seconds.
     """
     module = start(timeout)
     given = comm
     comm = module.COMM_WORLD if comm is None else comm
+    launched = launched_with(comm)
     store = MpiStore(comm, timeout)
     if comm.Get_rank() == 0:
         store.set("job", f"mpi {secrets.token_hex(16)}".encode())
@@ -50,7 +54,6 @@ def world_of(
     host = comm.Split_type(module.COMM_TYPE_SHARED)
     local_rank, local_size = host.Get_rank(), host.Get_size()
     host.Free()
-    launched = detect(os.environ)
     return World(
         rank=comm.Get_rank(),
         size=comm.Get_size(),
@@ -64,3 +67,26 @@ def world_of(
         address=address,
         comm=given,
     )
+
+
+def launched_with(comm: Any) -> Launched | None:
+    """Return what the launcher says of this process, if MPI connects all that it started.
+
+    Args:
+        comm: an ``mpi4py.MPI.Comm``. ``MPI_COMM_SELF`` may be one process of many.
+
+    Raises:
+        BackendUnavailableError: the launcher is not that of the MPI library, so that each of
+            its processes would take itself for all.
+    """
+    launched = detect(os.environ)
+    module = sys.modules["mpi4py.MPI"]
+    size = module.COMM_WORLD.Get_size()
+    if launched is not None and size < launched.size and comm != module.COMM_SELF:
+        raise BackendUnavailableError(
+            f"mpi: MPI's world is of {size}, and the launcher {launched.launcher!r} started "
+            f"{launched.size} processes; they would not be connected [rank {launched.rank} of "
+            f"{launched.size}]. Leave out comm= (mpi_comm= of create_communicator), and the ranks "
+            f"are the launcher's; or start the program with {mpiexec()} -n {launched.size}."
+        )
+    return launched

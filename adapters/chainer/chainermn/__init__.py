@@ -97,7 +97,12 @@ def _joined() -> Communicator:
 @functools.wraps(_create_communicator)
 def _create_named(communicator_name: str = "pure_nccl", mpi_comm: Any = None, **kwargs: Any) -> Any:
     if communicator_name != NAME and not _stands_for(communicator_name, mpi_comm):
-        return _create_communicator(communicator_name, mpi_comm, **kwargs)
+        made = _create_communicator(communicator_name, mpi_comm, **kwargs)
+        # After it has imported mpi4py, which is none of ours to import.
+        from collective.backends.mpi import launched_with
+
+        launched_with(made.mpi_comm)
+        return made
     unknown = sorted(set(kwargs) - {"allreduce_grad_dtype", "batched_copy", "pickle"})
     if unknown:
         raise InvalidArgumentError(

@@ -13,6 +13,7 @@ from chainermn.communicators.communicator_base import CommunicatorBase
 
 from collective.adapters.chainer.chainermn import arrays as messages
 from collective.adapters.chainer.chainermn.gradients import PackedGradients
+from collective.adapters.chainer.chainermn.mpi_comm import MpiComm
 from collective.adapters.chainer.chainermn.objects import ANY_TAG, OBJECT_TAG, Mailbox
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
@@ -119,14 +120,8 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
 
     @property
     def mpi_comm(self) -> Any:
-        """The ``MPI.Comm`` that this was made of."""
-        if self._mpi_comm is None:
-            raise AttributeError(
-                f"mpi_comm: this communicator is over {self.comm.backend!r} and was not made of "
-                "an MPI.Comm. Use its own calls, or those of its .comm; or make it with "
-                "create_communicator(..., mpi_comm=MPI.COMM_WORLD)."
-            )
-        return self._mpi_comm
+        """The ``MPI.Comm`` that this was made of, or else what stands for one."""
+        return MpiComm(self) if self._mpi_comm is None else self._mpi_comm
 
     # -- configuration --------------------------------------------------------------------
 
