@@ -1,0 +1,1 @@
+"""Splits of PyTorch modules."""

@@ -1,0 +1,68 @@
+"""A tensor whose rows are computed piece by piece, and the names of layers.
+
+A :class:`Cut` goes through a model's own forward in place of a tensor. It has the whole tensor's
+shape and dtype and no memory: it lies on the device ``meta``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collective import tree
+from collective.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collective.adapters.torch.splits.session import Session
+    from collective.training.splits.blocks import Value
+
+__all__ = ["Cut", "names", "running"]
+
+
+class _Names(threading.local):
+    """Which of the module's layers is running, in this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+
+    @property
+    def current(self) -> str:
+        return self.stack[len(self.stack) - 1] if self.stack else ""
+
+
+names = _Names()
+
+
+class Cut(torch.Tensor):
+    """Stands for a tensor that is cut; made by :meth:`Session.cut`."""
+
+    value: Value
+    session: Session
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        leaves = tree.flatten([list(args), kwargs or {}])
+        session = next(leaf.session for leaf in leaves if isinstance(leaf, Cut))
+        return session.call(function, tuple(args), dict(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "Split: a tensor that is cut cannot be pickled or copied inside forward. Do that to "
+            "the result."
+        )
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[None]:
+    """Say which layer is running."""
+    names.stack.append(name)
+    try:
+        yield
+    finally:
+        names.stack.pop()

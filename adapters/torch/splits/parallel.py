@@ -1,0 +1,191 @@
+"""PyTorch's tensors, cut over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from collective.adapters.torch import functional
+from collective.adapters.torch.adjoints import Linear, record
+from collective.adapters.torch.splits.serial import Tensors
+from collective.adjoints import Step as Node
+from collective.communicator import Communicator
+from collective.training.splits.blocks import Step, Value
+from collective.training.splits.layered import Grid, Layered
+
+__all__ = ["OverRanks", "TensorExchanges"]
+
+Tensor = torch.Tensor
+
+
+class TensorExchanges(Tensors):
+    """Tensors between ranks: the four pairs of adjoints, and the all-to-all."""
+
+    def used(self, array: Tensor, comm: Communicator) -> Tensor:
+        return used([array], comm)[0]
+
+    def added(self, array: Tensor, comm: Communicator) -> Tensor:
+        return record(Linear, Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+
+    def cut(
+        self, array: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]
+    ) -> Tensor:
+        def forward(x: Any) -> Any:
+            return _mine(x, comm, dimension, counts).contiguous()
+
+        def backward(g: Any) -> Any:
+            return self.joined(g, comm, dimension, counts)
+
+        return record(Linear, Node(forward, backward), array)
+
+    def joined(
+        self, array: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]
+    ) -> Tensor:
+        def forward(x: Any) -> Any:
+            return comm.all_gather(x, axis=dimension, counts=counts)
+
+        def backward(g: Any) -> Any:
+            return self.cut(g, comm, dimension, counts)
+
+        return record(Linear, Node(forward, backward), array)
+
+    def sent(
+        self, array: Tensor, comm: Communicator, dimension: int, counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        return functional.all_to_all(array, comm, dimension, counts=counts, recv_counts=recv_counts)
+
+
+def _mine(x: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]) -> Tensor:
+    return x.narrow(dimension, sum(counts[: comm.rank]), counts[comm.rank])
+
+
+class _Used(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """Tensors that all ranks have and use: their gradients are summed in one call."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        # The ranks made the same calls, so that they have gradients of the same tensors.
+        there = [each for each in gradients if each is not None]
+        summed = iter(used_gradients(there, ctx.comm))
+        return None, *(None if each is None else next(summed) for each in gradients)
+
+
+def used_gradients(gradients: list[Tensor], comm: Communicator) -> list[Tensor]:
+    """Return the sums of the ranks' gradients, which can be differentiated again."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+        return [functional.all_reduce(each, comm) for each in gradients]
+    found: list[Tensor] = comm.all_reduce(gradients) if gradients else []
+    return found
+
+
+def used(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+    """Return tensors that all ranks have, with the ranks' gradients summed."""
+    apply: Any = _Used.apply
+    if not torch.is_grad_enabled():
+        return tuple(tensors)
+    found: tuple[Tensor, ...] = apply(comm, *tensors)
+    return found
+
+
+class OverRanks:
+    """Makes the calls of a forward pass on this rank's block of every tensor.
+
+    Args:
+        grid: who has which block.
+        parameters: of the module; their gradients are summed together.
+        join: whether results are joined on every rank.
+    """
+
+    def __init__(self, grid: Grid, parameters: Sequence[Tensor], join: bool) -> None:
+        self._grid = grid
+        self._arrays = TensorExchanges()
+        self._layered = Layered(self._arrays, grid)
+        self._parameters = list(parameters)
+        self._join = join
+        self._versions: dict[tuple[int, bool], dict[int, Tensor]] = {}
+        self._generator: torch.Generator | None = None
+
+    def enter(self, array: Tensor) -> Value:
+        value = Value((*array.shape[:1], *array.shape[2:]), array=array)
+        self._layered.enter(value)
+        return value
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        return self._layered.add(step, lengths)
+
+    def whole(self, values: Sequence[Value]) -> list[Tensor]:
+        return [self._layered.whole(value) for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Tensor]:
+        return self.whole(values) if self._join else [self._layered.piece(v) for v in values]
+
+    def moments(self, value: Value, groups: int | None) -> tuple[Tensor, Tensor, int]:
+        x = self._layered.piece(value)
+        axes = range(len(value.lengths))
+        if groups is None:
+            y = x.transpose(0, 1).reshape(x.shape[1], -1)
+            count = math.prod(value.lengths)
+        else:
+            each = x.shape[1] // groups
+            y = x.reshape(x.shape[0], groups, each * math.prod(x.shape[2:]))
+            count = each * math.prod(value.lengths[1:])
+            axes = axes[1:]
+
+        def mean(y: Tensor) -> Tensor:
+            found = self._layered.added(y.sum(-1), axes) / count
+            return found if groups is None else self._layered.joined(found, 0, value.lengths[0])
+
+        average = mean(y)
+        near = self.shared(value, False)(average)
+        if groups is not None:
+            rows = self._grid.block(value.lengths)[0]
+            near = near.narrow(0, rows.start, len(rows))
+        # Twice over the rows, so that no two large numbers are subtracted.
+        return average, mean((y - near[..., None]).square()), count
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        axes = len(value.lengths)
+
+        def share(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or not torch.is_grad_enabled():
+                return tensor
+            if not tensor.requires_grad:
+                return tensor
+            known = self._version(axes, in_part)
+            found = known.get(id(tensor))
+            return self._through([tensor], axes, in_part)[0] if found is None else found
+
+        return share
+
+    def _version(self, axes: int, in_part: bool) -> dict[int, Tensor]:
+        known = self._versions.get((axes, in_part))
+        if known is None:
+            wanted = [each for each in self._parameters if each.requires_grad]
+            found = self._through(wanted, axes, in_part)
+            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
+        return known
+
+    def _through(self, tensors: Sequence[Tensor], axes: int, in_part: bool) -> Sequence[Tensor]:
+        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
+        for group in groups:
+            if group is not None:
+                tensors = used(tensors, group)
+        return tensors
+
+    def generator(self) -> torch.Generator:
+        """Return random numbers that are the same on all ranks, as masks have to be."""
+        if self._generator is None:
+            seed = int(torch.randint(2**62, ()))
+            self._generator = torch.Generator()
+            self._generator.manual_seed(self._grid.comm.broadcast_object(seed))
+        return self._generator

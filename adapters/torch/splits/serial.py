@@ -1,0 +1,83 @@
+"""PyTorch's tensors, cut in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from collective.training.splits.blocks import Step, Value
+from collective.training.splits.serial import Serial
+
+__all__ = ["InTurn", "Tensors", "moments"]
+
+Tensor = torch.Tensor
+
+
+class Tensors:
+    """What the framework-neutral executors do with tensors."""
+
+    def slice(self, array: Tensor, dimension: int, rows: range) -> Tensor:
+        return array.narrow(dimension, rows.start, len(rows))
+
+    def concatenate(self, arrays: Sequence[Tensor], dimension: int) -> Tensor:
+        return torch.cat(list(arrays), dimension)
+
+    def checkpoint(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return function(*arrays)
+        # Random masks are drawn when a call is recorded, so that there is no state to restore.
+        found: tuple[Any, ...] = checkpoint(
+            function, *arrays, use_reentrant=False, preserve_rng_state=False
+        )
+        return found
+
+
+class InTurn:
+    """Records the calls of a forward pass, and makes them in blocks where a result is needed."""
+
+    def __init__(self, parts: Sequence[int], channels: int, recompute: bool) -> None:
+        self._serial = Serial(Tensors(), parts, channels, recompute)
+
+    def enter(self, array: Tensor) -> Value:
+        return Value((*array.shape[:1], *array.shape[2:]), array=array)
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        return Value(lengths, step)
+
+    def whole(self, values: Sequence[Value]) -> list[Tensor]:
+        self._serial.compute(values)
+        return [value.array for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Tensor]:
+        return self.whole(values)
+
+    def moments(self, value: Value, groups: int | None) -> tuple[Tensor, Tensor, int]:
+        (x,) = self.whole([value])
+        return moments(x, groups)
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        return lambda tensor: tensor
+
+    def generator(self) -> None:
+        return None
+
+
+def moments(x: Tensor, groups: int | None) -> tuple[Tensor, Tensor, int]:
+    """Return the means, the variances and the count of values behind each.
+
+    Args:
+        x: ``(N, C, ...)``.
+        groups: of the channels, a mean of each in each sample: ``[N, groups]``. None: a mean of
+            each channel over the batch, ``[C]``.
+    """
+    if groups is None:
+        y = x.transpose(0, 1).reshape(x.shape[1], -1)
+    else:
+        y = x.reshape(x.shape[0], groups, -1)
+    var, mean = torch.var_mean(y, -1, correction=0)
+    return mean, var, y.shape[y.dim() - 1]

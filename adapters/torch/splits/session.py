@@ -1,0 +1,317 @@
+"""What becomes of functions that take a tensor which is cut.
+
+PyTorch asks a :class:`~.cut.Cut` before every function that it is given to
+(``__torch_function__``). A function with a rule becomes a step; one without is called on the whole
+tensor, which ends the cut there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from collective import tree
+from collective.adapters.torch.splits.cut import Cut, names
+from collective.adapters.torch.splits.recipes import Context, pointwise, recipe_of
+from collective.adapters.torch.splits.rowwise import in_place, row_for_row
+from collective.errors import CollectiveError, UnsupportedError
+from collective.training.splits.blocks import Step, Value
+
+__all__ = ["Executor", "Session"]
+
+Tensor = torch.Tensor
+
+
+class Executor(Protocol):
+    """Carries out the steps of one forward pass."""
+
+    def enter(self, array: Any) -> Value:
+        """Return the value of an array that is there."""
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        """Return the value that a step makes."""
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return whole arrays."""
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return what the module returns for some values."""
+
+    def moments(self, value: Value, groups: int | None) -> tuple[Any, Any, int]:
+        """Return the mean and the variance of the channels' rows, and how many rows there are.
+
+        Args:
+            value: what they are of.
+            groups: of the channels of each sample, which share them; None: of each channel alone
+                over the whole batch.
+        """
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return what tensors that meet pieces of ``value`` go through, for their gradients.
+
+        Args:
+            value: whose rows they meet.
+            in_part: whether each piece has some channels, and uses theirs of the tensor.
+        """
+
+    def generator(self) -> torch.Generator | None:
+        """Return the source of random numbers; all ranks draw the same."""
+
+
+_SIZES = {
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.shape.__get__, Tensor.dtype.__get__,
+    Tensor.ndim.__get__, Tensor.layout.__get__, Tensor.__len__, Tensor.ndimension,
+    Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__,
+    Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+_DEVICE = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
+    Tensor.is_meta.__get__: lambda device: False,
+}
+_FEATURES = {functional.dropout1d: 1, functional.dropout2d: 2, functional.dropout3d: 3}
+
+
+class Session:
+    """One forward pass of a module whose tensors are cut.
+
+    Args:
+        executor: makes the calls.
+        like: a tensor on the device where they are made.
+
+    Attributes:
+        joined: the names of the functions that took whole tensors.
+    """
+
+    def __init__(self, executor: Executor, like: Tensor) -> None:
+        self._executor = executor
+        self._device = like.device
+        self.joined: list[str] = []
+
+    def cut(self, value: Value, like: Tensor) -> Cut:
+        """Return what stands for a value of the shape and dtype of ``like``, a meta tensor."""
+        made = like.as_subclass(Cut)
+        made.value, made.session = value, self
+        return made
+
+    def enter(self, x: Tensor) -> Cut:
+        """Return what stands for a tensor that is there."""
+        return self.cut(self._executor.enter(x), torch.empty_like(x, device="meta"))
+
+    def leave(self, result: Any) -> Any:
+        """Return a forward's result with whole tensors in it."""
+        leaves = tree.flatten(result)
+        arrays = iter(self._executor.results([x.value for x in leaves if isinstance(x, Cut)]))
+        found = (next(arrays) if isinstance(x, Cut) else x for x in leaves)
+        return tree.rebuild(result, found)
+
+    # -- a function that was called --------------------------------------------------------
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Be ``function(*args, **kwargs)``."""
+        if function in _SIZES:
+            return self._metas(function, args, kwargs)
+        if function in _DEVICE:
+            return _DEVICE[function](self._device)
+        name = f"{names.current or 'forward'} ({_called(function)})"
+        special = _SPECIAL.get(function)
+        try:
+            if special is not None:
+                return special(self, name, *args, **kwargs)
+            changed = in_place(function, args, kwargs)
+            if pointwise(function) or recipe_of(function) is not None:
+                made = self._step(function, name, args, kwargs)
+                if made is not None:
+                    return self._bind(changed, made)
+        except CollectiveError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise type(error)(f"Split: {name}: {error}") from error
+        if changed is not None:
+            raise UnsupportedError(
+                f"Split: {name} writes into a tensor that is cut, which only functions that work "
+                "row for row can. Use the function that returns a new tensor."
+            )
+        return self._whole(function, name, args, kwargs)
+
+    def _bind(self, changed: Cut | None, made: Cut) -> Cut:
+        """Return the result; a tensor that was written into stands for it from now on."""
+        if changed is None:
+            return made
+        changed.value = made.value
+        return changed
+
+    def _metas(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function on tensors without memory."""
+        leaves = [args, kwargs]
+        found = (_meta(x) if isinstance(x, Tensor) else x for x in _leaves(leaves))
+        plain_args, plain_kwargs = _rebuilt(leaves, found)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*plain_args, **plain_kwargs)
+
+    def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
+        """Record or make a call that has a rule; None where this one has none."""
+        like = self._metas(function, args, kwargs)
+        if not isinstance(like, Tensor):
+            return None
+        leaves = [args, kwargs]
+        recipe = recipe_of(function)
+        if recipe is None:
+            lengths = _lengths(like)
+            # What is broadcast along a cut axis is there for every piece.
+            found = [
+                x if not isinstance(x, Cut) or x.value.lengths == lengths and x.dim() == like.dim()
+                else self._executor.whole([x.value])[0]
+                for x in _leaves(leaves)
+            ]  # fmt: skip
+            if not any(isinstance(x, Cut) for x in found):
+                return None
+            step = row_for_row(function, name, leaves, found, like, self._executor)
+        else:
+            values = tuple(x.value for x in _leaves(leaves) if isinstance(x, Cut))
+            shared = (self._executor.shared(values[0], part) for part in (False, True))
+            context = Context(function, name, tuple(like.shape), values, *shared)
+            plain = (x.value if isinstance(x, Cut) else x for x in _leaves(leaves))
+            plain_args, plain_kwargs = _rebuilt(leaves, plain)
+            if any(value.lengths != values[0].lengths for value in values):
+                return None
+            found_step = recipe(context, *plain_args, **plain_kwargs)
+            if found_step is None:
+                return None
+            step = found_step
+        return self.cut(self._executor.add(step, _lengths(like)), like)
+
+    def _whole(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call a function that no rule is known of on whole tensors."""
+        leaves = [args, kwargs]
+        cut = [x for x in _leaves(leaves) if isinstance(x, Cut)]
+        whole = dict(zip(map(id, cut), self._executor.whole([x.value for x in cut])))
+        self.joined.append(name)
+        plain = (whole.get(id(x), x) for x in _leaves(leaves))
+        plain_args, plain_kwargs = _rebuilt(leaves, plain)
+        return function(*plain_args, **plain_kwargs)
+
+    # -- functions with statistics or random numbers ---------------------------------------
+
+    def _batch_norm(
+        self, name: str, input: Cut, running_mean: Any, running_var: Any, weight: Any = None,
+        bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Any:  # fmt: skip
+        if not training:
+            mean, var = running_mean.clone(), running_var.clone()
+        else:
+            mean, var, count = self._executor.moments(input.value, None)
+            if count < 2:
+                raise ValueError("more than one value per channel is expected when training")
+            for kept, new in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+                if kept is not None:
+                    kept.lerp_(new.detach().to(kept.dtype), momentum)
+        return self._normalised(name, input, mean[None], var[None], weight, bias, eps)
+
+    def _instance_norm(
+        self, name: str, input: Cut, running_mean: Any = None, running_var: Any = None,
+        weight: Any = None, bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:  # fmt: skip
+        if not use_input_stats:
+            return self._batch_norm(
+                name, input, running_mean, running_var, weight, bias, False, momentum, eps
+            )
+        mean, var, count = self._executor.moments(input.value, input.shape[1])
+        for kept, new in ((running_mean, mean), (running_var, var * (count / max(1, count - 1)))):
+            if kept is not None:
+                kept.lerp_(new.detach().mean(0).to(kept.dtype), momentum)
+        return self._normalised(name, input, mean, var, weight, bias, eps)
+
+    def _group_norm(
+        self, name: str, input: Cut, num_groups: int, weight: Any = None, bias: Any = None,
+        eps: float = 1e-5,
+    ) -> Any:  # fmt: skip
+        mean, var, _ = self._executor.moments(input.value, num_groups)
+        each = input.shape[1] // num_groups
+        mean, var = (x.repeat_interleave(each, 1) for x in (mean, var))
+        return self._normalised(name, input, mean, var, weight, bias, eps)
+
+    def _normalised(
+        self, name: str, input: Cut, mean: Any, var: Any, weight: Any, bias: Any, eps: float
+    ) -> Any:
+        """Record the normalisation by known moments, ``[batch or 1, channels]``."""
+        ones = (1,) * (input.dim() - 2)
+        scale = (var + eps).rsqrt().to(input.dtype)
+        scale = scale.reshape(*scale.shape, *ones)
+        mean = mean.to(input.dtype).reshape(*mean.shape, *ones)
+        affine = [None if p is None else p.reshape(1, -1, *ones) for p in (weight, bias)]
+        made = self._step(_normalise, name, (input, mean, scale, *affine), {})
+        assert made is not None
+        return made
+
+    def _dropout(
+        self, name: str, input: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        """Drop by a mask that is drawn whole, as PyTorch draws it on the CPU, and cut."""
+        return self._masked(name, input, p, training, inplace, tuple(input.shape))
+
+    def _feature_dropout(
+        self, name: str, input: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
+        return self._masked(name, input, p, training, inplace, shape)
+
+    def _masked(
+        self, name: str, input: Cut, p: float, training: bool, inplace: bool, shape: Any
+    ) -> Any:
+        if not training or p == 0:
+            return input
+        noise = torch.empty(shape, dtype=input.dtype, device=self._device)
+        noise.bernoulli_(1 - p, generator=self._executor.generator())
+        # A byte an element, however often a piece is computed.
+        made = self._step(_mask, name, (input, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
+        assert made is not None
+        return self._bind(input if inplace else None, made)
+
+
+def _normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Any, bias: Any) -> Tensor:
+    y = (x - mean) * (scale if weight is None else scale * weight)
+    return y if bias is None else y + bias
+
+
+def _mask(x: Tensor, mask: Tensor, factor: float) -> Tensor:
+    return x * (mask * x.new_tensor(factor))
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    functional.batch_norm: Session._batch_norm,
+    functional.instance_norm: Session._instance_norm,
+    functional.group_norm: Session._group_norm,
+    functional.dropout: Session._dropout,
+    **dict.fromkeys(_FEATURES, Session._feature_dropout),
+}
+
+
+def _called(function: Any) -> str:
+    name = getattr(function, "__name__", None) or repr(function)
+    return name if name != "fn" else "max_pool"
+
+
+def _meta(x: Tensor) -> Tensor:
+    if isinstance(x, Cut):
+        return x.as_subclass(Tensor)
+    return x if x.is_meta else torch.empty_like(x, device="meta")
+
+
+def _lengths(like: Tensor) -> tuple[int, ...]:
+    shape = tuple(like.shape)
+    return (*shape[:1], *shape[2:])
+
+
+def _leaves(structure: Any) -> list[Any]:
+    return tree.flatten(structure)
+
+
+def _rebuilt(structure: Any, leaves: Iterator[Any]) -> Any:
+    return tree.rebuild(structure, leaves)

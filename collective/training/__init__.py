@@ -1,0 +1,1 @@
+"""What training loops of any framework need beside the gradients' engine."""

@@ -1,0 +1,6 @@
+"""Layers cut along the batch, the channels or the data axes, over ranks or in turn.
+
+No framework and no transport is known here: :mod:`.windows` says which rows of its input a layer
+needs for some rows of its output, :mod:`.blocks` what a graph of layers needs for a block of its
+result. ``collective.adapters.torch.splits`` and ``collective.adapters.chainer.splits`` carry it out.
+"""

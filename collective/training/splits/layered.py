@@ -1,0 +1,262 @@
+"""Cut over ranks: each rank has a block of every array, and rows travel before a layer needs them.
+
+Four kinds of steps tie the ranks' blocks together, each the adjoint of one of the others, so that
+gradients are those of one process (Z. Xu et al., "GSPMD", 2021, section 3, has the same four):
+
+======================  =====================================  =====================================
+what                    forward                                backward
+======================  =====================================  =====================================
+a whole array is used   every rank goes on with the whole      the ranks' gradients are summed
+the ranks' parts add    the ranks' arrays are summed           every rank goes on with the whole
+a whole array is cut    every rank takes its rows              the rows are gathered
+blocks are joined       the rows are gathered                  every rank takes its rows
+======================  =====================================  =====================================
+
+Rows that a window reads beyond a block travel by an all-to-all, whose adjoint is one, too, and
+adds where rows went to several ranks. Rows may come from any number of ranks away.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError, ShapeError
+from collective.training.splits.blocks import Block, Read, Step, Value
+from collective.training.splits.serial import CHANNELS, Arrays, dimension, select_rows
+from collective.training.splits.windows import exchange, overlap, pieces
+
+__all__ = ["Exchanges", "Grid", "Layered", "fetch"]
+
+
+class Exchanges(Arrays, Protocol):
+    """What a framework has to be able to do between ranks, differentiably."""
+
+    def used(self, array: Any, comm: Communicator) -> Any:
+        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
+
+    def added(self, array: Any, comm: Communicator) -> Any:
+        """Return the sum of the ranks' arrays; its gradient is that of each."""
+
+    def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        """Return this rank's rows of a whole array; the gradients are gathered."""
+
+    def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
+
+    def sent(
+        self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """Return what the ranks send this one; the gradients go back."""
+
+
+class Grid:
+    """Which block each rank of a communicator has.
+
+    Collective: every rank of ``comm`` makes it, with the same numbers.
+
+    Args:
+        comm: the ranks; in the order of batch, channels and data axes, the last of them fastest.
+        batch, channels, data: pieces along each.
+
+    Attributes:
+        parts: pieces along the batch and each data axis.
+        at: this rank's piece along each.
+        groups: for each axis the ranks that differ from this one in their piece along it alone;
+            None where there is one piece.
+        channels: pieces along the channels.
+        channel: this rank's.
+        channel_group: the ranks that differ from this one in their channels alone, or None.
+
+    Raises:
+        InvalidArgumentError: the pieces are not as many as the ranks.
+    """
+
+    def __init__(self, comm: Communicator, batch: int, channels: int, data: Sequence[int]) -> None:
+        extents = (batch, channels, *data)
+        if math.prod(extents) != comm.size:
+            raise InvalidArgumentError(
+                f"Split: batch={batch}, channels={channels}, data={tuple(data)} are "
+                f"{math.prod(extents)} pieces; one for each of the {comm.size} ranks of comm."
+            )
+        places = list(itertools.product(*map(range, extents)))
+        mine = places[comm.rank]
+        groups: list[Communicator | None] = []
+        for axis, extent in enumerate(extents):
+            group = None
+            if extent > 1:
+                others = (*mine[:axis], 0, *mine[axis + 1 :])
+                group = comm if extent == comm.size else comm.split(places.index(others))
+            groups.append(group)
+        self.comm = comm
+        self.parts = (batch, *data)
+        self.at = (mine[0], *mine[2:])
+        self.groups = (groups[0], *groups[2:])
+        self.channels, self.channel, self.channel_group = channels, mine[1], groups[1]
+
+    def reaching(self, axes: int) -> Grid:
+        """Return the grid of arrays with ``axes`` data axes: the further ones are not cut.
+
+        Raises:
+            ShapeError: an axis is cut that the arrays do not have.
+        """
+        missing = axes - (len(self.parts) - 1)
+        if missing < 0:
+            raise ShapeError(
+                f"Split: an input with {axes} data axes; data={self.parts[1:]} cuts "
+                f"{len(self.parts) - 1}."
+            )
+        found = copy.copy(self)
+        found.parts = (*self.parts, *(1,) * missing)
+        found.at = (*self.at, *(0,) * missing)
+        found.groups = (*self.groups, *(None,) * missing)
+        return found
+
+    def block(self, lengths: Sequence[int]) -> Block:
+        """Return this rank's rows of an array."""
+        cuts = zip(lengths, self.parts, self.at)
+        return tuple(pieces(n, parts)[at] for n, parts, at in cuts)
+
+    def along(self, axis: int, lengths: Sequence[int]) -> list[Block]:
+        """Return the blocks of the ranks that differ from this one along ``axis`` alone."""
+        block = self.block(lengths)
+        rows = pieces(lengths[axis], self.parts[axis])
+        return [(*block[:axis], each, *block[axis + 1 :]) for each in rows]
+
+
+class Layered:
+    """Makes every call at once on this rank's block; see the module's docstring.
+
+    Collective: the ranks make the same calls in the same order.
+    """
+
+    def __init__(self, arrays: Exchanges, grid: Grid) -> None:
+        self._arrays = arrays
+        self._grid = grid
+        # The channels that the pieces have, where they have not all of them.
+        self._channels: dict[Value, range] = {}
+
+    def enter(self, value: Value) -> None:
+        """Take this rank's rows of a value that every rank has whole."""
+        piece = value.array
+        for axis, (n, parts, group) in enumerate(
+            zip(value.lengths, self._grid.parts, self._grid.groups)
+        ):
+            if group is not None:
+                counts = [len(rows) for rows in pieces(n, parts)]
+                piece = self._arrays.cut(piece, group, dimension(axis), counts)
+        value.piece = piece
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        """Make a call on this rank's block, and on its channels where a layer allows that."""
+        grid, arrays = self._grid, self._arrays
+        held = {self._channels.get(source) for source in step.sources}
+        some = held.pop() if len(held) == 1 else None
+        along = some is not None and step.along is not None
+        rows = some is not None and not along and step.rows is not None
+        if not (along or rows):
+            some = None
+            for source in step.sources:
+                self._join_channels(source)
+        block = grid.block(lengths)
+        read = step.read(block)
+        inputs = [self._fetch(source, step, lengths, read) for source in step.sources]
+        value = Value(lengths, step)
+        if along:
+            assert step.along is not None and some is not None
+            value.piece = step.along(some)(inputs, read)
+            self._channels[value] = some
+        elif rows:
+            assert step.rows is not None and some is not None and grid.channel_group is not None
+            value.piece = arrays.added(step.rows(some)(inputs, read), grid.channel_group)
+            if step.after is not None:
+                value.piece = step.after(value.piece)
+        elif step.columns is not None and grid.channel_group and grid.channels <= step.channels:
+            some = pieces(step.channels, grid.channels)[grid.channel]
+            inputs = [arrays.used(array, grid.channel_group) for array in inputs]
+            value.piece = step.columns(some)(inputs, read)
+            self._channels[value] = some
+        else:
+            value.piece = step.run(inputs, read)
+        return value
+
+    def _join_channels(self, value: Value) -> None:
+        if self._channels.pop(value, None) is None:
+            return
+        assert value.step is not None and self._grid.channel_group is not None
+        counts = [len(each) for each in pieces(value.step.channels, self._grid.channels)]
+        value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
+
+    def _fetch(self, source: Value, step: Step, lengths: Sequence[int], read: Read) -> Any:
+        """Return the rows of a source that this rank's block of a step's result needs."""
+        array = source.piece
+        for axis, (n, group) in enumerate(zip(source.lengths, self._grid.groups)):
+            if group is None:
+                array = select_rows(self._arrays, array, axis, range(n), read.rows[axis])
+            elif axis >= len(lengths):
+                # Read whole, and what comes of it is the same on all ranks of the group.
+                array = self.joined(array, axis, n)
+            else:
+                have = pieces(n, self._grid.parts[axis])
+                want = [step.read(each).rows[axis] for each in self._grid.along(axis, lengths)]
+                array = fetch(self._arrays, array, axis, have, want, group)
+        return array
+
+    def joined(self, array: Any, axis: int, n: int) -> Any:
+        """Join the ranks' rows along an axis that has ``n`` of them."""
+        group = self._grid.groups[axis]
+        if group is None:
+            return array
+        counts = [len(rows) for rows in pieces(n, self._grid.parts[axis])]
+        return self._arrays.joined(array, group, dimension(axis), counts)
+
+    def whole(self, value: Value) -> Any:
+        """Return all of a value, on every rank."""
+        if value.array is None:
+            self._join_channels(value)
+            array = value.piece
+            for axis, n in enumerate(value.lengths):
+                array = self.joined(array, axis, n)
+            value.array = array
+        return value.array
+
+    def piece(self, value: Value) -> Any:
+        """Return this rank's rows of a value, with all channels."""
+        self._join_channels(value)
+        return value.piece
+
+    def added(self, array: Any, axes: Sequence[int]) -> Any:
+        """Return the sum of what the ranks along some axes computed of their rows."""
+        for axis in axes:
+            group = self._grid.groups[axis]
+            if group is not None:
+                array = self._arrays.added(array, group)
+        return array
+
+
+def fetch(
+    arrays: Exchanges,
+    array: Any,
+    axis: int,
+    have: Sequence[range],
+    want: Sequence[range],
+    group: Communicator,
+) -> Any:
+    """Return the rows ``want[rank]`` of an array of which each rank has ``have[rank]``.
+
+    Collective: every rank of ``group``, with the same ``have`` and ``want``.
+    """
+    me = group.rank
+    if all(overlap(own, rows) == rows or not rows for own, rows in zip(have, want)):
+        return select_rows(arrays, array, axis, have[me], want[me])
+    parts = exchange(have, want)
+    outgoing = [select_rows(arrays, array, axis, have[me], rows) for rows in parts[me]]
+    array = arrays.concatenate(outgoing, dimension(axis))
+    counts = [len(r) for r in parts[me]]
+    receive = [len(row[me]) for row in parts]
+    return arrays.sent(array, group, dimension(axis), counts, receive)

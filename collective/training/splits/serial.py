@@ -1,0 +1,249 @@
+"""Cut in turn: blocks one after another on one device, each through as many layers as possible.
+
+Calls are recorded, not made, until somebody needs a whole array; then it is computed block by
+block. With ``recompute`` a block keeps nothing for the backward pass but the arrays at its start,
+and is computed once more there, so that what the layers between hold exists for one block at a
+time (T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from collective.training.splits.blocks import Block, Run, Step, Value, blocks, order, wanted
+from collective.training.splits.windows import pieces
+
+__all__ = ["CHANNELS", "Arrays", "Serial", "chains", "dimension", "select", "select_rows"]
+
+#: The dimension of the channels.
+CHANNELS = 1
+
+
+class Arrays(Protocol):
+    """What a framework has to be able to do with its arrays, differentiably."""
+
+    def slice(self, array: Any, dimension: int, rows: range) -> Any:
+        """Return some rows of an array, a view if possible."""
+
+    def concatenate(self, arrays: Sequence[Any], dimension: int) -> Any:
+        """Join arrays along a dimension."""
+
+    def checkpoint(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Call a function that is called again in the backward pass instead of being kept."""
+
+
+def dimension(axis: int) -> int:
+    """Return the dimension of an axis: the batch is the first, channels the second, then data."""
+    return axis if axis == 0 else axis + 1
+
+
+def select_rows(arrays: Arrays, array: Any, axis: int, have: range, want: range) -> Any:
+    """Return the rows ``want`` of an array that has the rows ``have`` of a whole one."""
+    if have == want:
+        return array
+    start = want.start - have.start if want else 0
+    return arrays.slice(array, dimension(axis), range(start, start + len(want)))
+
+
+def select(arrays: Arrays, array: Any, block: Block, rows: Block) -> Any:
+    """Return the part ``rows`` of an array that is the block ``block`` of a whole one."""
+    for axis, (have, want) in enumerate(zip(block, rows, strict=True)):
+        array = select_rows(arrays, array, axis, have, want)
+    return array
+
+
+class Serial:
+    """Computes values in blocks.
+
+    Args:
+        arrays: the framework.
+        parts: pieces along the batch, the channels and each data axis.
+        recompute: whether blocks are computed once more for their gradients.
+    """
+
+    def __init__(
+        self, arrays: Arrays, parts: Sequence[int], channels: int, recompute: bool
+    ) -> None:
+        self._arrays = arrays
+        self._parts = tuple(parts)
+        self._channels = channels
+        self._recompute = recompute
+
+    def compute(self, targets: Sequence[Value]) -> None:
+        """Compute all of some values, and set their ``array``."""
+        targets = [value for value in dict.fromkeys(targets) if value.array is None]
+        values = order(targets)
+        if not values:
+            return
+        paired = chains(values, targets) if self._channels > 1 else {}
+        given = list(
+            dict.fromkeys(
+                source
+                for value in values
+                for source in value.step.sources  # type: ignore[union-attr]
+                if source.array is not None
+            )
+        )
+        cuts = [blocks(value.lengths, self._parts_of(value)) for value in targets]
+        found: list[list[Any]] = [[] for _ in targets]
+        for part in range(max(map(len, cuts))):
+            goals = {value: cut[part] for value, cut in zip(targets, cuts) if part < len(cut)}
+
+            def block(*inputs: Any, goals: Mapping[Value, Block] = goals) -> tuple[Any, ...]:
+                return self._block(values, goals, dict(zip(given, inputs)), paired)
+
+            inputs = [value.array for value in given]
+            made = self._arrays.checkpoint(block, inputs) if self._recompute else block(*inputs)
+            for value, piece in zip(goals, made):
+                found[targets.index(value)].append(piece)
+        for value, pieces_, cut in zip(targets, found, cuts):
+            value.array = self._join(pieces_, value)
+
+    def _parts_of(self, value: Value) -> tuple[int, ...]:
+        """Return how many pieces an array is cut into along each axis: none without a row."""
+        return tuple(max(1, min(m, n)) for n, m in zip(value.lengths, self._parts))
+
+    def _join(self, found: list[Any], value: Value) -> Any:
+        """Join blocks, which are in the order of their last axis first."""
+        for axis, parts in reversed(list(enumerate(self._parts_of(value)))):
+            if parts > 1:
+                found = [
+                    self._arrays.concatenate(found[first : first + parts], dimension(axis))
+                    for first in range(0, len(found), parts)
+                ]
+        (whole,) = found
+        return whole
+
+    def _block(
+        self,
+        values: Sequence[Value],
+        goals: Mapping[Value, Block],
+        given: Mapping[Value, Any],
+        paired: Mapping[Value, list[Value]],
+    ) -> tuple[Any, ...]:
+        """Compute a block of each goal."""
+        wants = wanted(values, goals)
+        found = {
+            value: (array, tuple(range(n) for n in value.lengths)) for value, array in given.items()
+        }
+        readers = Counter(
+            source
+            for value in values
+            if value in wants
+            for source in set(value.step.sources)  # type: ignore[union-attr]
+        )
+        inside = {value for chain in paired.values() for value in chain[:-1]}
+        for value in values:
+            if value not in wants or value in inside:
+                continue
+            chain = paired.get(value, [value])
+            first = chain[0].step
+            assert first is not None
+            found[value] = self._chain(chain, wants, found), wants[value]
+            for source in set(first.sources):
+                readers[source] -= 1
+                if not readers[source] and source not in goals:
+                    del found[source]  # or every layer's rows would be there until the end
+        return tuple(found[value][0] for value in goals)
+
+    def _chain(
+        self,
+        chain: Sequence[Value],
+        wants: Mapping[Value, Block],
+        found: Mapping[Value, tuple[Any, Block]],
+    ) -> Any:
+        """Compute a value, or the last of a chain of values some channels at a time."""
+        first = chain[0].step
+        assert first is not None
+        read = first.read(wants[chain[0]])
+        inputs = [select(self._arrays, *found[source], read.rows) for source in first.sources]
+        if len(chain) == 1:
+            if first.columns is None or self._channels == 1:
+                return first.run(inputs, read)
+            parts = min(self._channels, first.channels)
+            made = [first.columns(some)(inputs, read) for some in pieces(first.channels, parts)]
+            return self._arrays.concatenate(made, CHANNELS)
+        total: Any = None
+        for channels in pieces(first.channels, min(self._channels, first.channels)):
+
+            def part(*arrays: Any, channels: range = channels) -> tuple[Any]:
+                return (self._through(chain, channels, wants, arrays),)
+
+            if self._recompute:
+                (made_,) = self._arrays.checkpoint(part, inputs)
+            else:
+                (made_,) = part(*inputs)
+            total = made_ if total is None else total + made_
+        last = chain[-1].step
+        assert last is not None
+        return total if last.after is None else last.after(total)
+
+    def _through(
+        self,
+        chain: Sequence[Value],
+        channels: range,
+        wants: Mapping[Value, Block],
+        arrays: Sequence[Any],
+    ) -> Any:
+        """Compute what some of a chain's inner channels add to its result."""
+        previous: Block | None = None
+        for place, value in enumerate(chain):
+            step = value.step
+            assert step is not None
+            read = step.read(wants[value])
+            if previous is not None:
+                arrays = [select(self._arrays, arrays[0], previous, read.rows)]
+            arrays = [_some(step, channels, place, len(chain))(arrays, read)]
+            previous = wants[value]
+        return arrays[0]
+
+
+def _some(step: Step, channels: range, place: int, length: int) -> Run:
+    make = step.columns if place == 0 else step.rows if place == length - 1 else step.along
+    assert make is not None
+    return make(channels)
+
+
+def chains(values: Sequence[Value], targets: Sequence[Value]) -> dict[Value, list[Value]]:
+    """Find the layers between which channels may exist some at a time.
+
+    A chain begins with a layer whose every output channel reads all input channels, ends with one
+    that sums over its input channels, and has between them what works on each channel by itself.
+    Nobody else reads the values within. It is the pair of column- and row-parallel layers of M.
+    Shoeybi et al., "Megatron-LM" (2019), section 3.
+
+    Returns:
+        Of the last value of each chain, the chain.
+    """
+    readers: dict[Value, list[Value]] = {}
+    for value in values:
+        assert value.step is not None
+        for source in value.step.sources:
+            readers.setdefault(source, []).append(value)
+    kept = set(targets)
+    found: dict[Value, list[Value]] = {}
+    taken: set[Value] = set()
+    for first in values:
+        assert first.step is not None
+        if first.step.columns is None or first in taken:
+            continue
+        chain = [first]
+        while chain[-1] not in kept and len(readers.get(chain[-1], ())) == 1:
+            (reader,) = readers[chain[-1]]
+            step = reader.step
+            assert step is not None
+            if len(step.sources) != 1:
+                break
+            chain.append(reader)
+            if step.along is None:
+                break
+        last = chain[-1].step
+        assert last is not None
+        if len(chain) > 1 and last.rows is not None:
+            found[chain[-1]] = chain
+            taken.update(chain)
+    return found
