@@ -14,6 +14,7 @@ from collective.adapters.torch.splits.serial import Tensors
 from collective.adjoints import Step as Node
 from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
+from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
 
 __all__ = ["OverRanks", "TensorExchanges"]
@@ -102,14 +103,16 @@ class OverRanks:
 
     Args:
         grid: who has which block.
+        layered: makes the calls.
         parameters: of the module; their gradients are summed together.
         join: whether results are joined on every rank.
     """
 
-    def __init__(self, grid: Grid, parameters: Sequence[Tensor], join: bool) -> None:
+    def __init__(
+        self, grid: Grid, layered: Layered | Chained, parameters: Sequence[Tensor], join: bool
+    ) -> None:
         self._grid = grid
-        self._arrays = TensorExchanges()
-        self._layered = Layered(self._arrays, grid)
+        self._layered = layered
         self._parameters = list(parameters)
         self._join = join
         self._versions: dict[tuple[int, bool], dict[int, Tensor]] = {}
@@ -163,7 +166,9 @@ class OverRanks:
                 return tensor
             known = self._version(axes, in_part)
             found = known.get(id(tensor))
-            return self._through([tensor], axes, in_part)[0] if found is None else found
+            if found is None:
+                (found,) = self._through([tensor], axes, in_part)
+            return found
 
         return share
 

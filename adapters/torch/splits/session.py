@@ -14,8 +14,9 @@ import torch
 from torch.nn import functional
 
 from collective import tree
+from collective.adapters.torch.splits.context import Context
 from collective.adapters.torch.splits.cut import Cut, names
-from collective.adapters.torch.splits.recipes import Context, pointwise, recipe_of
+from collective.adapters.torch.splits.recipes import pointwise, recipe_of
 from collective.adapters.torch.splits.rowwise import in_place, row_for_row
 from collective.errors import CollectiveError, UnsupportedError
 from collective.training.splits.blocks import Step, Value
@@ -61,18 +62,19 @@ class Executor(Protocol):
         """Return the source of random numbers; all ranks draw the same."""
 
 
+_Property: Any = Tensor  # whose properties are objects that say how to get them
 _SIZES = {
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.element_size, Tensor.shape.__get__, Tensor.dtype.__get__,
-    Tensor.ndim.__get__, Tensor.layout.__get__, Tensor.__len__, Tensor.ndimension,
-    Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.ndimension,
     Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel,
+    *(getattr(_Property, name).__get__ for name in
+      ("shape", "dtype", "ndim", "layout", "is_sparse", "is_quantized", "is_nested")),
 }  # fmt: skip
 _DEVICE = {
-    Tensor.device.__get__: lambda device: device,
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
-    Tensor.is_meta.__get__: lambda device: False,
+    _Property.device.__get__: lambda device: device,
+    _Property.is_cuda.__get__: lambda device: device.type == "cuda",
+    _Property.is_cpu.__get__: lambda device: device.type == "cpu",
+    _Property.is_meta.__get__: lambda device: False,
 }
 _FEATURES = {functional.dropout1d: 1, functional.dropout2d: 2, functional.dropout3d: 3}
 
@@ -95,7 +97,7 @@ class Session:
 
     def cut(self, value: Value, like: Tensor) -> Cut:
         """Return what stands for a value of the shape and dtype of ``like``, a meta tensor."""
-        made = like.as_subclass(Cut)
+        made: Cut = like.as_subclass(Cut)
         made.value, made.session = value, self
         return made
 
@@ -151,7 +153,8 @@ class Session:
         leaves = [args, kwargs]
         found = (_meta(x) if isinstance(x, Tensor) else x for x in _leaves(leaves))
         plain_args, plain_kwargs = _rebuilt(leaves, found)
-        with torch._C.DisableTorchFunctionSubclass():
+        disabled: Any = torch._C.DisableTorchFunctionSubclass
+        with disabled():
             return function(*plain_args, **plain_kwargs)
 
     def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
@@ -165,7 +168,7 @@ class Session:
             lengths = _lengths(like)
             # What is broadcast along a cut axis is there for every piece.
             found = [
-                x if not isinstance(x, Cut) or x.value.lengths == lengths and x.dim() == like.dim()
+                x if not isinstance(x, Cut) or (x.value.lengths, x.dim()) == (lengths, like.dim())
                 else self._executor.whole([x.value])[0]
                 for x in _leaves(leaves)
             ]  # fmt: skip
@@ -199,80 +202,80 @@ class Session:
     # -- functions with statistics or random numbers ---------------------------------------
 
     def _batch_norm(
-        self, name: str, input: Cut, running_mean: Any, running_var: Any, weight: Any = None,
+        self, name: str, x: Cut, running_mean: Any, running_var: Any, weight: Any = None,
         bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
         if not training:
             mean, var = running_mean.clone(), running_var.clone()
         else:
-            mean, var, count = self._executor.moments(input.value, None)
+            mean, var, count = self._executor.moments(x.value, None)
             if count < 2:
                 raise ValueError("more than one value per channel is expected when training")
             for kept, new in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
                 if kept is not None:
                     kept.lerp_(new.detach().to(kept.dtype), momentum)
-        return self._normalised(name, input, mean[None], var[None], weight, bias, eps)
+        return self._normalised(name, x, mean[None], var[None], weight, bias, eps)
 
     def _instance_norm(
-        self, name: str, input: Cut, running_mean: Any = None, running_var: Any = None,
+        self, name: str, x: Cut, running_mean: Any = None, running_var: Any = None,
         weight: Any = None, bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:  # fmt: skip
         if not use_input_stats:
             return self._batch_norm(
-                name, input, running_mean, running_var, weight, bias, False, momentum, eps
+                name, x, running_mean, running_var, weight, bias, False, momentum, eps
             )
-        mean, var, count = self._executor.moments(input.value, input.shape[1])
+        mean, var, count = self._executor.moments(x.value, x.shape[1])
         for kept, new in ((running_mean, mean), (running_var, var * (count / max(1, count - 1)))):
             if kept is not None:
                 kept.lerp_(new.detach().mean(0).to(kept.dtype), momentum)
-        return self._normalised(name, input, mean, var, weight, bias, eps)
+        return self._normalised(name, x, mean, var, weight, bias, eps)
 
     def _group_norm(
-        self, name: str, input: Cut, num_groups: int, weight: Any = None, bias: Any = None,
+        self, name: str, x: Cut, num_groups: int, weight: Any = None, bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:  # fmt: skip
-        mean, var, _ = self._executor.moments(input.value, num_groups)
-        each = input.shape[1] // num_groups
+        mean, var, _ = self._executor.moments(x.value, num_groups)
+        each = x.shape[1] // num_groups
         mean, var = (x.repeat_interleave(each, 1) for x in (mean, var))
-        return self._normalised(name, input, mean, var, weight, bias, eps)
+        return self._normalised(name, x, mean, var, weight, bias, eps)
 
     def _normalised(
-        self, name: str, input: Cut, mean: Any, var: Any, weight: Any, bias: Any, eps: float
+        self, name: str, x: Cut, mean: Any, var: Any, weight: Any, bias: Any, eps: float
     ) -> Any:
         """Record the normalisation by known moments, ``[batch or 1, channels]``."""
-        ones = (1,) * (input.dim() - 2)
-        scale = (var + eps).rsqrt().to(input.dtype)
+        ones = (1,) * (x.dim() - 2)
+        scale = (var + eps).rsqrt().to(x.dtype)
         scale = scale.reshape(*scale.shape, *ones)
-        mean = mean.to(input.dtype).reshape(*mean.shape, *ones)
+        mean = mean.to(x.dtype).reshape(*mean.shape, *ones)
         affine = [None if p is None else p.reshape(1, -1, *ones) for p in (weight, bias)]
-        made = self._step(_normalise, name, (input, mean, scale, *affine), {})
+        made = self._step(_normalise, name, (x, mean, scale, *affine), {})
         assert made is not None
         return made
 
     def _dropout(
-        self, name: str, input: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, name: str, x: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         """Drop by a mask that is drawn whole, as PyTorch draws it on the CPU, and cut."""
-        return self._masked(name, input, p, training, inplace, tuple(input.shape))
+        return self._masked(name, x, p, training, inplace, tuple(x.shape))
 
     def _feature_dropout(
-        self, name: str, input: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, name: str, x: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
-        shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
-        return self._masked(name, input, p, training, inplace, shape)
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
+        return self._masked(name, x, p, training, inplace, shape)
 
     def _masked(
-        self, name: str, input: Cut, p: float, training: bool, inplace: bool, shape: Any
+        self, name: str, x: Cut, p: float, training: bool, inplace: bool, shape: Any
     ) -> Any:
         if not training or p == 0:
-            return input
-        noise = torch.empty(shape, dtype=input.dtype, device=self._device)
+            return x
+        noise = torch.empty(shape, dtype=x.dtype, device=self._device)
         noise.bernoulli_(1 - p, generator=self._executor.generator())
         # A byte an element, however often a piece is computed.
-        made = self._step(_mask, name, (input, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
+        made = self._step(_mask, name, (x, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
         assert made is not None
-        return self._bind(input if inplace else None, made)
+        return self._bind(x if inplace else None, made)
 
 
 def _normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Any, bias: Any) -> Tensor:

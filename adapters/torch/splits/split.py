@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from collective.adapters.torch.splits.cut import names
-from collective.adapters.torch.splits.parallel import OverRanks
+from collective.adapters.torch.splits.parallel import OverRanks, TensorExchanges
 from collective.adapters.torch.splits.serial import InTurn
 from collective.adapters.torch.splits.session import Session
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.training.splits.layered import Grid
+from collective.training.splits.chained import Chained
+from collective.training.splits.layered import Grid, Layered
 
 __all__ = ["Split"]
 
@@ -30,12 +31,13 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         data: Sequence[int] = (1,),
         comm: Communicator | None = None,
         recompute: bool = True,
+        halo: str = "layer",
         join: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
         self._batch, self._channels, self._data = batch, channels, tuple(data)
-        self._recompute, self._join = recompute, join
+        self._recompute, self._join, self._halo = recompute, join, halo
         self._grid = None if comm is None else Grid(comm, batch, channels, self._data)
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
@@ -55,9 +57,14 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         if self._grid is None:
             executor = InTurn((self._batch, *data), self._channels, self._recompute)
         else:
-            executor = OverRanks(
-                self._grid.reaching(axes), list(self.module.parameters()), self._join
-            )
+            grid = self._grid.reaching(axes)
+            arrays = TensorExchanges()
+            how: Layered | Chained
+            if self._halo == "layer":
+                how = Layered(arrays, grid)
+            else:
+                how = Chained(arrays, grid, self._recompute)
+            executor = OverRanks(grid, how, list(self.module.parameters()), self._join)
         session = Session(executor, x)
         found = session.leave(self.module(session.enter(x), *args, **kwargs))
         self.joined = tuple(session.joined)

@@ -2,5 +2,6 @@
 
 No framework and no transport is known here: :mod:`.windows` says which rows of its input a layer
 needs for some rows of its output, :mod:`.blocks` what a graph of layers needs for a block of its
-result. ``collective.adapters.torch.splits`` and ``collective.adapters.chainer.splits`` carry it out.
+result; :mod:`.serial` and :mod:`.layered` compute it in turn and over ranks. What frameworks add
+is in ``collective.adapters.torch.splits`` and ``collective.adapters.chainer.splits``.
 """

@@ -1,7 +1,7 @@
 """What a graph of layers needs for a block of its result.
 
-A model's calls are recorded as :class:`Step`\\ s, each with the rule by which its rows depend on its
-sources' rows. To compute a block of the result, walk the steps backwards: a value has to give the
+Each call of a model is a :class:`Step`, with the rule by which its rows depend on its sources'.
+To compute a block of the result, walk the steps backwards: a value has to give the
 hull of what its readers need of it. Then walk forwards and compute each value for that block and
 no more. Padding is nobody's rows: a step puts it where a window reaches over an end of the axis.
 """
@@ -38,6 +38,11 @@ class Value:
         self.step = step
         self.array = array
         self.piece: Any = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been computed, all of it or a piece."""
+        return self.array is not None or self.piece is not None
 
 
 class Read(NamedTuple):
@@ -122,7 +127,7 @@ def order(targets: Iterable[Value]) -> list[Value]:
     stack = [(value, False) for value in targets]
     while stack:
         value, entered = stack.pop()
-        if value in found or value.array is not None or value.step is None:
+        if value in found or value.step is None or value.is_there:
             continue
         if entered:
             found[value] = None

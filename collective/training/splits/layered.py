@@ -167,28 +167,29 @@ class Layered:
         read = step.read(block)
         inputs = [self._fetch(source, step, lengths, read) for source in step.sources]
         value = Value(lengths, step)
-        if along:
-            assert step.along is not None and some is not None
+        group = grid.channel_group
+        if step.along is not None and along and some is not None:
             value.piece = step.along(some)(inputs, read)
-            self._channels[value] = some
-        elif rows:
-            assert step.rows is not None and some is not None and grid.channel_group is not None
-            value.piece = arrays.added(step.rows(some)(inputs, read), grid.channel_group)
+        elif step.rows is not None and rows and some is not None and group is not None:
+            value.piece = arrays.added(step.rows(some)(inputs, read), group)
+            some = None
             if step.after is not None:
                 value.piece = step.after(value.piece)
-        elif step.columns is not None and grid.channel_group and grid.channels <= step.channels:
+        elif step.columns is not None and group is not None and grid.channels <= step.channels:
             some = pieces(step.channels, grid.channels)[grid.channel]
-            inputs = [arrays.used(array, grid.channel_group) for array in inputs]
+            inputs = [arrays.used(array, group) for array in inputs]
             value.piece = step.columns(some)(inputs, read)
-            self._channels[value] = some
         else:
             value.piece = step.run(inputs, read)
+        if some is not None:
+            self._channels[value] = some
         return value
 
     def _join_channels(self, value: Value) -> None:
         if self._channels.pop(value, None) is None:
             return
-        assert value.step is not None and self._grid.channel_group is not None
+        assert value.step is not None
+        assert self._grid.channel_group is not None
         counts = [len(each) for each in pieces(value.step.channels, self._grid.channels)]
         value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
 

@@ -15,7 +15,16 @@ from typing import Any, Protocol
 from collective.training.splits.blocks import Block, Run, Step, Value, blocks, order, wanted
 from collective.training.splits.windows import pieces
 
-__all__ = ["CHANNELS", "Arrays", "Serial", "chains", "dimension", "select", "select_rows"]
+__all__ = [
+    "CHANNELS",
+    "Arrays",
+    "Serial",
+    "chains",
+    "dimension",
+    "read_by",
+    "select",
+    "select_rows",
+]
 
 #: The dimension of the channels.
 CHANNELS = 1
@@ -79,29 +88,42 @@ class Serial:
         values = order(targets)
         if not values:
             return
-        paired = chains(values, targets) if self._channels > 1 else {}
-        given = list(
-            dict.fromkeys(
-                source
-                for value in values
-                for source in value.step.sources  # type: ignore[union-attr]
-                if source.array is not None
-            )
-        )
+        given = read_by(values)
+        inputs = [value.array for value in given]
+        whole = [tuple(range(n) for n in value.lengths) for value in given]
         cuts = [blocks(value.lengths, self._parts_of(value)) for value in targets]
-        found: list[list[Any]] = [[] for _ in targets]
+        found: dict[Value, list[Any]] = {value: [] for value in targets}
         for part in range(max(map(len, cuts))):
             goals = {value: cut[part] for value, cut in zip(targets, cuts) if part < len(cut)}
+            made = self.block(values, goals, given, inputs, whole)
+            for value, array in zip(goals, made):
+                found[value].append(array)
+        for value, arrays in found.items():
+            value.array = self._join(arrays, value)
 
-            def block(*inputs: Any, goals: Mapping[Value, Block] = goals) -> tuple[Any, ...]:
-                return self._block(values, goals, dict(zip(given, inputs)), paired)
+    def block(
+        self,
+        values: Sequence[Value],
+        goals: Mapping[Value, Block],
+        given: Sequence[Value],
+        inputs: Sequence[Any],
+        have: Sequence[Block],
+    ) -> tuple[Any, ...]:
+        """Compute a block of each goal.
 
-            inputs = [value.array for value in given]
-            made = self._arrays.checkpoint(block, inputs) if self._recompute else block(*inputs)
-            for value, piece in zip(goals, made):
-                found[targets.index(value)].append(piece)
-        for value, pieces_, cut in zip(targets, found, cuts):
-            value.array = self._join(pieces_, value)
+        Args:
+            values: what they are computed from, from :func:`order`.
+            goals: values, with the block wanted of each.
+            given: the values that are there, in the order of ``inputs``.
+            inputs: their arrays.
+            have: the blocks of them that these are.
+        """
+        paired = chains(values, list(goals)) if self._channels > 1 else {}
+
+        def compute(*arrays: Any) -> tuple[Any, ...]:
+            return self._block(values, goals, dict(zip(given, zip(arrays, have))), paired)
+
+        return self._arrays.checkpoint(compute, inputs) if self._recompute else compute(*inputs)
 
     def _parts_of(self, value: Value) -> tuple[int, ...]:
         """Return how many pieces an array is cut into along each axis: none without a row."""
@@ -122,14 +144,11 @@ class Serial:
         self,
         values: Sequence[Value],
         goals: Mapping[Value, Block],
-        given: Mapping[Value, Any],
+        given: Mapping[Value, tuple[Any, Block]],
         paired: Mapping[Value, list[Value]],
     ) -> tuple[Any, ...]:
-        """Compute a block of each goal."""
         wants = wanted(values, goals)
-        found = {
-            value: (array, tuple(range(n) for n in value.lengths)) for value, array in given.items()
-        }
+        found = dict(given)
         readers = Counter(
             source
             for value in values
@@ -206,6 +225,12 @@ def _some(step: Step, channels: range, place: int, length: int) -> Run:
     make = step.columns if place == 0 else step.rows if place == length - 1 else step.along
     assert make is not None
     return make(channels)
+
+
+def read_by(values: Sequence[Value]) -> list[Value]:
+    """Return the values that are there and that some others are computed from."""
+    sources = (source for value in values if value.step for source in value.step.sources)
+    return list(dict.fromkeys(source for source in sources if source.is_there))
 
 
 def chains(values: Sequence[Value], targets: Sequence[Value]) -> dict[Value, list[Value]]:

@@ -12,6 +12,7 @@ learning" (2016), relationships 6 and 14, solved for a range of outputs instead 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -112,14 +113,14 @@ class Taken(NamedTuple):
     Attributes:
         rows: for an output row, the input rows that it is made of; all of them are rows that
             the input has.
-        count: how many rows the output has.
+        total: how many rows the output has.
     """
 
     rows: Callable[[int], Sequence[int]]
-    count: int
+    total: int
 
     def length(self, n: int) -> int:
-        return self.count
+        return self.total
 
     def needs(self, out: range) -> range:
         read = [row for i in out for row in self.rows(i)]
@@ -148,7 +149,7 @@ def pieces(length: int, parts: int) -> list[range]:
     """
     quotient, longer = divmod(length, parts)
     starts = [part * quotient + min(part, longer) for part in range(parts + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def overlap(a: range, b: range) -> range:
