@@ -86,6 +86,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         """Whether :meth:`close` has been called."""
         return self._closed
 
+    @property
+    def check(self) -> str:
+        """Whether calls are compared before they are sent: "auto", "always" or "never"."""
+        return self._check
+
     # -- memory ---------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", like: Any = None) -> Any:

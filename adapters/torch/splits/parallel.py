@@ -16,6 +16,7 @@ from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.options import check_same
 
 __all__ = ["OverRanks", "TensorExchanges"]
 
@@ -105,21 +106,32 @@ class OverRanks:
         grid: who has which block.
         layered: makes the calls.
         parameters: of the module; their gradients are summed together.
-        join: whether results are joined on every rank.
+        from_pieces: whether the input is this rank's rows.
+        to_pieces: whether results are.
     """
 
     def __init__(
-        self, grid: Grid, layered: Layered | Chained, parameters: Sequence[Tensor], join: bool
+        self,
+        grid: Grid,
+        layered: Layered | Chained,
+        parameters: Sequence[Tensor],
+        from_pieces: bool,
+        to_pieces: bool,
     ) -> None:
         self._grid = grid
         self._layered = layered
         self._parameters = list(parameters)
-        self._join = join
+        self._from_pieces, self._to_pieces = from_pieces, to_pieces
         self._versions: dict[tuple[int, bool], dict[int, Tensor]] = {}
         self._generator: torch.Generator | None = None
 
     def enter(self, array: Tensor) -> Value:
-        value = Value((*array.shape[:1], *array.shape[2:]), array=array)
+        lengths = (*array.shape[:1], *array.shape[2:])
+        if self._from_pieces:
+            return self._layered.enter_piece(array, lengths)
+        if self._grid.comm.check == "always":
+            check_same(self._grid.comm, array.detach().cpu().numpy())
+        value = Value(lengths, array=array)
         self._layered.enter(value)
         return value
 
@@ -130,7 +142,9 @@ class OverRanks:
         return [self._layered.whole(value) for value in values]
 
     def results(self, values: Sequence[Value]) -> list[Tensor]:
-        return self.whole(values) if self._join else [self._layered.piece(v) for v in values]
+        if self._to_pieces:
+            return [self._layered.piece(value) for value in values]
+        return self.whole(values)
 
     def moments(self, value: Value, groups: int | None) -> tuple[Tensor, Tensor, int]:
         x = self._layered.piece(value)

@@ -17,7 +17,14 @@ Tensor = torch.Tensor
 
 
 class Tensors:
-    """What the framework-neutral executors do with tensors."""
+    """What the framework-neutral executors do with tensors.
+
+    Args:
+        keep: is called with each tensor that a piece is computed from again.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._keep = keep
 
     def slice(self, array: Tensor, dimension: int, rows: range) -> Tensor:
         return array.narrow(dimension, rows.start, len(rows))
@@ -30,6 +37,9 @@ class Tensors:
     ) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return function(*arrays)
+        if self._keep is not None:
+            for array in arrays:
+                self._keep(array)
         # Random masks are drawn when a call is recorded, so that there is no state to restore.
         found: tuple[Any, ...] = checkpoint(
             function, *arrays, use_reentrant=False, preserve_rng_state=False
@@ -40,8 +50,10 @@ class Tensors:
 class InTurn:
     """Records the calls of a forward pass, and makes them in blocks where a result is needed."""
 
-    def __init__(self, parts: Sequence[int], channels: int, recompute: bool) -> None:
-        self._serial = Serial(Tensors(), parts, channels, recompute)
+    def __init__(
+        self, tensors: Tensors, parts: Sequence[int], channels: int, recompute: bool
+    ) -> None:
+        self._serial = Serial(tensors, parts, channels, recompute)
 
     def enter(self, array: Tensor) -> Value:
         return Value((*array.shape[:1], *array.shape[2:]), array=array)

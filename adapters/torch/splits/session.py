@@ -85,13 +85,23 @@ class Session:
     Args:
         executor: makes the calls.
         like: a tensor on the device where they are made.
+        strict: whether functions without a rule are refused.
+        keep: is called with each tensor that steps hold, to be combined with pieces.
 
     Attributes:
         joined: the names of the functions that took whole tensors.
     """
 
-    def __init__(self, executor: Executor, like: Tensor) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        like: Tensor,
+        strict: bool,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._executor = executor
+        self._strict = strict
+        self._keep = keep
         self._device = like.device
         self.joined: list[str] = []
 
@@ -103,7 +113,15 @@ class Session:
 
     def enter(self, x: Tensor) -> Cut:
         """Return what stands for a tensor that is there."""
-        return self.cut(self._executor.enter(x), torch.empty_like(x, device="meta"))
+        value = self._executor.enter(x)
+        first, *rest = value.lengths
+        shape = (first, x.shape[1], *rest)
+        return self.cut(value, torch.empty(shape, dtype=x.dtype, device="meta"))
+
+    def whole(self, cut: Cut) -> Tensor:
+        """Return all of a tensor that is cut."""
+        found: Tensor = self._executor.whole([cut.value])[0]
+        return found
 
     def leave(self, result: Any) -> Any:
         """Return a forward's result with whole tensors in it."""
@@ -174,6 +192,9 @@ class Session:
             ]  # fmt: skip
             if not any(isinstance(x, Cut) for x in found):
                 return None
+            for x in found:
+                if self._keep is not None and isinstance(x, Tensor) and not isinstance(x, Cut):
+                    self._keep(x)
             step = row_for_row(function, name, leaves, found, like, self._executor)
         else:
             values = tuple(x.value for x in _leaves(leaves) if isinstance(x, Cut))
@@ -191,6 +212,11 @@ class Session:
 
     def _whole(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call a function that no rule is known of on whole tensors."""
+        if self._strict:
+            raise UnsupportedError(
+                f"Split: {name} needs its input whole, which strict=True refuses. Split the layers "
+                "before it, and call it on their result."
+            )
         leaves = [args, kwargs]
         cut = [x for x in _leaves(leaves) if isinstance(x, Cut)]
         whole = dict(zip(map(id, cut), self._executor.whole([x.value for x in cut])))

@@ -1,26 +1,86 @@
-"""``Split``: a module whose tensors are cut."""
+"""``Split``: a module computed in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from collective.adapters.torch.splits.cut import names
+from collective.adapters.torch.splits.cut import Cut, names
 from collective.adapters.torch.splits.parallel import OverRanks, TensorExchanges
-from collective.adapters.torch.splits.serial import InTurn
+from collective.adapters.torch.splits.serial import InTurn, Tensors
 from collective.adapters.torch.splits.session import Session
 from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.options import check_axes, check_options
+from collective.training.splits.report import MemoryReport, Verification
 
 __all__ = ["Split"]
 
 
 class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Computes a module in pieces: of the batch, the channels, the data axes."""
+    """A module that computes the same in pieces: in turn on one device, or over ranks.
+
+    ::
+
+        model = Split(UNet(), data=(8,))              # eight stripes, one after another
+        model = Split(UNet(), data=(2,), comm=comm)   # one half on each of two ranks
+
+    The module's own forward is run, unmodified, with a tensor that stands for the cut one.
+    PyTorch's functions that read windows of rows (convolutions and their transposes, pooling,
+    resizing, padding, slices), row for row (activations, sums, concatenated channels), or rows with
+    statistics (batch, group and instance normalisation) are computed piece by piece, exactly: the
+    results and all gradients are those of the module, but for the order of sums. Other functions
+    get whole tensors, and the cut ends there (:attr:`joined` names them). Parameters, buffers and
+    ``state_dict`` are the module's, under ``module.``.
+
+    **In turn** (``comm=None``), the rows of ``data`` and ``batch`` go through all layers piece by
+    piece, with ``recompute`` each once more in the backward pass, so that only one piece's
+    activations exist at a time; ``channels`` does the same between two layers that mix channels.
+    Normalisation with statistics needs its whole input, which is kept.
+
+    **Over ranks**, every rank has the whole module and a piece of every activation. The pieces'
+    product is ``comm.size``. Rows that a window needs of other ranks are exchanged before each
+    layer (``halo="layer"``), or once for all layers up to the next normalisation, the inner rows
+    being computed twice (``halo="chain"``). Parameters' gradients are summed over the ranks, in one
+    call for all parameters. If the result is whole, every rank computes the same loss of it, and
+    everything is as in one process; if it is in pieces, the loss is the sum of the ranks' losses.
+    For data-parallel training beside it, wrap this in ``DistributedDataParallel`` over a
+    communicator of the ranks that have the same piece.
+
+    Dropout masks are drawn whole and cut. In turn that is the draw of the module itself; over ranks
+    all ranks draw from one generator, whose seed rank 0 takes from PyTorch's.
+
+    Collective: over ranks, making it, ``forward`` and the backward pass are; all ranks have the
+    same module, weights and settings, and pass the same input, or their pieces of one.
+
+    Args:
+        module: takes ``(batch, channels, ...)`` as first argument; that one is cut.
+        batch: pieces of the batch.
+        channels: pieces of the channels between layers that mix them.
+        data: pieces of each data axis; further ones are not cut.
+        comm: the ranks, in the order of batch, channels and data axes, the last fastest; None: in
+            turn.
+        recompute: whether pieces are computed again in the backward pass instead of being kept;
+            over ranks only with ``halo="chain"``.
+        halo: ``"layer"`` or ``"chain"``.
+        inputs: over ranks ``"whole"``: every rank passes the same tensor, and gets all of its
+            gradient; ``"pieces"``: every rank passes its own rows, joined in the order of ranks.
+        outputs: over ranks ``"whole"``, or ``"pieces"``: every rank's own rows, cut as
+            ``numpy.array_split`` cuts.
+        strict: refuse calls that would end the cut.
+
+    Attributes:
+        joined: of the last forward, the calls that took whole tensors.
+
+    Raises:
+        InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
+            the ranks, or another option is none of its values.
+        UnsupportedError: the module contains one that communicates or that PyTorch compiled.
+    """
 
     def __init__(
         self,
@@ -32,13 +92,18 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         comm: Communicator | None = None,
         recompute: bool = True,
         halo: str = "layer",
-        join: bool = True,
+        inputs: str = "whole",
+        outputs: str = "whole",
+        strict: bool = False,
     ) -> None:
         super().__init__()
+        check_options(batch, channels, data, comm, halo, inputs, outputs)
+        _check_module(module)
         self.module = module
-        self._batch, self._channels, self._data = batch, channels, tuple(data)
-        self._recompute, self._join, self._halo = recompute, join, halo
-        self._grid = None if comm is None else Grid(comm, batch, channels, self._data)
+        self._parts = batch, channels, tuple(data)
+        self._recompute, self._halo, self._strict = recompute, halo, strict
+        self._inputs, self._outputs = inputs, outputs
+        self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
             kind = type(layer).__name__
@@ -46,29 +111,86 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             layer.register_forward_hook(_leave, always_call=True)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
-        if not isinstance(x, torch.Tensor) or x.dim() < 2:
-            raise InvalidArgumentError(
-                f"Split: {type(x).__name__} as input; a tensor (batch, channels, ...)."
-            )
+        """Return what the module returns.
+
+        Raises:
+            InvalidArgumentError: ``x`` is no tensor of two dimensions or more.
+            ShapeError: it has fewer data axes than are cut.
+            UnsupportedError: a function cannot be called on a tensor that is cut; the text names
+                the layer.
+        """
+        if not isinstance(x, torch.Tensor) or isinstance(x, Cut) or x.dim() < 2:
+            given = "a tensor of another Split" if isinstance(x, Cut) else type(x).__name__
+            raise InvalidArgumentError(f"Split: {given} as input; a tensor (batch, channels, ...).")
+        found, self.joined = self.computed(self.module, x, args, kwargs)
+        return found
+
+    def computed(
+        self,
+        module: torch.nn.Module,
+        x: torch.Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ends: str | None = None,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[Any, tuple[str, ...]]:
+        """Compute a module in this one's pieces.
+
+        Args:
+            module: this one's, or a copy of it.
+            x, args, kwargs: as of ``forward``.
+            ends: what inputs and outputs are; None: what this one's are.
+            keep: is called with each tensor that is kept for recomputing.
+
+        Returns:
+            What the module returns, and the calls that took whole tensors.
+        """
         axes = x.dim() - 2
-        data = (*self._data, *(1,) * axes)[: max(axes, len(self._data))]
+        batch, channels, data = self._parts
         executor: Any
         if self._grid is None:
-            executor = InTurn((self._batch, *data), self._channels, self._recompute)
+            check_axes(data, axes)
+            parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
+            executor = InTurn(Tensors(keep), parts, channels, self._recompute)
         else:
-            grid = self._grid.reaching(axes)
-            arrays = TensorExchanges()
+            grid, arrays = self._grid.reaching(axes), TensorExchanges(keep)
             how: Layered | Chained
             if self._halo == "layer":
                 how = Layered(arrays, grid)
             else:
                 how = Chained(arrays, grid, self._recompute)
-            executor = OverRanks(grid, how, list(self.module.parameters()), self._join)
-        session = Session(executor, x)
-        found = session.leave(self.module(session.enter(x), *args, **kwargs))
-        self.joined = tuple(session.joined)
-        return found
+            pieces = [(ends or each) == "pieces" for each in (self._inputs, self._outputs)]
+            executor = OverRanks(grid, how, list(module.parameters()), *pieces)
+        session = Session(executor, x, self._strict, keep)
+        found = session.leave(module(session.enter(x), *args, **kwargs))
+        return found, tuple(session.joined)
+
+    def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
+        """Count what a forward pass keeps for its backward pass, of the module and of this.
+
+        Both are run, the module whole, so that ``x`` has to be small enough for that. Random
+        numbers and buffers are as before afterwards.
+
+        Args:
+            x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
+        """
+        from collective.adapters.torch.splits.verifying import memory_report
+
+        return memory_report(self, x, args, kwargs)
+
+    def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> Verification:
+        """Compare with the module itself: each layer's output, then all gradients, in float64.
+
+        Parameters, their gradients, buffers and random numbers are as before afterwards.
+
+        Args:
+            x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
+            tolerance: what counts as equal, relative to the largest element.
+        """
+        from collective.adapters.torch.splits.verifying import verify
+
+        return verify(self, x, args, tolerance)
 
 
 class _Enter:
@@ -83,3 +205,26 @@ class _Enter:
 
 def _leave(module: torch.nn.Module, args: Any, result: Any) -> None:
     names.stack.pop()
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidArgumentError(f"Split: {type(module).__name__}; a torch.nn.Module.")
+    for name, layer in module.named_modules():
+        kind = type(layer).__name__
+        if isinstance(layer, Split):
+            remedy = "Split one module, with all axes in one call."
+        elif isinstance(layer, torch.jit.ScriptModule) or kind == "OptimizedModule":
+            remedy = "Split the module that it was compiled from."
+        elif kind in ("DistributedDataParallel", "DataParallel", "SyncBatchNorm"):
+            remedy = (
+                "Wrap the split in it."
+                if kind != "SyncBatchNorm"
+                else "Take the BatchNorm that it replaces: Split computes its statistics over all "
+                "pieces."
+            )
+        else:
+            continue
+        raise UnsupportedError(
+            f"Split: {name or 'the module'} is a {kind}, which cannot be split. {remedy}"
+        )

@@ -34,6 +34,10 @@ class Chained:
         """Take this rank's rows of a value that every rank has whole."""
         self._layered.enter(value)
 
+    def enter_piece(self, array: Any, lengths: Sequence[int]) -> Value:
+        """Take rows that the ranks have each of an array, in their order."""
+        return self._layered.enter_piece(array, lengths)
+
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
         """Record a call."""
         return Value(lengths, step)

@@ -24,9 +24,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, ShapeError
+from collective.errors import InvalidArgumentError
 from collective.training.splits.blocks import Block, Read, Step, Value
+from collective.training.splits.options import check_axes
 from collective.training.splits.serial import CHANNELS, Arrays, dimension, select_rows
 from collective.training.splits.windows import exchange, overlap, pieces
 
@@ -105,16 +108,12 @@ class Grid:
         Raises:
             ShapeError: an axis is cut that the arrays do not have.
         """
-        missing = axes - (len(self.parts) - 1)
-        if missing < 0:
-            raise ShapeError(
-                f"Split: an input with {axes} data axes; data={self.parts[1:]} cuts "
-                f"{len(self.parts) - 1}."
-            )
+        check_axes(self.parts[1:], axes)
+        missing = axes + 1 - len(self.parts)
         found = copy.copy(self)
-        found.parts = (*self.parts, *(1,) * missing)
-        found.at = (*self.at, *(0,) * missing)
-        found.groups = (*self.groups, *(None,) * missing)
+        found.parts = (*self.parts, *(1,) * missing)[: axes + 1]
+        found.at = (*self.at, *(0,) * missing)[: axes + 1]
+        found.groups = (*self.groups, *(None,) * missing)[: axes + 1]
         return found
 
     def block(self, lengths: Sequence[int]) -> Block:
@@ -151,6 +150,26 @@ class Layered:
                 counts = [len(rows) for rows in pieces(n, parts)]
                 piece = self._arrays.cut(piece, group, dimension(axis), counts)
         value.piece = piece
+
+    def enter_piece(self, array: Any, lengths: Sequence[int]) -> Value:
+        """Take rows that the ranks have each of an array, in their order.
+
+        Args:
+            array: this rank's rows.
+            lengths: how many they are along each axis.
+        """
+        whole = list(lengths)
+        for axis, (n, group) in enumerate(zip(lengths, self._grid.groups)):
+            if group is None:
+                continue
+            ends = np.cumsum([0, *group.all_gather(np.array([n]))]).tolist()
+            have = [range(a, b) for a, b in itertools.pairwise(ends)]
+            whole[axis] = have[len(have) - 1].stop
+            want = pieces(whole[axis], self._grid.parts[axis])
+            array = fetch(self._arrays, array, axis, have, want, group)
+        value = Value(whole)
+        value.piece = array
+        return value
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
         """Make a call on this rank's block, and on its channels where a layer allows that."""

@@ -1,0 +1,169 @@
+"""A split module beside the whole one: results, gradients, and what the backward pass keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collective import tree
+from collective.adapters.torch.splits.cut import Cut, names
+from collective.training.splits.report import Difference, MemoryReport, Verification
+
+if TYPE_CHECKING:
+    from collective.adapters.torch.splits.split import Split
+
+__all__ = ["memory_report", "verify"]
+
+Tensor = torch.Tensor
+
+
+@contextlib.contextmanager
+def _same_numbers(x: Tensor) -> Iterator[None]:
+    """Leave random numbers as they were."""
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+# -- results ---------------------------------------------------------------------------------
+
+
+def verify(split: Split, x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
+    """Do what :meth:`Split.verify` says."""
+
+    def double(value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().double() if is_real else value
+
+    rest = [double(value) for value in args]
+    outcomes = []
+    for is_split in (False, True):
+        module = copy.deepcopy(split.module).double()
+        given = double(x).requires_grad_()
+        with _same_numbers(x), _outputs(module) as outputs:
+            if is_split:
+                result, joined = split.computed(module, given, rest, {}, ends="whole")
+            else:
+                result, joined = module(given, *rest), ()
+        _scalar(result).backward()
+        gradients = {"input": given.grad, **{n: p.grad for n, p in module.named_parameters()}}
+        outcomes.append((outputs, gradients, joined))
+    (outputs, gradients, _), (split_outputs, split_gradients, joined) = outcomes
+    found = [
+        Difference(name, "output", _relative(a, b))
+        for (name, a), (_, b) in zip(outputs, split_outputs, strict=True)
+    ]
+    found += [
+        Difference(name, "gradient", _relative(gradient, split_gradients[name]))
+        for name, gradient in gradients.items()
+    ]
+    return Verification(tuple(found), tolerance, joined)
+
+
+@contextlib.contextmanager
+def _outputs(module: torch.nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Note what each layer without layers in it returns."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(layer: Any, given: Any, result: Any) -> None:
+            for leaf in tree.flatten(result):
+                if isinstance(leaf, Cut):
+                    leaf = leaf.session.whole(leaf)
+                if isinstance(leaf, Tensor):
+                    found.append((name, leaf.detach().clone()))
+
+        return hook
+
+    hooks = [
+        layer.register_forward_hook(note(f"{name or 'module'} ({type(layer).__name__})"))
+        for name, layer in module.named_modules()
+        if not any(layer.children())
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _scalar(result: Any) -> Tensor:
+    """Return a loss to which all elements contribute differently."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in tree.flatten(result):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            weights = torch.linspace(-1, 1, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+            total = total + (leaf * weights.reshape(leaf.shape)).sum().cpu()
+    return total
+
+
+def _relative(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-3))
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def memory_report(
+    split: Split, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> MemoryReport:
+    """Do what :meth:`Split.memory_report` says."""
+    counts = []
+    for is_split in (False, True):
+        # Statistics and the like change in a copy.
+        module = copy.deepcopy(split.module)
+        there = [x, *module.parameters(), *module.buffers()]
+        with torch.enable_grad(), _same_numbers(x), _kept(there) as kept:
+            if is_split:
+                result, joined = split.computed(module, x, args, kwargs, ends="whole", keep=kept)
+            else:
+                result, joined = module(x, *args, **kwargs), ()
+            sizes = kept.sizes()
+        del result
+        counts.append((sizes, joined))
+    (whole, _), (pieces, joined) = counts
+    return MemoryReport(whole, pieces, joined)
+
+
+class _Kept:
+    """Counts tensors, those with one memory once.
+
+    Args:
+        there: tensors that are not counted.
+    """
+
+    def __init__(self, there: Sequence[Tensor]) -> None:
+        self._there = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self._found: dict[str, dict[int, int]] = {}
+        self._seen: set[int] = set()
+        self._alive: list[Tensor] = []  # or another tensor might get the memory, and not count
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        at = memory.data_ptr()
+        if at not in self._there and at not in self._seen and not tensor.is_meta:
+            self._seen.add(at)
+            self._alive.append(tensor.detach())
+            self._found.setdefault(names.current or "forward", {})[at] = memory.nbytes()
+        return tensor
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes by layer."""
+        return {name: sum(each.values()) for name, each in self._found.items()}
+
+
+@contextlib.contextmanager
+def _kept(there: Sequence[Tensor]) -> Iterator[_Kept]:
+    kept = _Kept(there)
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+        yield kept

@@ -1,0 +1,127 @@
+"""What a split saves, and whether it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from collective.errors import BackendUnavailableError
+
+__all__ = ["Difference", "MemoryReport", "Verification"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that a forward pass keeps for its backward pass.
+
+    Counted are the arrays themselves, each once: what functions save, what pieces that are
+    computed again start from, and masks. Parameters and the input are not, as they are there
+    anyway.
+
+    Attributes:
+        whole: bytes by layer, in the order of the calls, of the module as it is.
+        split: bytes by layer of the module as it is split.
+        joined: the calls that took whole arrays: there the cut ends.
+    """
+
+    whole: Mapping[str, int]
+    split: Mapping[str, int]
+    joined: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """The split module's bytes as a share of the whole one's."""
+        return sum(self.split.values()) / max(1, sum(self.whole.values()))
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys((*self.whole, *self.split)))
+        width = max(map(len, (*names, "saved for backward, MiB")))
+        rows = [("saved for backward, MiB", "whole", "split")]
+        for name in names:
+            sizes = (each.get(name, 0) / 2**20 for each in (self.whole, self.split))
+            rows.append((name, *(f"{size:.2f}" for size in sizes)))
+        totals = (sum(each.values()) / 2**20 for each in (self.whole, self.split))
+        rows.append(("all", *(f"{size:.2f}" for size in totals)))
+        lines = [f"{name:<{width}} {whole:>10} {split:>10}" for name, whole, split in rows]
+        lines += [f"whole at {name}" for name in self.joined]
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw both, layer by layer, into an image file.
+
+        Raises:
+            BackendUnavailableError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"plot: {error}. Install matplotlib: pip install matplotlib"
+            ) from error
+        names = list(dict.fromkeys((*self.whole, *self.split)))
+        figure = Figure(figsize=(8, 1.2 + 0.3 * len(names)), layout="constrained")
+        axes = figure.subplots()
+        for offset, label, sizes in ((-0.2, "whole", self.whole), (0.2, "split", self.split)):
+            at = [place + offset for place in range(len(names))]
+            axes.barh(at, [sizes.get(name, 0) / 2**20 for name in names], 0.4, label=label)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel("MiB saved for the backward pass")
+        axes.set_title(f"{self.ratio:.0%} of the whole module's bytes")
+        axes.legend()
+        figure.savefig(path, dpi=120)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one result of a split module is from the whole one's.
+
+    Attributes:
+        name: of the layer, the parameter or the input.
+        what: ``"output"`` or ``"gradient"``.
+        relative: the largest difference of elements, divided by the largest element.
+    """
+
+    name: str
+    what: str
+    relative: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A module compared with itself, split.
+
+    Attributes:
+        differences: of each layer's output in the order of the calls, then of the gradients.
+        tolerance: what counts as equal.
+        joined: the calls that took whole arrays.
+    """
+
+    differences: tuple[Difference, ...]
+    tolerance: float
+    joined: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Difference | None:
+        """The first result that differs."""
+        return next(
+            (each for each in self.differences if not each.relative <= self.tolerance), None
+        )
+
+    @property
+    def largest(self) -> float:
+        """The largest difference."""
+        return max((each.relative for each in self.differences), default=0.0)
+
+    def __bool__(self) -> bool:
+        return self.first is None
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return (
+                f"{len(self.differences)} outputs and gradients are equal to "
+                f"{self.largest:.1e}, relative"
+            )
+        first = self.first
+        return f"the {first.what} of {first.name} is the first that differs: {first.relative:.1e}"
