@@ -1,1 +1,5 @@
-"""Splits of PyTorch modules."""
+"""PyTorch modules computed in pieces: see :class:`Split`."""
+
+from collective.adapters.torch.splits.split import Split
+
+__all__ = ["Split"]

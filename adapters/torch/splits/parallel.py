@@ -159,8 +159,10 @@ class OverRanks:
             axes = axes[1:]
 
         def mean(y: Tensor) -> Tensor:
-            found = self._layered.added(y.sum(-1), axes) / count
-            return found if groups is None else self._layered.joined(found, 0, value.lengths[0])
+            found: Tensor = self._layered.added(y.sum(-1), axes) / count
+            if groups is not None:
+                found = self._layered.joined(found, 0, value.lengths[0])
+            return found
 
         average = mean(y)
         near = self.shared(value, False)(average)

@@ -137,7 +137,8 @@ class Session:
         if function in _SIZES:
             return self._metas(function, args, kwargs)
         if function in _DEVICE:
-            return _DEVICE[function](self._device)
+            of_device: Callable[[Any], Any] = _DEVICE[function]
+            return of_device(self._device)
         name = f"{names.current or 'forward'} ({_called(function)})"
         special = _SPECIAL.get(function)
         try:

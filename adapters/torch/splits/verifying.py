@@ -49,7 +49,7 @@ def verify(split: Split, x: Tensor, args: Sequence[Any], tolerance: float) -> Ve
                 result, joined = split.computed(module, given, rest, {}, ends="whole")
             else:
                 result, joined = module(given, *rest), ()
-        _scalar(result).backward()
+        torch.autograd.backward(_scalar(result))
         gradients = {"input": given.grad, **{n: p.grad for n, p in module.named_parameters()}}
         outcomes.append((outputs, gradients, joined))
     (outputs, gradients, _), (split_outputs, split_gradients, joined) = outcomes

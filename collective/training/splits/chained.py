@@ -39,8 +39,12 @@ class Chained:
         return self._layered.enter_piece(array, lengths)
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Record a call."""
-        return Value(lengths, step)
+        """Record a call; one that reads axes whole ends the chain."""
+        if all(len(source.lengths) == len(lengths) for source in step.sources):
+            return Value(lengths, step)
+        for source in step.sources:
+            self._compute(source)
+        return self._layered.add(step, lengths)
 
     def whole(self, value: Value) -> Any:
         """Return all of a value, on every rank."""

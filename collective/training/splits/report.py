@@ -39,10 +39,8 @@ class MemoryReport:
         width = max(map(len, (*names, "saved for backward, MiB")))
         rows = [("saved for backward, MiB", "whole", "split")]
         for name in names:
-            sizes = (each.get(name, 0) / 2**20 for each in (self.whole, self.split))
-            rows.append((name, *(f"{size:.2f}" for size in sizes)))
-        totals = (sum(each.values()) / 2**20 for each in (self.whole, self.split))
-        rows.append(("all", *(f"{size:.2f}" for size in totals)))
+            rows.append((name, _mib(self.whole.get(name, 0)), _mib(self.split.get(name, 0))))
+        rows.append(("all", _mib(sum(self.whole.values())), _mib(sum(self.split.values()))))
         lines = [f"{name:<{width}} {whole:>10} {split:>10}" for name, whole, split in rows]
         lines += [f"whole at {name}" for name in self.joined]
         return "\n".join(lines)
@@ -71,6 +69,10 @@ class MemoryReport:
         axes.set_title(f"{self.ratio:.0%} of the whole module's bytes")
         axes.legend()
         figure.savefig(path, dpi=120)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f}"
 
 
 @dataclass(frozen=True)
