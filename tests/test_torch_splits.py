@@ -296,11 +296,8 @@ def _differing(comm: collective.Communicator) -> str:
     return "nothing"
 
 
-def test_inputs_that_differ_are_told_where_calls_are_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLLECTIVE_CHECK", "always")
-    for found in run_ranks(2, _differing, backend="shm"):
+def test_inputs_that_differ_are_found_where_calls_are_compared() -> None:
+    for found in run_ranks(2, _differing, check="always"):
         assert "the inputs of ranks 0 and 1 differ" in found
 
 
