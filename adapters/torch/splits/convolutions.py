@@ -127,7 +127,7 @@ def _layer(
         def rows(channels: range) -> Run:
             return some(part.narrow(1 - outputs, channels.start, len(channels)), None, 1)
 
-        def after(array: Any) -> Any:
+        def after(array: Any, uses: Sequence[Any]) -> Any:
             assert b is not None
             return array + b.reshape(-1, *(1 for _ in range(array.dim() - 2)))
 

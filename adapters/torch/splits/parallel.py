@@ -131,7 +131,10 @@ class OverRanks:
             return self._layered.enter_piece(array, lengths)
         if self._grid.comm.check == "always":
             check_same(self._grid.comm, array.detach().cpu().numpy())
-        value = Value(lengths, array=array)
+        return self.enter_whole(array)
+
+    def enter_whole(self, array: Tensor) -> Value:
+        value = Value((*array.shape[:1], *array.shape[2:]), array=array)
         self._layered.enter(value)
         return value
 

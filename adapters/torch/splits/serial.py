@@ -58,6 +58,9 @@ class InTurn:
     def enter(self, array: Tensor) -> Value:
         return Value((*array.shape[:1], *array.shape[2:]), array=array)
 
+    def enter_whole(self, array: Tensor) -> Value:
+        return self.enter(array)
+
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
         return Value(lengths, step)
 

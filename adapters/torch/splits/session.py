@@ -32,6 +32,9 @@ class Executor(Protocol):
     def enter(self, array: Any) -> Value:
         """Return the value of an array that is there."""
 
+    def enter_whole(self, array: Any) -> Value:
+        """Return the value of an array that every rank has whole."""
+
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
         """Return the value that a step makes."""
 
@@ -224,7 +227,13 @@ class Session:
         self.joined.append(name)
         plain = (whole.get(id(x), x) for x in _leaves(leaves))
         plain_args, plain_kwargs = _rebuilt(leaves, plain)
-        return function(*plain_args, **plain_kwargs)
+        found = function(*plain_args, **plain_kwargs)
+        rows = len(cut[0].value.lengths), cut[0].value.lengths
+        if not isinstance(found, Tensor) or (found.dim() - 1, _lengths(found)) != rows:
+            return found
+        # The same rows: what follows may go on in pieces.
+        like = torch.empty_like(found, device="meta")
+        return self.cut(self._executor.enter_whole(found), like)
 
     # -- functions with statistics or random numbers ---------------------------------------
 

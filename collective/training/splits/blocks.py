@@ -68,15 +68,19 @@ class Step:
         sources: the values that it reads, all of the same lengths.
         rules: for each axis of the result, how its rows depend on the sources'; None: row for row.
             What axes the sources have behind these are read whole.
-        run: computes a block of the result from the sources' rows: ``run(arrays, read)``.
+        run: computes a block of the result: ``run(arrays, read)`` of the sources' rows, and behind
+            them ``uses``.
         columns: ``columns(channels)`` is a ``run`` for some channels of the result alone, where
             each of them reads all channels of the source; else None.
         rows: ``rows(channels)`` is a ``run`` for what some channels of the source add to the
             result; what is added once (a bias) is in ``after``. Else None.
-        after: completes the sum over all channels, where there is something to add.
+        after: ``after(sum, uses)`` completes the sum over all channels, where there is something
+            to add.
         along: ``along(channels)`` is a ``run`` for some channels of the result, which read the
             same channels of the sources; else None.
         channels: how many the result has.
+        uses: whole arrays that are combined with the sources' rows, where a framework has to be
+            told which they are to compute a block again.
     """
 
     name: str
@@ -86,8 +90,9 @@ class Step:
     channels: int = 0
     columns: Callable[[range], Run] | None = None
     rows: Callable[[range], Run] | None = None
-    after: Callable[[Any], Any] | None = None
+    after: Callable[[Any, Sequence[Any]], Any] | None = None
     along: Callable[[range], Run] | None = None
+    uses: tuple[Any, ...] = ()
 
     def read(self, out: Block) -> Read:
         """Return what is read for ``out``."""

@@ -185,21 +185,22 @@ class Layered:
         block = grid.block(lengths)
         read = step.read(block)
         inputs = [self._fetch(source, step, lengths, read) for source in step.sources]
+        uses = step.uses
         value = Value(lengths, step)
         group = grid.channel_group
         if step.along is not None and along and some is not None:
-            value.piece = step.along(some)(inputs, read)
+            value.piece = step.along(some)([*inputs, *uses], read)
         elif step.rows is not None and rows and some is not None and group is not None:
-            value.piece = arrays.added(step.rows(some)(inputs, read), group)
+            value.piece = arrays.added(step.rows(some)([*inputs, *uses], read), group)
             some = None
             if step.after is not None:
-                value.piece = step.after(value.piece)
+                value.piece = step.after(value.piece, uses)
         elif step.columns is not None and group is not None and grid.channels <= step.channels:
             some = pieces(step.channels, grid.channels)[grid.channel]
             inputs = [arrays.used(array, group) for array in inputs]
-            value.piece = step.columns(some)(inputs, read)
+            value.piece = step.columns(some)([*inputs, *uses], read)
         else:
-            value.piece = step.run(inputs, read)
+            value.piece = step.run([*inputs, *uses], read)
         if some is not None:
             self._channels[value] = some
         return value

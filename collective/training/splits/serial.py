@@ -119,11 +119,16 @@ class Serial:
             have: the blocks of them that these are.
         """
         paired = chains(values, list(goals)) if self._channels > 1 else {}
+        steps = [value.step for value in values if value.step is not None]
 
         def compute(*arrays: Any) -> tuple[Any, ...]:
-            return self._block(values, goals, dict(zip(given, zip(arrays, have))), paired)
+            known = dict(zip(given, zip(arrays, have)))
+            rest = iter(arrays[len(given) :])
+            uses = {step: tuple(next(rest) for _ in step.uses) for step in steps}
+            return self._block(values, goals, known, uses, paired)
 
-        return self._arrays.checkpoint(compute, inputs) if self._recompute else compute(*inputs)
+        arrays = [*inputs, *(array for step in steps for array in step.uses)]
+        return self._arrays.checkpoint(compute, arrays) if self._recompute else compute(*arrays)
 
     def _parts_of(self, value: Value) -> tuple[int, ...]:
         """Return how many pieces an array is cut into along each axis: none without a row."""
@@ -145,6 +150,7 @@ class Serial:
         values: Sequence[Value],
         goals: Mapping[Value, Block],
         given: Mapping[Value, tuple[Any, Block]],
+        uses: Mapping[Step, Sequence[Any]],
         paired: Mapping[Value, list[Value]],
     ) -> tuple[Any, ...]:
         wants = wanted(values, goals)
@@ -162,7 +168,7 @@ class Serial:
             chain = paired.get(value, [value])
             first = chain[0].step
             assert first is not None
-            found[value] = self._chain(chain, wants, found), wants[value]
+            found[value] = self._chain(chain, wants, found, uses), wants[value]
             for source in set(first.sources):
                 readers[source] -= 1
                 if not readers[source] and source not in goals:
@@ -174,55 +180,57 @@ class Serial:
         chain: Sequence[Value],
         wants: Mapping[Value, Block],
         found: Mapping[Value, tuple[Any, Block]],
+        uses: Mapping[Step, Sequence[Any]],
     ) -> Any:
         """Compute a value, or the last of a chain of values some channels at a time."""
-        first = chain[0].step
-        assert first is not None
+        steps = [value.step for value in chain if value.step is not None]
+        first = steps[0]
         read = first.read(wants[chain[0]])
         inputs = [select(self._arrays, *found[source], read.rows) for source in first.sources]
+        cuts = pieces(first.channels, max(1, min(self._channels, first.channels)))
         if len(chain) == 1:
             if first.columns is None or self._channels == 1:
-                return first.run(inputs, read)
-            parts = min(self._channels, first.channels)
-            made = [first.columns(some)(inputs, read) for some in pieces(first.channels, parts)]
+                return first.run([*inputs, *uses[first]], read)
+            made = [first.columns(channels)([*inputs, *uses[first]], read) for channels in cuts]
             return self._arrays.concatenate(made, CHANNELS)
+        blocks = [wants[value] for value in chain]
+        counts = [len(step.uses) for step in steps]
+        arrays = [*inputs, *(array for step in steps for array in uses[step])]
         total: Any = None
-        for channels in pieces(first.channels, min(self._channels, first.channels)):
+        for channels in cuts:
 
             def part(*arrays: Any, channels: range = channels) -> tuple[Any]:
-                return (self._through(chain, channels, wants, arrays),)
+                rest = iter(arrays[len(inputs) :])
+                used = [[next(rest) for _ in range(count)] for count in counts]
+                return (self._through(steps, blocks, channels, arrays[: len(inputs)], used),)
 
-            if self._recompute:
-                (made_,) = self._arrays.checkpoint(part, inputs)
-            else:
-                (made_,) = part(*inputs)
+            (made_,) = self._arrays.checkpoint(part, arrays) if self._recompute else part(*arrays)
             total = made_ if total is None else total + made_
-        last = chain[-1].step
-        assert last is not None
-        return total if last.after is None else last.after(total)
+        last = steps[len(steps) - 1]
+        return total if last.after is None else last.after(total, uses[last])
 
     def _through(
         self,
-        chain: Sequence[Value],
+        steps: Sequence[Step],
+        blocks: Sequence[Block],
         channels: range,
-        wants: Mapping[Value, Block],
         arrays: Sequence[Any],
+        uses: Sequence[Sequence[Any]],
     ) -> Any:
         """Compute what some of a chain's inner channels add to its result."""
         previous: Block | None = None
-        for place, value in enumerate(chain):
-            step = value.step
-            assert step is not None
-            read = step.read(wants[value])
+        for at, (step, block, used) in enumerate(zip(steps, blocks, uses)):
+            read = step.read(block)
             if previous is not None:
                 arrays = [select(self._arrays, arrays[0], previous, read.rows)]
-            arrays = [_some(step, channels, place, len(chain))(arrays, read)]
-            previous = wants[value]
+            run = _some(step, channels, at, len(steps))
+            arrays = [run([*arrays, *used], read)]
+            previous = block
         return arrays[0]
 
 
-def _some(step: Step, channels: range, place: int, length: int) -> Run:
-    make = step.columns if place == 0 else step.rows if place == length - 1 else step.along
+def _some(step: Step, channels: range, at: int, length: int) -> Run:
+    make = step.columns if at == 0 else step.rows if at == length - 1 else step.along
     assert make is not None
     return make(channels)
 
