@@ -1,0 +1,150 @@
+"""A variable whose rows are computed piece by piece, and the functions that are given one.
+
+All of Chainer's functions go through ``FunctionNode.apply``. While a split link runs, and only
+then, that method stands wrapped: a function that is given a :class:`Cut` goes to the forward pass
+that the cut belongs to, every other one goes its way. Links have hooks of Chainer's own, which say
+whose function it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import chainer
+import numpy as np
+from chainer.function_node import FunctionNode
+
+if TYPE_CHECKING:
+    from collective.adapters.chainer.splits.session import Session
+    from collective.training.splits.blocks import Value
+
+__all__ = ["Cut", "LinkNames", "intercepting", "names"]
+
+
+class _Names(threading.local):
+    """Which of the link's children is running, in this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+
+    @property
+    def current(self) -> str:
+        return self.stack[len(self.stack) - 1] if self.stack else "forward"
+
+
+names = _Names()
+
+
+class LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
+    """Notes which link is running.
+
+    Args:
+        link: whose children are named by their paths.
+    """
+
+    name = "collective-split"
+
+    def __init__(self, link: chainer.Link) -> None:
+        super().__init__()
+        self._paths = {id(child): path for path, child in link.namedlinks()}
+
+    def forward_preprocess(self, args: Any) -> None:
+        path = self._paths.get(id(args.link), "")
+        names.stack.append(f"{path} ({type(args.link).__name__})")
+
+    def forward_postprocess(self, args: Any) -> None:
+        names.stack.pop()
+
+
+class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
+    """Stands for a variable that is cut.
+
+    Its shape and dtype are those of the whole; ``array`` computes the whole.
+
+    Args:
+        value: its recipe.
+        session: the forward pass that it belongs to.
+        shape, dtype: of the whole.
+    """
+
+    def __init__(self, value: Value, session: Session, shape: Sequence[int], dtype: Any) -> None:
+        # An array of this shape without memory: Chainer looks at its shape and dtype only.
+        nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
+        super().__init__(nothing, requires_grad=False)
+        self.value = value
+        self.session = session
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._data[0].shape)
+
+    @property
+    def ndim(self) -> int:
+        return int(self._data[0].ndim)
+
+    @property
+    def size(self) -> int:
+        return int(self._data[0].size)
+
+    @property
+    def dtype(self) -> Any:
+        return self._data[0].dtype
+
+    @property
+    def xp(self) -> Any:
+        return self.session.xp
+
+    @property
+    def array(self) -> Any:
+        return self.session.whole(self).array
+
+    @property
+    def data(self) -> Any:
+        return self.array
+
+
+class _Interception:
+    """Wraps ``FunctionNode.apply``, once for all threads that split, and takes it off again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self.apply: Any = FunctionNode.apply
+
+    def install(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self.apply = original = FunctionNode.apply
+
+                def apply(node: Any, inputs: Any) -> Any:
+                    for x in inputs:
+                        if isinstance(x, Cut):
+                            return x.session.call(node, tuple(inputs))
+                    return original(node, inputs)
+
+                FunctionNode.apply = apply
+
+    def remove(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                FunctionNode.apply = self.apply
+
+
+_interception = _Interception()
+
+
+@contextlib.contextmanager
+def intercepting(link: chainer.Link) -> Iterator[None]:
+    """Give functions of cut variables to the forward passes that these belong to."""
+    _interception.install()
+    try:
+        with LinkNames(link):
+            yield
+    finally:
+        _interception.remove()
+        names.stack.clear()

@@ -1,0 +1,255 @@
+"""Chainer's variables, cut in turn and over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chainer
+import chainer.functions as F
+import numpy as np
+
+from collective.adapters.chainer import functional
+from collective.adapters.chainer.adjoints import Linear, record
+from collective.adapters.chainer.splits.context import lengths_of
+from collective.adjoints import Step as Node
+from collective.communicator import Communicator
+from collective.training.splits.blocks import Step, Value
+from collective.training.splits.chained import Chained
+from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.options import check_same
+from collective.training.splits.serial import Serial
+
+__all__ = ["InTurn", "OverRanks", "VariableExchanges", "Variables"]
+
+
+class Variables:
+    """What the framework-neutral executors do with variables."""
+
+    def slice(self, array: Any, dimension: int, rows: range) -> Any:
+        return array[(*(slice(None),) * dimension, slice(rows.start, rows.stop))]
+
+    def concatenate(self, arrays: Sequence[Any], dimension: int) -> Any:
+        return F.concat(list(arrays), dimension)
+
+    def checkpoint(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        if not chainer.config.enable_backprop:
+            return function(*arrays)
+        found = F.forget(function, *arrays)
+        return found if isinstance(found, tuple) else (found,)
+
+
+class InTurn:
+    """Records the functions of a forward pass, and applies them in blocks for a result."""
+
+    def __init__(self, parts: Sequence[int], channels: int, recompute: bool, xp: Any) -> None:
+        self._serial = Serial(Variables(), parts, channels, recompute)
+        self._xp = xp
+
+    def enter(self, x: Any) -> Value:
+        return Value(lengths_of(x.shape), array=chainer.as_variable(x))
+
+    def enter_whole(self, x: Any) -> Value:
+        return self.enter(x)
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        return Value(lengths, step)
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        self._serial.compute(values)
+        return [value.array for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        return self.whole(values)
+
+    def moments(self, value: Value) -> tuple[Any, Any, int]:
+        (x,) = self.whole([value])
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        count = math.prod(value.lengths)
+        mean = F.sum(x, axes) / count
+        deviation = x - F.broadcast_to(_by_channel(mean, x.ndim), x.shape)
+        return mean, F.sum(deviation * deviation, axes) / count, count
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        return lambda x: x
+
+    def random(self) -> Any:
+        return self._xp.random
+
+
+def _by_channel(x: Any, dims: int) -> Any:
+    return F.reshape(x, (1, -1, *(1,) * (dims - 2)))
+
+
+class VariableExchanges(Variables):
+    """Variables between ranks: the four pairs of adjoints, and the all-to-all."""
+
+    def used(self, array: Any, comm: Communicator) -> Any:
+        return used([array], comm)[0]
+
+    def added(self, array: Any, comm: Communicator) -> Any:
+        return record(Linear, Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+
+    def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        start = sum(counts[: comm.rank])
+        mine = (*(slice(None),) * dimension, slice(start, start + counts[comm.rank]))
+
+        def forward(x: Any) -> Any:
+            return x[mine].copy()
+
+        def backward(g: Any) -> Any:
+            return self.joined(g, comm, dimension, counts)
+
+        return record(Linear, Node(forward, backward), array)
+
+    def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        def forward(x: Any) -> Any:
+            return comm.all_gather(x, axis=dimension, counts=counts)
+
+        def backward(g: Any) -> Any:
+            return self.cut(g, comm, dimension, counts)
+
+        return record(Linear, Node(forward, backward), array)
+
+    def sent(
+        self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Any:  # fmt: skip
+        return functional.all_to_all(array, comm, dimension, counts=counts, recv_counts=recv_counts)
+
+
+class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
+    """Variables that all ranks have and use: their gradients are summed in one call."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def backward(self, indexes: Any, grad_outputs: Any) -> Any:
+        # The ranks applied the same functions, so that they have gradients of the same variables.
+        there = [each for each in grad_outputs if each is not None]
+        summed = iter(used_gradients(there, self._comm))
+        every = [None if each is None else next(summed) for each in grad_outputs]
+        return tuple(every[index] for index in indexes)
+
+
+def used_gradients(gradients: list[Any], comm: Communicator) -> list[Any]:
+    """Return the sums of the ranks' gradients, which can be differentiated again."""
+    if chainer.config.enable_backprop and any(each.requires_grad for each in gradients):
+        return [functional.all_reduce(each, comm) for each in gradients]
+    if not gradients:
+        return []
+    found = comm.all_reduce([each.array for each in gradients])
+    return [chainer.Variable(each, requires_grad=False) for each in found]
+
+
+def used(variables: Sequence[Any], comm: Communicator) -> tuple[Any, ...]:
+    """Return variables that all ranks have, with the ranks' gradients summed."""
+    if not chainer.config.enable_backprop:
+        return tuple(variables)
+    found: tuple[Any, ...] = _Used(comm).apply(tuple(variables))
+    return found
+
+
+class OverRanks:
+    """Applies the functions of a forward pass to this rank's block of every variable.
+
+    Args:
+        grid: who has which block.
+        layered: applies them.
+        parameters: of the link; their gradients are summed together.
+        from_pieces: whether the input is this rank's rows.
+        to_pieces: whether results are.
+        xp: NumPy or CuPy.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        layered: Layered | Chained,
+        parameters: Sequence[Any],
+        from_pieces: bool,
+        to_pieces: bool,
+        xp: Any,
+    ) -> None:
+        self._grid = grid
+        self._layered = layered
+        self._parameters = list(parameters)
+        self._from_pieces, self._to_pieces = from_pieces, to_pieces
+        self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
+        self._xp = xp
+        self._random: Any = None
+
+    def enter(self, x: Any) -> Value:
+        if self._from_pieces:
+            return self._layered.enter_piece(chainer.as_variable(x), lengths_of(x.shape))
+        if self._grid.comm.check == "always":
+            check_same(self._grid.comm, chainer.cuda.to_cpu(chainer.as_variable(x).array))
+        return self.enter_whole(x)
+
+    def enter_whole(self, x: Any) -> Value:
+        value = Value(lengths_of(x.shape), array=chainer.as_variable(x))
+        self._layered.enter(value)
+        return value
+
+    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        return self._layered.add(step, lengths)
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        return [self._layered.whole(value) for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        if self._to_pieces:
+            return [self._layered.piece(value) for value in values]
+        return self.whole(values)
+
+    def moments(self, value: Value) -> tuple[Any, Any, int]:
+        x = self._layered.piece(value)
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        cut = range(len(value.lengths))
+        count = math.prod(value.lengths)
+        mean = self._layered.added(F.sum(x, axes), cut) / count
+        near = self.shared(value, False)(mean)
+        # Twice over the rows, so that no two large numbers are subtracted.
+        deviation = x - F.broadcast_to(_by_channel(near, x.ndim), x.shape)
+        variance = self._layered.added(F.sum(deviation * deviation, axes), cut) / count
+        return mean, variance, count
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        axes = len(value.lengths)
+
+        def share(x: Any) -> Any:
+            if not isinstance(x, chainer.Variable) or not x.requires_grad:
+                return x
+            found = self._version(axes, in_part).get(id(x))
+            return self._through([x], axes, in_part)[0] if found is None else found
+
+        return share
+
+    def _version(self, axes: int, in_part: bool) -> dict[int, Any]:
+        known = self._versions.get((axes, in_part))
+        if known is None:
+            wanted = [each for each in self._parameters if each.array is not None]
+            found = self._through(wanted, axes, in_part) if wanted else ()
+            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
+        return known
+
+    def _through(self, variables: Sequence[Any], axes: int, in_part: bool) -> Sequence[Any]:
+        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
+        for group in groups:
+            if group is not None:
+                variables = used(variables, group)
+        return variables
+
+    def random(self) -> Any:
+        """Return random numbers that are the same on all ranks, as masks have to be."""
+        if self._random is None:
+            seed = int(np.random.randint(2**31))
+            self._random = self._xp.random.RandomState(self._grid.comm.broadcast_object(seed))
+        return self._random

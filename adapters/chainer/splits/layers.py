@@ -1,0 +1,220 @@
+"""Chainer's convolutions, their transposes and dense layers as steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chainer.functions as F
+
+from collective.adapters.chainer.splits.context import Context, applied, guarded, nothing, padded
+from collective.training.splits.blocks import Read, Run, Step
+from collective.training.splits.windows import Rule, Transposed, Window
+
+__all__ = ["convolution", "dense", "transposed", "unpooling"]
+
+Made = tuple[Step, tuple[int, ...]]
+_Numbers = tuple[int, ...]
+
+
+def _settings(node: Any) -> tuple[_Numbers, _Numbers, _Numbers, dict[str, Any]]:
+    """Return strides, padding and dilation an axis, and the settings that pad nothing."""
+    if hasattr(node, "stride"):
+        return node.stride, node.pad, node.dilate, {"pad": (0,) * len(node.pad)}
+    strides, pads = (node.sy, node.sx), (node.ph, node.pw)
+    return strides, pads, (node.dy, node.dx), {"ph": 0, "pw": 0}
+
+
+def convolution(context: Context) -> Made | None:
+    """Recipe of ``Convolution2DFunction`` and ``ConvolutionND``."""
+    node = context.node
+    weight, *bias = context.rest
+    strides, pads, dilations, unpadded = _settings(node)
+    rules = []
+    for n, k, s, p, d in zip(context.shape[2:], weight.shape[2:], strides, pads, dilations):
+        window = Window(k, s, p, p, d)
+        if node.cover_all:  # windows may hang over the end
+            rows = max(0, -(-(n + 2 * p - window.reach) // s) + 1)
+            window = window._replace(after=(rows - 1) * s + window.reach - n - p)
+        rules.append(window)
+
+    def some(groups: int) -> Callable[..., Any]:
+        def function(x: Any, read: Read, *inputs: Any) -> Any:
+            x = padded(x, read.padding)
+            return applied(node, (x, *inputs), groups=groups, cover_all=False, **unpadded)
+
+        return function
+
+    return _layer(context, rules, some, weight, bias, node.groups, 0)
+
+
+def transposed(context: Context) -> Made | None:
+    """Recipe of ``Deconvolution2DFunction`` and ``DeconvolutionND``."""
+    node = context.node
+    weight, *bias = context.rest
+    strides, pads, dilations, uncut = _settings(node)
+    if hasattr(node, "outs"):
+        sizes = node.outs or (None,) * len(strides)
+        whole: dict[str, Any] = {**uncut, "outs": None}
+    else:
+        sizes = node.outh, node.outw
+        whole = {**uncut, "outh": None, "outw": None}
+    rules = _transposed_rules(context, weight.shape[2:], strides, pads, dilations, sizes)
+
+    def some(groups: int) -> Callable[..., Any]:
+        def function(x: Any, read: Read, weight: Any, *bias: Any) -> Any:
+            if all(read.rows):
+                y = applied(node, (x, weight), groups=groups, **whole)
+                y = _written(y, rules, read)
+            else:  # holes between and behind what the rows write
+                y = nothing([x, weight], read, weight.shape[1] * groups)
+            return _biased(y, bias)
+
+        return function
+
+    return _layer(context, rules, some, weight, bias, node.groups, 1)
+
+
+def _transposed_rules(
+    context: Context, kernel: Any, strides: Any, pads: Any, dilations: Any, sizes: Any
+) -> list[Transposed]:
+    rules = []
+    for n, m, *numbers in zip(context.shape[2:], sizes, kernel, strides, pads, dilations):
+        k, s, p, d = numbers
+        rule = Transposed(k, s, p, p, d)
+        rules.append(rule if m is None else rule._replace(extra=m - rule.length(n)))
+    return rules
+
+
+def unpooling(context: Context) -> Made | None:
+    """Recipe of ``Unpooling2D``: a transposed window of ones."""
+    node = context.node
+    kernel, strides = (node.kh, node.kw), (node.sy, node.sx)
+    sizes = []
+    for n, k, s, p, m in zip(
+        context.shape[2:], kernel, strides, (node.ph, node.pw), (node.outh, node.outw)
+    ):
+        covered = s * (n - 1) + k - s + 1 if node.cover_all else s * (n - 1) + k
+        sizes.append(covered - 2 * p if m is None else m)
+    rules = _transposed_rules(context, kernel, strides, (node.ph, node.pw), (1, 1), sizes)
+
+    def run(arrays: Sequence[Any], read: Read) -> Any:
+        (x,) = arrays
+        if not all(read.rows):
+            return nothing(arrays, read, x.shape[1])
+        rows = [s * (n - 1) + k for n, k, s in zip(x.shape[2:], kernel, strides)]
+        whole = F.unpooling_2d(x, kernel, strides, 0, rows, cover_all=False)
+        return _written(whole, rules, read)
+
+    return context.by_channel(rules, run)
+
+
+def _written(y: Any, rules: Sequence[Transposed], read: Read) -> Any:
+    """Cut the block out of what a piece writes, with zeros where it writes nothing."""
+    widths = [(0, 0), (0, 0)]
+    cut = [slice(None), slice(None)]
+    for axis, rule in enumerate(rules, start=1):
+        # y begins where the first row of the piece writes its first row.
+        first = read.rows[axis].start * rule.stride - rule.before
+        last, want = first + y.shape[axis + 1], read.out[axis]
+        start, stop = max(first, want.start), min(last, want.stop)
+        cut.append(slice(start - first, max(start, stop) - first))
+        if stop <= start:
+            widths.append((0, len(want)))
+        else:
+            widths.append((start - want.start, want.stop - stop))
+    y = y[tuple(cut)]
+    return F.pad(y, widths, "constant") if any(map(any, widths)) else y
+
+
+def _biased(y: Any, bias: Sequence[Any]) -> Any:
+    if not bias:
+        return y
+    shape = (1, -1, *(1,) * (y.ndim - 2))
+    return y + F.broadcast_to(F.reshape(bias[0], shape), y.shape)
+
+
+def _layer(
+    context: Context,
+    rules: Sequence[Rule],
+    some: Callable[[int], Callable[..., Any]],
+    weight: Any,
+    bias: Sequence[Any],
+    groups: int,
+    outputs: int,
+) -> Made:
+    """Make the step of a layer with weights, and what it is for some of its channels.
+
+    What a step uses is the weight, the bias if there is one, and both once more for those of
+    whose channels each piece has some.
+
+    Args:
+        some: makes the function ``f(x, read, weight, *bias)`` for a number of groups.
+        groups: as in a convolution; 1 group reads all channels.
+        outputs: the weights' dimension of output channels; the other one is that of inputs.
+    """
+    given = (weight, *bias)
+    uses = (*map(context.shared, given), *map(context.shared_in_part, given))
+    count = len(given)
+    channels = weight.shape[outputs] * (groups if outputs else 1)
+    rows = (rule.length(n) for rule, n in zip(rules, context.shape[2:]))
+    shape = (context.shape[0], channels, *rows)
+
+    def run(arrays: Sequence[Any], read: Read) -> Any:
+        x, *used = arrays
+        return some(groups)(x, read, *used[:count])
+
+    options: dict[str, Any] = {}
+    inputs = context.shape[1]
+    if groups == 1:
+
+        def columns(wanted: range) -> Run:
+            def run(arrays: Sequence[Any], read: Read) -> Any:
+                x, *used = arrays
+                part, *part_bias = used[count:]
+                part = part[wanted.start : wanted.stop] if outputs == 0 else (
+                    part[:, wanted.start : wanted.stop])  # fmt: skip
+                part_bias = [each[wanted.start : wanted.stop] for each in part_bias]
+                return some(1)(x, read, part, *part_bias)
+
+            return guarded(run, len(wanted))
+
+        def rows_of(wanted: range) -> Run:
+            def run(arrays: Sequence[Any], read: Read) -> Any:
+                x, *used = arrays
+                part = used[count]
+                part = part[:, wanted.start : wanted.stop] if outputs == 0 else (
+                    part[wanted.start : wanted.stop])  # fmt: skip
+                return some(1)(x, read, part)
+
+            return guarded(run, channels)
+
+        options = {"columns": columns, "rows": rows_of}
+        if bias:
+            options["after"] = lambda total, uses: _biased(total, uses[1:2])
+    elif groups == inputs == channels:
+
+        def along(wanted: range) -> Run:
+            def run(arrays: Sequence[Any], read: Read) -> Any:
+                x, *used = arrays
+                parts = [each[wanted.start : wanted.stop] for each in used[count:]]
+                return some(len(wanted))(x, read, *parts)
+
+            return guarded(run, len(wanted))
+
+        options = {"along": along}
+    return context.step(shape, [None, *rules], guarded(run, channels), uses=uses, **options)
+
+
+def dense(context: Context) -> Made | None:
+    """Recipe of ``LinearFunction``: of the batch's rows, with channels as in a convolution."""
+    weight, *bias = context.rest
+    node = context.node
+
+    def some(groups: int) -> Callable[..., Any]:
+        def function(x: Any, read: Read, *inputs: Any) -> Any:
+            return applied(node, (x, *inputs))
+
+        return function
+
+    return _layer(context, [], some, weight, bias, 1, 0)

@@ -1,0 +1,124 @@
+"""``Split``: a link computed in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import chainer
+
+from collective.adapters.chainer.splits.cut import Cut, intercepting
+from collective.adapters.chainer.splits.executors import InTurn, OverRanks, VariableExchanges
+from collective.adapters.chainer.splits.session import Session
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError, UnsupportedError
+from collective.training.splits.chained import Chained
+from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.options import check_axes, check_options
+
+__all__ = ["Split"]
+
+
+class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
+    """A link that computes the same in pieces: in turn on one device, or over ranks.
+
+    ::
+
+        model = Split(UNet(), data=(8,))              # eight stripes, one after another
+        model = Split(UNet(), data=(2,), comm=comm)   # one half on each of two ranks
+
+    As :class:`collective.adapters.torch.splits.Split`, with Chainer's functions: the link's own
+    forward is run, unmodified, with a variable that stands for the cut one. Recomputing is
+    ``chainer.functions.forget``, which has no derivatives of higher order. Dropout masks are drawn
+    whole from NumPy's or CuPy's random numbers, as Chainer draws them, and cut; over ranks all
+    ranks draw from one generator, whose seed rank 0 takes from NumPy's.
+
+    Collective: over ranks, making it, calling it and the backward pass are; all ranks have the same
+    link, weights and settings, and pass the same input, or their pieces of one.
+
+    Args:
+        link: takes ``(batch, channels, ...)`` as first argument; that one is cut.
+        batch, channels, data, comm, recompute, halo, inputs, outputs, strict: as there.
+
+    Attributes:
+        joined: of the last call, the functions that took whole variables.
+
+    Raises:
+        InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
+            the ranks, or another option is none of its values.
+        UnsupportedError: the link contains a Split.
+    """
+
+    def __init__(
+        self,
+        link: chainer.Link,
+        *,
+        batch: int = 1,
+        channels: int = 1,
+        data: Sequence[int] = (1,),
+        comm: Communicator | None = None,
+        recompute: bool = True,
+        halo: str = "layer",
+        inputs: str = "whole",
+        outputs: str = "whole",
+        strict: bool = False,
+    ) -> None:
+        super().__init__()
+        check_options(batch, channels, data, comm, halo, inputs, outputs)
+        if not isinstance(link, chainer.Link):
+            raise InvalidArgumentError(f"Split: {type(link).__name__}; a chainer.Link.")
+        for path, child in link.namedlinks():
+            if isinstance(child, Split):
+                raise UnsupportedError(
+                    f"Split: {path} is a Split, which cannot be split. Split one link, with all "
+                    "axes in one call."
+                )
+        with self.init_scope():
+            self.link = link
+        self._cuts = batch, channels, tuple(data)
+        self._recompute, self._halo, self._strict = recompute, halo, strict
+        self._inputs, self._outputs = inputs, outputs
+        self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
+        self.joined: tuple[str, ...] = ()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the link returns.
+
+        Raises:
+            InvalidArgumentError: ``x`` is no array or variable of two dimensions or more.
+            ShapeError: it has fewer data axes than are cut.
+            UnsupportedError: with ``strict``, a function needs its input whole.
+        """
+        if isinstance(x, Cut) or getattr(x, "ndim", 0) < 2:
+            given = "a variable of another Split" if isinstance(x, Cut) else type(x).__name__
+            raise InvalidArgumentError(
+                f"Split: {given} as input; a variable or an array (batch, channels, ...)."
+            )
+        x = chainer.as_variable(x)
+        axes = x.ndim - 2
+        batch, channels, data = self._cuts
+        executor: Any
+        if self._grid is None:
+            check_axes(data, axes)
+            parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
+            executor = InTurn(parts, channels, self._recompute, x.xp)
+        else:
+            grid, arrays = self._grid.reaching(axes), VariableExchanges()
+            how: Layered | Chained
+            if self._halo == "layer":
+                how = Layered(arrays, grid)
+            else:
+                how = Chained(arrays, grid, self._recompute)
+            executor = OverRanks(
+                grid,
+                how,
+                list(self.link.params()),
+                from_pieces=self._inputs == "pieces",
+                to_pieces=self._outputs == "pieces",
+                xp=x.xp,
+            )
+        session = Session(executor, x.xp, self._strict)
+        with intercepting(self.link):
+            found = session.leave(self.link(session.enter(x), *args, **kwargs))
+        self.joined = tuple(session.joined)
+        return found
