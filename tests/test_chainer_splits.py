@@ -45,7 +45,7 @@ class UNet(chainer.Chain):
 
 
 class Pooled(chainer.Chain):
-    """Mirrored padding, pooling by means, unpooling, and a slice."""
+    """Padding, pooling by means, unpooling, and a slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Pooled(chainer.Chain):
             self.out = L.Convolution2D(4, 1, 2, stride=2, pad=1)
 
     def forward(self, x: Any) -> Any:
-        a = self.down(F.pad(x, ((0, 0), (0, 0), (1, 2), (0, 0)), "reflect"))
+        a = self.down(F.pad(x, ((0, 0), (0, 0), (1, 2), (0, 0)), "constant"))
         b = F.average_pooling_2d(a, 3, 2, 1)
         b = F.unpooling_2d(b, 2, outsize=a.shape[2:])
         return self.out((a * 2 + b)[:, :, 1:])
@@ -213,6 +213,12 @@ def test_a_function_without_a_rule_gets_the_whole_variable() -> None:
     split = Split(link, data=(3,))
     np.testing.assert_array_equal(split(x).array, link(x).array)
     assert [name.endswith("(Flip)") for name in split.joined] == [True]
+
+
+def test_mirrored_padding_has_chainers_gradient() -> None:
+    link = chainer.Sequential(lambda x: F.pad(F.relu(x), ((0, 0), (0, 0), (2, 1), (1, 1)), "edge"))
+    x = np.random.RandomState(1).randn(1, 2, 9, 13)
+    assert far(outcome(link, x, Split(link, data=(4,))), outcome(link, x, link)) < _CLOSE
 
 
 def test_the_array_of_a_cut_variable_is_the_whole() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import chainer.functions as F
 import numpy as np
-from chainer.functions.array.pad import Pad
 from chainer.functions.array.resize_images import ResizeImages
 
 from collective.adapters.chainer.splits.context import Context, applied, padded
@@ -122,40 +121,20 @@ def _take(x: Any, axis: int, rows: Any) -> Any:
 
 
 def pad(context: Context) -> Made | None:
-    """Recipe of ``Pad``, of the data axes."""
+    """Recipe of ``Pad`` by constants, of the data axes.
+
+    The other modes are left to Chainer, whose gradient for them is not the derivative: rows that
+    are mirrored give nothing back. A link computes the same split or whole, this included.
+    """
     node = context.node
-    axes = len(context.shape)
-    widths = np.broadcast_to(np.asarray(node.pad_width), (axes, 2)).tolist()
-    if any(map(any, widths[:2])):
+    fill: Any = node.keywords.get("constant_values", 0)
+    widths = np.broadcast_to(np.asarray(node.pad_width), (len(context.shape), 2)).tolist()
+    if node.mode != "constant" or np.ndim(fill) or any(map(any, widths[:2])):
         return None
-    if node.mode == "constant":
-        fill: Any = node.keywords.get("constant_values", 0)
-        if np.ndim(fill):
-            return None
-        windows = [Window(1, 1, *ends) for ends in widths[2:]]
-
-        def run(arrays: Sequence[Any], read: Read) -> Any:
-            return padded(arrays[0], read.padding, fill)
-
-        return context.by_channel(windows, run)
-    maps = []
-    for n, ends in zip(context.shape[2:], widths[2:]):
-        (rows,) = Pad(tuple(ends), node.mode, **node.keywords).forward((np.arange(n),))
-        maps.append(rows)
-    return _taken(context, maps)
-
-
-def _taken(context: Context, maps: Sequence[Any]) -> Made:
-    """Make the step that takes the rows ``maps`` along the data axes."""
-    rules = [Taken(list(zip(numbers.tolist())).__getitem__, len(numbers)) for numbers in maps]
+    rules = [Window(1, 1, *ends) for ends in widths[2:]]
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
-        y = arrays[0]
-        for axis, (numbers, rows, out) in enumerate(
-            zip(maps, read.rows[1:], read.out[1:]), start=2
-        ):
-            y = _take(y, axis, numbers[out.start : out.stop] - rows.start)
-        return y
+        return padded(arrays[0], read.padding, fill)
 
     return context.by_channel(rules, run)
 
@@ -173,7 +152,17 @@ def getitem(context: Context) -> Made | None:
     if any(each != slice(None) for each in index[:2]):
         return None
     maps = [np.arange(n)[each] for n, each in zip(context.shape[2:], index[2:])]
-    return _taken(context, maps)
+    rules = [Taken(list(zip(numbers.tolist())).__getitem__, len(numbers)) for numbers in maps]
+
+    def run(arrays: Sequence[Any], read: Read) -> Any:
+        y = arrays[0]
+        for axis, (numbers, rows, out) in enumerate(
+            zip(maps, read.rows[1:], read.out[1:]), start=2
+        ):
+            y = _take(y, axis, numbers[out.start : out.stop] - rows.start)
+        return y
+
+    return context.by_channel(rules, run)
 
 
 def flatten(context: Context) -> Made | None:
