@@ -294,6 +294,38 @@ def test_ranks_drop_by_one_mask() -> None:
     assert set(np.unique(first)) == {0.0, 2.0}
 
 
+# -- what it tells ---------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing() -> None:
+    with chainer.using_config("dtype", np.float32):
+        link = UNet(L.BatchNormalization)
+    verification = Split(link, data=(3,)).verify(np.random.randn(2, 1, 21, 18))
+    assert verification
+    assert verification.largest < 1e-9
+
+
+def test_verify_names_the_first_link_that_differs() -> None:
+    class Shrinking(chainer.Link):
+        """Computes what depends on whether its input is cut."""
+
+        def forward(self, x: Any) -> Any:
+            return x * (2.0 if type(x) is chainer.Variable else 3.0)
+
+    link = chainer.Sequential(L.Convolution2D(1, 2, 3), Shrinking(), L.Convolution2D(2, 1, 3))
+    verification = Split(link, data=(2,)).verify(np.random.randn(1, 1, 12, 8))
+    assert not verification
+    assert "(Shrinking) is the first that differs" in str(verification)
+
+
+def test_memory_report_counts_what_is_kept() -> None:
+    link = chainer.Sequential(L.Convolution2D(1, 8, 3), F.relu, L.Convolution2D(8, 8, 3), F.relu)
+    x = np.random.randn(1, 1, 32, 32).astype(np.float32)
+    report = Split(link, data=(4,)).memory_report(x)
+    assert sum(report.whole.values()) >= 8 * (30 * 30 + 28 * 28) * 4
+    assert report.ratio < 0.01
+
+
 # -- what is refused -------------------------------------------------------------------------
 
 

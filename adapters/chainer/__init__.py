@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         load_snapshot,
         save_snapshot,
     )
+    from collective.adapters.chainer.splits import Split
     from collective.adapters.chainer.state import broadcast_state
     from collective.adapters.chainer.updaters import MultiNodeUpdater
 
@@ -42,6 +43,7 @@ __all__ = [
     "Replicas",
     "ShardedIterator",
     "SnapshotError",
+    "Split",
     "SyncBatchNormalization",
     "broadcast_state",
     "convert_batch_normalization",
@@ -61,6 +63,7 @@ _MODULES = {
     "Replicas": "parallel_updater",
     "ShardedIterator": "dataset",
     "SnapshotError": "snapshot",
+    "Split": "splits",
     "SyncBatchNormalization": "batch_normalization",
     "broadcast_state": "state",
     "convert_batch_normalization": "batch_normalization",

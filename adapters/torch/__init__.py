@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collective.adapters.torch.scattering import gather, scatter
     from collective.adapters.torch.sharded_optimizer import ShardedOptimizer
     from collective.adapters.torch.sparse import all_reduce_sparse
+    from collective.adapters.torch.splits import Split
 
 __all__ = [
     "DataParallel",
@@ -37,6 +38,7 @@ __all__ = [
     "PrefetchLoader",
     "ShardedOptimizer",
     "ShardedSampler",
+    "Split",
     "SyncBatchNorm",
     "all_reduce_sparse",
     "broadcast_coalesced",
@@ -59,6 +61,7 @@ _MODULES = {
     "PrefetchLoader": "data",
     "ShardedOptimizer": "sharded_optimizer",
     "ShardedSampler": "data",
+    "Split": "splits",
     "SyncBatchNorm": "batch_norm",
     "all_reduce_sparse": "sparse",
     "broadcast_coalesced": "replicating",

@@ -88,6 +88,7 @@ class Session:
 
     Attributes:
         joined: the names of the functions that took whole variables.
+        masks: drawn for dropout, whole.
     """
 
     def __init__(self, executor: Executor, xp: Any, strict: bool) -> None:
@@ -95,6 +96,7 @@ class Session:
         self._strict = strict
         self.xp = xp
         self.joined: list[str] = []
+        self.masks: list[Any] = []
 
     def enter(self, x: Any) -> Cut:
         """Return what stands for a variable that is there."""
@@ -253,6 +255,7 @@ class Session:
     def _dropout(self, node: Any, name: str, x: Cut) -> Cut | None:
         """Drop by a mask that is drawn whole, as Chainer draws it, and cut."""
         flags = self._executor.random().rand(*x.shape) >= node.dropout_ratio
+        self.masks.append(flags)
         factor = x.dtype.type(1.0 / (1 - node.dropout_ratio))
 
         def run_of(some: range | None) -> Run:

@@ -15,6 +15,7 @@ from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_axes, check_options
+from collective.training.splits.report import MemoryReport, Verification
 
 __all__ = ["Split"]
 
@@ -94,7 +95,29 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             raise InvalidArgumentError(
                 f"Split: {given} as input; a variable or an array (batch, channels, ...)."
             )
-        x = chainer.as_variable(x)
+        found, self.joined, _ = self.computed(self.link, chainer.as_variable(x), args, kwargs)
+        return found
+
+    def computed(
+        self,
+        link: chainer.Link,
+        x: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ends: str | None = None,
+    ) -> tuple[Any, tuple[str, ...], list[Any]]:
+        """Compute a link in this one's pieces.
+
+        Args:
+            link: this one's, or a copy of it.
+            x: a variable.
+            args, kwargs: as of ``forward``.
+            ends: what inputs and outputs are; None: what this one's are.
+
+        Returns:
+            What the link returns, the functions that took whole variables, and the masks drawn.
+        """
         axes = x.ndim - 2
         batch, channels, data = self._cuts
         executor: Any
@@ -112,13 +135,38 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             executor = OverRanks(
                 grid,
                 how,
-                list(self.link.params()),
-                from_pieces=self._inputs == "pieces",
-                to_pieces=self._outputs == "pieces",
+                list(link.params()),
+                from_pieces=(ends or self._inputs) == "pieces",
+                to_pieces=(ends or self._outputs) == "pieces",
                 xp=x.xp,
             )
         session = Session(executor, x.xp, self._strict)
-        with intercepting(self.link):
-            found = session.leave(self.link(session.enter(x), *args, **kwargs))
-        self.joined = tuple(session.joined)
-        return found
+        with intercepting(link):
+            found = session.leave(link(session.enter(x), *args, **kwargs))
+        return found, tuple(session.joined), session.masks
+
+    def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> MemoryReport:
+        """Count what a call keeps for its backward pass, of the link and of this, by function.
+
+        Both are run, the link whole, so that ``x`` has to be small enough for that. NumPy's random
+        numbers are as before afterwards.
+
+        Args:
+            x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
+        """
+        from collective.adapters.chainer.splits.verifying import memory_report
+
+        return memory_report(self, x, args, kwargs)
+
+    def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> Verification:
+        """Compare with the link itself: each link's output, then all gradients, in float64.
+
+        Parameters, their gradients and NumPy's random numbers are as before afterwards.
+
+        Args:
+            x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
+            tolerance: what counts as equal, relative to the largest element.
+        """
+        from collective.adapters.chainer.splits.verifying import verify
+
+        return verify(self, x, args, tolerance)

@@ -1,0 +1,178 @@
+"""A split link beside the whole one: results, gradients, and what the backward pass keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import chainer
+import chainer.functions as F
+import numpy as np
+
+from collective import tree
+from collective.adapters.chainer.splits.cut import Cut
+from collective.training.splits.report import Difference, MemoryReport, Verification
+
+if TYPE_CHECKING:
+    from collective.adapters.chainer.splits.split import Split
+
+__all__ = ["memory_report", "verify"]
+
+
+# -- results ---------------------------------------------------------------------------------
+
+
+class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
+    """Notes what each link without links in it returns."""
+
+    name = "collective-split-outputs"
+
+    def __init__(self, link: chainer.Link) -> None:
+        super().__init__()
+        self._paths = {id(child): path for path, child in link.namedlinks()}
+        self.found: list[tuple[str, Any]] = []
+
+    def forward_postprocess(self, args: Any) -> None:
+        path = self._paths.get(id(args.link))
+        if path is None or isinstance(args.link, (chainer.Chain, chainer.ChainList)):
+            return
+        for leaf in tree.flatten(args.out):
+            if isinstance(leaf, chainer.Variable):
+                array = leaf.session.whole(leaf).array if isinstance(leaf, Cut) else leaf.array
+                self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
+
+
+def verify(split: Split, x: Any, args: Sequence[Any], tolerance: float) -> Verification:
+    """Do what :meth:`Split.verify` says."""
+    state = np.random.get_state()
+    outcomes = []
+    for is_split in (False, True):
+        np.random.set_state(state)
+        link = _double(copy.deepcopy(split.link))
+        given = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
+        rest = [each.astype(np.float64) if _is_real(each) else each for each in args]
+        with _Outputs(link) as outputs:
+            if is_split:
+                result, joined, _ = split.computed(link, given, rest, {}, ends="whole")
+            else:
+                result, joined = link(given, *rest), ()
+        _scalar(result).backward()
+        gradients = {"input": given.grad, **{name: p.grad for name, p in link.namedparams()}}
+        outcomes.append((outputs.found, gradients, joined))
+    np.random.set_state(state)
+    (outputs_, gradients, _), (split_outputs, split_gradients, joined) = outcomes
+    found = [
+        Difference(name, "output", _relative(a, b))
+        for (name, a), (_, b) in zip(outputs_, split_outputs, strict=True)
+    ]
+    found += [
+        Difference(name, "gradient", _relative(gradient, split_gradients[name]))
+        for name, gradient in gradients.items()
+    ]
+    return Verification(tuple(found), tolerance, joined)
+
+
+def _is_real(x: Any) -> bool:
+    return getattr(getattr(x, "dtype", None), "kind", "") == "f"
+
+
+def _double(link: chainer.Link) -> chainer.Link:
+    """Make a link compute in double precision."""
+    link.cleargrads()
+    for parameter in link.params():
+        if parameter.array is not None:
+            parameter.array = parameter.array.astype(np.float64)
+            parameter.cleargrad()
+    for _, child in link.namedlinks():
+        for name in child._persistent:
+            if _is_real(getattr(child, name)):
+                setattr(child, name, getattr(child, name).astype(np.float64))
+        if hasattr(child, "_highprec_dtype"):
+            child._highprec_dtype = np.dtype(np.float64)
+    return link
+
+
+def _scalar(result: Any) -> Any:
+    """Return a loss to which all elements contribute differently."""
+    total: Any = 0.0
+    for leaf in tree.flatten(result):
+        if isinstance(leaf, chainer.Variable) and leaf.dtype.kind == "f":
+            weights = leaf.xp.linspace(-1, 1, leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+            total = total + F.sum(leaf * weights)
+    return total
+
+
+def _relative(a: Any, b: Any) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.size:
+        return 0.0
+    return float(abs(a - b).max() / max(abs(a).max(), 1e-3))
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def memory_report(
+    split: Split, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> MemoryReport:
+    """Do what :meth:`Split.memory_report` says."""
+    state = np.random.get_state()
+    x = chainer.as_variable(x)
+    counts = []
+    for is_split in (False, True):
+        np.random.set_state(state)
+        link = copy.deepcopy(split.link)
+        masks: list[Any] = []
+        if is_split:
+            result, joined, masks = split.computed(link, x, args, kwargs, ends="whole")
+        else:
+            result, joined = link(x, *args, **kwargs), ()
+        there = [x.array, *(p.array for p in link.params() if p.array is not None)]
+        counts.append((_kept(result, masks, there), joined))
+    np.random.set_state(state)
+    (whole, _), (pieces, joined) = counts
+    return MemoryReport(whole, pieces, joined)
+
+
+def _kept(result: Any, masks: Sequence[Any], there: Sequence[Any]) -> dict[str, int]:
+    """Return the bytes of the arrays that a graph holds, by function; each array once."""
+    seen = {id(_owner(array)) for array in there}
+    found: dict[str, int] = {}
+    for label, array in (*(("Dropout", mask) for mask in masks), *_held(result)):
+        owner = _owner(array)
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            found[label] = found.get(label, 0) + int(owner.nbytes)
+    return found
+
+
+def _owner(array: Any) -> Any:
+    """Return the array whose memory it is."""
+    while getattr(array, "base", None) is not None and hasattr(array.base, "nbytes"):
+        array = array.base
+    return array
+
+
+def _held(result: Any) -> Iterator[tuple[str, Any]]:
+    """Walk a graph backwards over what its functions retain."""
+    leaves = [x for x in tree.flatten(result) if isinstance(x, chainer.Variable)]
+    todo = [x.node.creator_node for x in leaves if x.node.creator_node is not None]
+    seen = set(map(id, todo))
+    while todo:
+        function = todo.pop()
+        # Inputs that are retained, outputs that are, and what it keeps as its own (a mask).
+        retained = (node.data for node in function.inputs if node.data is not None)
+        outputs = function._retained_output_data or ()
+        own = (each for each in vars(function).values() if hasattr(each, "nbytes"))
+        for array in (*retained, *outputs, *own):
+            if array is not None:
+                yield function.label, array
+        for node in function.inputs:
+            creator = node.creator_node
+            if creator is not None and id(creator) not in seen:
+                seen.add(id(creator))
+                todo.append(creator)
