@@ -57,9 +57,11 @@ class Window(NamedTuple):
         return self.dilation * (self.kernel - 1) + 1
 
     def length(self, n: int) -> int:
+        """Return how many rows the output has for ``n`` rows of input."""
         return max(0, (n + self.before + self.after - self.reach) // self.stride + 1)
 
     def needs(self, out: range) -> range:
+        """Return the rows that the windows of ``out`` reach over, padding included."""
         if not out:
             return range(0)
         first = out.start * self.stride - self.before
@@ -91,12 +93,14 @@ class Transposed(NamedTuple):
         return self.dilation * (self.kernel - 1) + 1
 
     def length(self, n: int) -> int:
+        """Return how many rows the output has for ``n`` rows of input."""
         if n == 0:
             return 0
         written = (n - 1) * self.stride + self.reach
         return max(0, written - self.before - self.after + self.extra)
 
     def needs(self, out: range) -> range:
+        """Return the rows that write into ``out``, those outside the input included."""
         if not out:
             return range(0)
         # i writes into [start, stop) if some i * stride - before + dilation * j lies there: a
@@ -120,9 +124,11 @@ class Taken(NamedTuple):
     total: int
 
     def length(self, n: int) -> int:
+        """Return how many rows the output has, whatever the input has."""
         return self.total
 
     def needs(self, out: range) -> range:
+        """Return the hull of the rows that ``out`` is made of."""
         read = [row for i in out for row in self.rows(i)]
         return range(min(read), max(read) + 1) if read else range(0)
 
