@@ -260,10 +260,11 @@ class Channel:
         report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
         self._monitor._say({**report, "channel": self.name})
 
-    def _lose(self, world_rank: int) -> None:
+    def _lose(self, world_rank: int, why: str = "") -> None:
         rank = self.members.index(world_rank)
         host = self._monitor.hosts[world_rank]
-        text = f"rank {rank} (on {host}) is gone: its process ended or its host is cut off"
+        why = f"what it says is wrong: {why}" if why else "its process ended or its host is cut off"
+        text = f"rank {rank} (on {host}) is gone: {why}"
         self._break(Failure("lost", self.rank, text, (rank,)))
 
     # -- stalls ---------------------------------------------------------------------------

@@ -8,10 +8,6 @@ the communicators: whoever speaks of one names its members.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -21,15 +17,15 @@ from typing import Any
 from collective.call import differing
 from collective.errors import RendezvousError
 
-from .link import Link, Message, listen, proof
+from .link import Link, Message, listen
+from .messages import ENROLMENT, FROM_RANKS, check
+from .server import Server
 
 __all__ = ["Hub", "disagreement"]
 
 # How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
 # code that holds the GIL may not answer at all.
 _ROUND_S = 0.5
-# How long somebody who connects may take to prove who it is.
-_STRANGER_S = 10.0
 
 
 @dataclass
@@ -51,112 +47,73 @@ class Hub:
 
     Args:
         size: how many ranks are to come.
-        address: of this host, where ranks of others can connect; None on one host.
+        host: an address of this host where ranks of others can connect; None on one host.
         timeout: seconds until the roll call is given up.
+        key: what a rank has to know.
 
     Attributes:
-        place: what :func:`backends.link.connect` takes to reach it.
-        key: what a rank has to know.
+        address: what :func:`backends.link.connect` takes to reach it.
         refusal: why the roll call has failed, None as long as it has not.
     """
 
-    def __init__(self, size: int, address: str | None, timeout: float) -> None:
-        self.key = secrets.token_hex(16)
+    def __init__(self, size: int, host: str | None, timeout: float, key: bytes) -> None:
         self.refusal: str | None = None
         self._size = size
         self._ends = time.monotonic() + timeout
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
         self._hosts: dict[int, str] = {}
-        self._strangers: dict[Link, tuple[str, float]] = {}
         self._complete = False
         self._over = False
         self._rounds: dict[str, _Round] = {}
-        self._selector = selectors.DefaultSelector()
         try:
-            self._listener, self.place = listen(address)
+            listening, self.address = listen(host)
         except OSError as error:
             raise RendezvousError(
-                f"rendezvous: rank 0 cannot listen on {address}: {error}. It has to be an address "
+                f"rendezvous: rank 0 cannot listen on {host}: {error}. It has to be an address "
                 "of this host: set COLLECTIVE_INTERFACE to the interface that the other hosts "
                 "reach (`collective doctor` lists them)."
             ) from error
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        threading.Thread(target=self._serve, name="collective-hub", daemon=True).start()
+        self._server = Server(listening, key, self)
+        threading.Thread(target=self._server.run, name="collective-hub", daemon=True).start()
 
-    # -- the loop -------------------------------------------------------------------------
+    # -- for the server's thread ----------------------------------------------------------
 
-    def _serve(self) -> None:
-        try:
-            while not self._over:
-                for key, _ in self._selector.select(self._pause()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        assert isinstance(key.fileobj, Link)
-                        self._read(key.fileobj)
-                self._look_at_the_clock()
-        finally:
-            for link in (*self._links.values(), *self._strangers):
-                link.close()
-            self._listener.close()
-            self._selector.close()
-
-    def _pause(self) -> float | None:
+    def pause(self) -> float | None:
         ends = [each.ends for each in self._rounds.values()]
-        ends += [since + _STRANGER_S for _, since in self._strangers.values()]
         if not self._complete:
             ends.append(self._ends)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _look_at_the_clock(self) -> None:
+    def turn(self) -> bool:
         now = time.monotonic()
         for channel in [name for name, each in self._rounds.items() if each.ends <= now]:
             self._conclude(channel)
-        for link in [link for link, (_, since) in self._strangers.items()
-                     if since + _STRANGER_S <= now]:  # fmt: skip
-            self._drop(link)
         if not self._complete and now >= self._ends and not self._over:
             missing = sorted(set(range(self._size)) - set(self._links))
-            self._refuse(f"ranks {missing} of {self._size} have not arrived")
+            why = f"ranks {missing} of {self._size} have not arrived"
+            if strangers := self._server.refusals():
+                why += f"; {strangers} did not prove to know this job's key"
+            self._refuse(why)
+        return not self._over
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # whoever knocked has gone again
-            sock: socket.socket = self._listener.accept()[0]
-            link = Link(sock)
-            nonce = secrets.token_hex(16)
-            self._strangers[link] = nonce, time.monotonic()
-            self._selector.register(link, selectors.EVENT_READ)
-            link.send({"challenge": nonce})
+    def heard(self, link: Link, message: Message) -> None:
+        if link in self._ranks:
+            self._hear(link, message)
+        else:
+            check(message, ENROLMENT)
+            self._enrol(link, message["rank"], message["size"], message["host"])
 
-    def _read(self, link: Link) -> None:
-        try:
-            messages = link.receive()
-        except (EOFError, OSError, ValueError):
-            self._gone(link)
-            return
-        for message in messages:
-            if link in self._strangers:
-                self._meet(link, message)
-            else:
-                self._hear(link, message)
-
-    def _drop(self, link: Link) -> None:
-        self._strangers.pop(link, None)
-        self._selector.unregister(link)
-        link.close()
+    def gone(self, link: Link, why: str) -> None:
+        if link in self._ranks:
+            rank = self._ranks[link]
+            self._forget(rank)
+            if self._complete:
+                self._tell(list(self._links), {"kind": "lost", "rank": rank, "why": why})
 
     # -- the roll call --------------------------------------------------------------------
 
-    def _meet(self, link: Link, message: Message) -> None:
-        nonce, _ = self._strangers[link]
-        answer = str(message.get("proof", ""))
-        if not hmac.compare_digest(answer, proof(self.key, nonce)):
-            self._drop(link)
-            return
-        rank, size, host = message["rank"], message["size"], message["host"]
-        link.send({"proof": proof(self.key, message["challenge"])})
-        link.trusted = True
+    def _enrol(self, link: Link, rank: int, size: int, host: str) -> None:
         if size != self._size or not 0 <= rank < self._size:
             self._refuse(
                 f"rank 0 on this job's hub was told that there are {self._size} ranks; rank {rank} "
@@ -168,34 +125,28 @@ class Hub:
                 f"on {host}. Every process needs a rank of its own (RANK)"
             )
         else:
-            del self._strangers[link]
             self._links[rank], self._hosts[rank], self._ranks[link] = link, host, rank
             if len(self._links) == self._size:
                 self._complete = True
                 # Nobody else is to come, and whoever reads of this hub by mistake, in a store
                 # that serves again, is to notice.
-                self._selector.unregister(self._listener)
-                self._listener.close()
-                for stranger in list(self._strangers):
-                    self._drop(stranger)
+                self._server.stop_listening()
                 hosts = [self._hosts[each] for each in range(self._size)]
-                self._tell(range(self._size), {"hosts": hosts})
+                self._tell(range(self._size), {"kind": "complete", "hosts": hosts})
 
     def _refuse(self, why: str) -> None:
-        """End the roll call without success, for everybody who came."""
+        """End the roll call without success, for everybody who has proved to be of this job."""
         self.refusal = why
-        for link in (*self._links.values(), *(s for s in self._strangers if s.trusted)):
+        for link in self._server.peers:
             with contextlib.suppress(OSError):
-                link.send({"refused": why})
+                link.send({"kind": "refused", "why": why})
         self._over = True
 
     # -- what ranks say -------------------------------------------------------------------
 
     def _hear(self, link: Link, message: Message) -> None:
-        if link not in self._ranks:
-            return  # it has said goodbye
         rank = self._ranks[link]
-        kind, channel = message["kind"], message.get("channel", "")
+        kind, channel = check(message, FROM_RANKS), message.get("channel", "")
         members: list[int] = message.get("members", [])
         if kind == "bye":
             self._forget(rank)
@@ -207,7 +158,7 @@ class Hub:
                 self._tell(members, {"kind": "report", "channel": channel})
             if message["asks"] is not None:
                 self._rounds[channel].askers[rank] = message["asks"]
-        elif kind == "report" and channel in self._rounds:
+        elif channel in self._rounds and rank in self._rounds[channel].members:  # a report
             known = self._rounds[channel]
             known.reports[rank] = message
             if all(each in known.reports for each in known.members if each in self._links):
@@ -231,28 +182,19 @@ class Hub:
             if each not in reports or reports[each]["started"] < first
         }
         for rank, besides in known.askers.items():
-            told = {
+            asked = {
                 each: {**reports[each], "entries": reports[each]["entries"][-1:]}
                 if each in reports
                 else None
                 for each in late.union(besides)
             }
-            self._tell([rank], {"kind": "late", "channel": channel, "late": told})
-
-    def _gone(self, link: Link) -> None:
-        if link in self._strangers:
-            self._drop(link)
-            return
-        rank = self._ranks[link]
-        self._forget(rank)
-        if self._complete:
-            self._tell(list(self._links), {"kind": "lost", "rank": rank})
+            self._tell([rank], {"kind": "late", "channel": channel, "late": asked})
 
     def _forget(self, rank: int) -> None:
         link = self._links.pop(rank)
         del self._ranks[link]
-        self._selector.unregister(link)
-        link.close()
+        if link in self._server.peers:
+            self._server.drop(link)
         self._over = self._complete and not self._links
 
     def _tell(self, ranks: Iterable[int], message: Message) -> None:
@@ -264,7 +206,7 @@ class Hub:
 
 
 def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
-    """Return what is to be told if the ranks have made different calls, else None.
+    """Return what to tell the ranks if they have made different calls, else None.
 
     Args:
         members: the communicator's ranks, in its order, as numbers of the world.
@@ -277,16 +219,16 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
     }
     unfinished = min((report["finished"] for report in reports.values()), default=0) + 1
     for sequence in sorted({number for table in tables.values() for number in table}):
-        told = {rank: table[sequence] for rank, table in tables.items() if sequence in table}
+        made = {rank: table[sequence] for rank, table in tables.items() if sequence in table}
         # What all of them have finished was the same call, or did no harm that shows now. A
         # comparison of calls finds differences by itself, unless a rank is not comparing.
-        calls = {(compares, 0 if compares else digest) for digest, compares, _ in told.values()}
+        calls = {(compares, 0 if compares else digest) for digest, compares, _ in made.values()}
         if sequence < unfinished or len(calls) < 2:
             continue
-        placed = {place: told[rank][2] for place, rank in enumerate(members) if rank in told}
-        absent = [place for place, rank in enumerate(members) if rank not in told]
+        headers = {nth: made[rank][2] for nth, rank in enumerate(members) if rank in made}
+        absent = [nth for nth, rank in enumerate(members) if rank not in made]
         return (
-            f"the ranks made different calls (their call {sequence}):\n{differing(placed, absent)}"
+            f"the ranks made different calls (their call {sequence}):\n{differing(headers, absent)}"
             "\nEvery rank must make the same collective calls in the same order. It was noticed "
             "when a call stalled, too late to go on; COLLECTIVE_CHECK=always compares each call "
             "before it is sent"

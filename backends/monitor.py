@@ -25,7 +25,8 @@ from collective.errors import RendezvousError
 
 from .channel import WORLD, Channel
 from .hub import Hub
-from .link import Link, Message, connect, proof
+from .link import Link, Message, connect, parse
+from .messages import FROM_HUB, check
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,7 +70,7 @@ class Monitor:
 
     @classmethod
     def start(cls, world: World, timeout: float) -> Self:
-        """Link this rank to the others' and return when all of them have come.
+        """Link this rank to the others' and return when all of them are there.
 
         Raises:
             RendezvousError: some did not arrive within ``timeout`` seconds, or disagree about
@@ -78,13 +79,12 @@ class Monitor:
         deadline = time.monotonic() + timeout
         if world.rank == 0:
             alone = world.local_size == world.size
-            hub = Hub(world.size, None if alone else world.address, timeout)
-            told = json.dumps({"place": hub.place, "key": hub.key}).encode()
-            world.store.set(_KEY, told)
+            key = secrets.token_bytes(32)
+            hub = Hub(world.size, None if alone else world.address, timeout, key)
+            published = json.dumps({"address": hub.address, "key": key.hex()}).encode()
+            world.store.set(_KEY, published)
             try:
-                link, hosts = _join(world, hub.place, hub.key, deadline)
-            except (EOFError, OSError) as error:  # it was over before this rank came
-                raise _refused(world, hub.refusal or repr(error)) from error
+                link, hosts = _join_own(world, hub, key, deadline)
             finally:
                 world.store.delete(_KEY)
         else:
@@ -119,80 +119,106 @@ class Monitor:
     # -- the watcher thread ---------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
+        kind = check(message, FROM_HUB)
         with self._lock:
-            if message["kind"] == "lost":
-                self._lose(message["rank"])
+            if kind == "lost":
+                if message["rank"] >= self.size:
+                    raise ValueError(f"rank {message['rank']} of {self.size} is lost")
+                self._lose(message["rank"], message["why"])
                 return
             channel = self._channels.get(message["channel"])
             if channel is not None:
                 channel._hear(message)
-            elif message["kind"] == "report":
+            elif kind == "report":
                 # Not made here yet: nothing was called.
                 self._say({**message, "entries": [], "finished": 0, "started": 0})
-            elif message["kind"] in ("failure", "left"):
+            elif kind in ("failure", "left"):
                 self._early.setdefault(message["channel"], []).append(message)
 
-    def _lose(self, rank: int) -> None:
+    def _lose(self, rank: int, why: str = "") -> None:
         self._lost.add(rank)
         for channel in list(self._channels.values()):
             if rank in channel.members:
-                channel._lose(rank)
+                channel._lose(rank, why)
 
-    def _hub_gone(self) -> None:
-        """The hub's process has ended: by its end, or after it has left."""
+    def _hub_gone(self, why: str) -> None:
+        """The hub's process has ended, also after it has left; or what it says is wrong."""
         with self._lock:
             if self._link is not None and 0 not in self.channel.left:
-                self._lose(0)
+                self._lose(0, why)
+
+
+def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> tuple[Link, list[str]]:
+    """Take part in the roll call of this process's own hub."""
+    while True:
+        try:
+            return _join(world, hub.address, key, deadline)
+        except (EOFError, OSError) as error:
+            # It was over before this rank was there; or strangers fill the queue.
+            if hub.refusal is not None or time.monotonic() >= deadline:
+                raise _refused(world, hub.refusal or repr(error)) from error
+            time.sleep(_RETRY_S)
 
 
 def _find(world: World, timeout: float, deadline: float) -> tuple[Link, list[str]]:
     """Look for rank 0's hub and take part in its roll call."""
     while True:
         try:
-            told = json.loads(world.store.get(_KEY, deadline))
+            published = world.store.get(_KEY, deadline)
         except RendezvousError as error:
             raise RendezvousError(
                 f"rendezvous: rank 0 of {world.size} did not arrive within {timeout:g} s [rank "
                 f"{world.rank}]: {error}"
             ) from error
+        address, key = _read(world, published)
         try:
-            return _join(world, told["place"], told["key"], deadline)
+            return _join(world, address, key, deadline)
         except (EOFError, OSError) as error:
             # It may be the hub of an earlier roll call, which the store has not forgotten yet.
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
-                    f"{told['place'].replace(' ', ':')}: {error!r}. Is it an address of the right "
+                    f"{address.replace(' ', ':')}: {error!r}. Is it an address of the right "
                     "interface of that host (COLLECTIVE_INTERFACE), and open to this one?"
                 ) from error
             time.sleep(_RETRY_S)
 
 
-def _join(world: World, place: str, key: str, deadline: float) -> tuple[Link, list[str]]:
+def _read(world: World, published: bytes) -> tuple[str, bytes]:
+    """Return the hub's address and key, as rank 0 has published them."""
+    try:
+        found = parse(published)
+        address, key = str(found["address"]), bytes.fromhex(found["key"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RendezvousError(
+            f"rendezvous: what the store holds for {_KEY!r} is not what rank 0 publishes there: "
+            f"{error!r} [rank {world.rank}]. Somebody else writes to it: use a store of this "
+            "launch's own."
+        ) from error
+    return address, key
+
+
+def _join(world: World, address: str, key: bytes, deadline: float) -> tuple[Link, list[str]]:
     """Take part in the roll call; return the link and the ranks' hosts.
 
     Raises:
         RendezvousError: the hub refuses this rank, or has given up.
         EOFError, OSError: it is not there, or gone before it was complete.
     """
-    link = connect(place, max(0.001, deadline - time.monotonic()))
+    link = connect(address, key, max(0.001, deadline - time.monotonic()))
     try:
-        nonce = secrets.token_hex(16)
-        challenge = link.expect(deadline - time.monotonic())["challenge"]
-        me = {"rank": world.rank, "size": world.size, "host": world.host}
-        link.send({**me, "proof": proof(key, challenge), "challenge": nonce})
+        link.send({"kind": "here", "rank": world.rank, "size": world.size, "host": world.host})
         answer = link.expect(deadline - time.monotonic() + _ANSWER_S)
-        if answer.get("proof") != proof(key, nonce):
-            raise EOFError("it does not know this job's key")
-        link.trusted = True
-        answer = link.expect(deadline - time.monotonic() + _ANSWER_S)
-        if "refused" in answer:
-            raise _refused(world, answer["refused"])
-        hosts: list[str] = answer["hosts"]
+        if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
+            hosts: list[str] = answer["hosts"]
+            return link, hosts
+        raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
+    except ValueError as error:
+        link.close()
+        raise _refused(world, f"the hub of rank 0 says what no hub says: {error}") from error
     except BaseException:
         link.close()
         raise
-    return link, hosts
 
 
 def _close_unless_forked(link: Link, owner: int) -> None:
@@ -207,18 +233,26 @@ def _refused(world: World, why: str) -> RendezvousError:
 
 def _watch(reference: weakref.ref[Monitor], link: Link) -> None:
     """Listen to the hub until it or this rank goes; holds no monitor alive."""
-    while True:
+    why = ""
+    while not why:
         try:
             messages = link.receive()
-        except (EOFError, OSError, ValueError):
-            monitor = reference()
-            if monitor is not None:
-                monitor._hub_gone()
-            return
+        except (EOFError, OSError):
+            break
+        except ValueError as error:
+            messages, why = [], str(error)
         monitor = reference()
         if monitor is None:
             link.close()
             return
-        for message in messages:
-            monitor._hear(message)
+        try:
+            for message in messages:
+                monitor._hear(message)
+        except Exception as error:
+            # Nobody would hear of a failure any more if this thread just ended.
+            why = f"{type(error).__name__}: {error}"
         del monitor
+    monitor = reference()
+    if monitor is not None:
+        monitor._hub_gone(why)
+    link.close()

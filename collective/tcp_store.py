@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import importlib
 import queue
+import re
 import socket
 import threading
 import time
@@ -36,6 +37,9 @@ _RETRY_S = 0.1
 _ANSWER_S = 30.0
 # Longer than a connection across the world takes. A lost packet costs a second.
 _CONNECT_S = 3.0
+
+# Before this version of torch that backend of the server takes no listening socket.
+_LIBUV_LISTENS = (2, 8)
 
 # What no rank publishes.
 _ABSENT = "\0nobody has published this"
@@ -195,12 +199,13 @@ def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
     listener = _listen(place, spans_hosts)
     port = place.port
     # multi_tenant: the program's own init_process_group may serve the same port, which then
-    # is the same server. use_libuv: that backend takes no listener in torch before 2.8.
+    # is the same server. use_libuv: the other backend reads each request to its end before it
+    # looks at another connection, so that half a request of a stranger stops everybody.
     served: dict[str, Any] = {
         "is_master": True,
         "wait_for_workers": False,
         "multi_tenant": True,
-        "use_libuv": False,
+        "use_libuv": _version() >= _LIBUV_LISTENS,
     }
     if listener is None:
         try:
@@ -221,6 +226,11 @@ def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
             f"rendezvous: a store cannot be served at {place} ({place.origin}): "
             f"{_first_line(error)}."
         ) from error
+
+
+def _version() -> tuple[int, ...]:
+    torch = importlib.import_module("torch")
+    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
 
 
 def _listen(place: Place, spans_hosts: bool) -> socket.socket | None:

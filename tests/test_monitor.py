@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import os
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from collective.backend import Failure
 from collective.backends.hub import Hub, disagreement
-from collective.backends.link import connect, proof
+from collective.backends.link import connect
 from collective.backends.monitor import Monitor
 from collective.call import Call
 from collective.dtypes import named
@@ -33,6 +32,7 @@ from collective.store import FileStore
 from collective.world import World
 
 FAR = 30.0
+KEY = bytes(range(32))
 
 
 def world(rank, size, store, **changes):
@@ -133,7 +133,7 @@ def test_two_processes_of_one_rank_are_told(tmp_path):
 def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     """Its hub is there before it is, and others may have ended the roll call by then."""
 
-    def late(place, timeout):
+    def late(address, key, timeout):
         raise ConnectionRefusedError("nobody listens any more")
 
     monkeypatch.setattr("collective.backends.monitor.connect", late)
@@ -154,25 +154,21 @@ def listening():
 
 
 def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):
-    hub = Hub(2, "127.0.0.1", FAR)
+    hub = Hub(2, "127.0.0.1", FAR, KEY)
     found = listening()
     assert [address.split(":")[0] for address in found] == ["0100007F"]
-    links = []
-    for rank in range(2):
-        link = connect(hub.place, FAR)
-        challenge = link.expect(FAR)["challenge"]
-        told = {"rank": rank, "size": 2, "host": "here", "challenge": "x"}
-        link.send({**told, "proof": proof(hub.key, challenge)})
-        assert link.expect(FAR)["proof"] == proof(hub.key, "x")
-        links.append(link)
-    assert [link.expect(FAR) for link in links] == [{"hosts": ["here", "here"]}] * 2
+    links = [connect(hub.address, KEY, FAR) for _ in range(2)]
+    for rank, link in enumerate(links):
+        link.send({"kind": "here", "rank": rank, "size": 2, "host": "here"})
+    complete = {"kind": "complete", "hosts": ["here", "here"]}
+    assert [link.expect(FAR) for link in links] == [complete] * 2
     assert listening() == []
     for link in links:
         link.close()
 
 
 def test_on_one_host_nothing_listens_on_the_network(tmp_path):
-    Hub(2, None, 0.1)
+    Hub(2, None, 0.1, KEY)
     assert listening() == []
 
 
@@ -188,28 +184,6 @@ def test_an_address_of_another_host_is_refused_with_the_remedy(tmp_path):
     error, *_ = start([0], 2, tmp_path, timeout=0.5, local_size=1, address="192.0.2.1")
     assert "cannot listen on 192.0.2.1" in str(error)
     assert "COLLECTIVE_INTERFACE" in str(error)
-
-
-def test_strangers_are_turned_away(tmp_path):
-    """Whoever does not know the key neither joins nor keeps others from joining."""
-    store = FileStore(tmp_path)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Monitor.start, world(0, 2, store), FAR)
-        told = json.loads(store.get("monitor", time.monotonic() + FAR))
-        silent = connect(told["place"], FAR)
-        liar = connect(told["place"], FAR)
-        liar.expect(FAR)
-        liar.send({"rank": 1, "size": 2, "host": "x", "proof": "guess", "challenge": "y"})
-        with pytest.raises((EOFError, OSError)):
-            liar.expect(FAR)
-        rude = connect(told["place"], FAR)
-        with contextlib.suppress(OSError):
-            rude._socket.sendall(b"\xff" * 4096)
-        second = pool.submit(Monitor.start, world(1, 2, store), FAR)
-        for done in (first, second):
-            done.result().channel.close()
-        for link in (silent, liar, rude):
-            link.close()
 
 
 def test_an_abort_reaches_everybody(monitors):

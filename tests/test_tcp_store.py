@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -250,6 +251,21 @@ def test_something_else_listens_there() -> None:
         other.listen()  # and never says a word
         with pytest.raises(RendezvousError, match="no store of torch's"):
             store(place(other.getsockname()[1]), serve=False, timeout=2.0)
+
+
+# As TCPStore's clients begin: a query of kind 0 with a number by which they know each other; then
+# one of kind 1, to set a key of ten letters, of which three arrive.
+HALF_A_REQUEST = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + struct.pack("<Q", 10) + b"abc"
+
+
+@pytest.mark.skipif(tcp_store._version() < (2, 8), reason="torch has no server for that before 2.8")
+def test_half_a_request_of_a_stranger_stops_nobody() -> None:
+    where = place()
+    store(where, serve=True).set("key", b"value")
+    with socket.create_connection((where.host, where.port)) as stranger:
+        stranger.sendall(HALF_A_REQUEST)
+        # It is read before what comes on a later connection.
+        assert store(where, serve=False, timeout=5.0).get("key", soon()) == b"value"
 
 
 @pytest.mark.parametrize("what", ["set", "get", "try_get", "delete"])

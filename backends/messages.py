@@ -1,0 +1,113 @@
+"""What the ranks and the hub say to each other: each kind of message, and its fields.
+
+Whoever says it knows the job's key, and may be of another version, or broken: what is not as
+it is here ends its connection, and is not acted upon in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .link import Message
+
+__all__ = ["ENROLMENT", "FROM_HUB", "FROM_RANKS", "check"]
+
+_Test = Callable[[Any], bool]
+
+
+def _integer(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def _count(value: Any) -> bool:
+    return _integer(value) and value >= 0
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(test: _Test) -> _Test:
+    return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _or_none(test: _Test) -> _Test:
+    return lambda value: value is None or test(value)
+
+
+def _with(**tests: _Test) -> _Test:
+    def test(value: Any) -> bool:
+        return isinstance(value, dict) and all(k in value and t(value[k]) for k, t in tests.items())
+
+    return test
+
+
+_ranks = _list_of(_count)
+_failure = _with(kind=_text, rank=_integer, text=_text, ranks=_ranks)
+# A call, as collective.call.Call.header() has it.
+_header = _with(
+    operation=_text, dtype=_or_none(_text), shape=_or_none(_list_of(_integer)),
+    options=lambda value: isinstance(value, dict), site=_text,
+)  # fmt: skip
+
+
+def _entry(value: Any) -> bool:
+    # Sequence, digest, whether it compares, the call.
+    tests = (_count, _integer, lambda flag: isinstance(flag, bool), _header)
+    return (
+        isinstance(value, list)
+        and len(value) == len(tests)
+        and all(test(part) for test, part in zip(tests, value))
+    )
+
+
+_report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
+
+
+def _late(value: Any) -> bool:
+    report = _or_none(_with(**_report))
+    return isinstance(value, dict) and all(
+        rank.isdecimal() and report(said) for rank, said in value.items()
+    )
+
+
+#: What a rank says first.
+ENROLMENT: Mapping[str, Mapping[str, _Test]] = {
+    "here": {"rank": _count, "size": _count, "host": _text},
+}
+#: What it says later.
+FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
+    "bye": {},
+    "failure": {"channel": _text, "members": _ranks, "failure": _failure},
+    "left": {"channel": _text, "members": _ranks, "finished": _integer},
+    "stall": {"channel": _text, "members": _ranks, "asks": _or_none(_ranks)},
+    "report": {"channel": _text, **_report},
+}
+#: What the hub says.
+FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
+    "complete": {"hosts": _list_of(_text)},
+    "refused": {"why": _text},
+    "failure": {"channel": _text, "failure": _failure},
+    "left": {"channel": _text, "rank": _count, "finished": _integer},
+    "report": {"channel": _text},
+    "late": {"channel": _text, "late": _late},
+    "lost": {"rank": _count, "why": _text},
+}
+
+
+def check(message: Message, kinds: Mapping[str, Mapping[str, _Test]]) -> str:
+    """Return the kind of ``message``, which is one of ``kinds`` and has its fields.
+
+    Raises:
+        ValueError: it is none of them, or a field is missing or of another type.
+    """
+    kind = message.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"a message of kind {kind!r:.40}; it must be one of {', '.join(kinds)}")
+    for name, test in kinds[kind].items():
+        if name not in message:
+            raise ValueError(f"a message of kind {kind!r} without {name!r}")
+        if not test(message[name]):
+            raise ValueError(f"a message of kind {kind!r} with {name} {message[name]!r:.40}")
+    return kind

@@ -1,0 +1,502 @@
+"""Strangers: whoever reaches the ports of a job and knows nothing of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from collective.backends.hub import Hub
+from collective.backends.link import Challenge, Link, ProofError, connect, listen
+from collective.backends.monitor import Monitor
+from collective.backends.server import Server
+from collective.errors import RendezvousError
+from collective.store import FileStore
+from tests.hosts import ROOT
+from tests.test_monitor import FAR, KEY, until, wait_for_error, world
+
+LOOPBACK = "127.0.0.1"
+
+
+def knock(address: str) -> socket.socket:
+    """Connect as a stranger does, who knows the address alone."""
+    host, _, port = address.partition(" ")
+    if port:
+        return socket.create_connection((host, int(port)), FAR)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(f"\0{host}")
+    sock.settimeout(FAR)  # not before: it would wait for no room in the queue
+    return sock
+
+
+def say(address: str, data: bytes) -> socket.socket:
+    sock = knock(address)
+    with contextlib.suppress(OSError):  # it may have hung up in the middle
+        sock.sendall(data)
+    return sock
+
+
+def join(address: str, rank: int, size: int) -> Link:
+    """Connect as a rank does that has read where the hub is."""
+    link = connect(address, KEY, FAR)
+    link.send({"kind": "here", "rank": rank, "size": size, "host": "here"})
+    return link
+
+
+def complete(address: str, size: int) -> list[Link]:
+    """Join as all ranks of a hub, which then has them all."""
+    links = [join(address, rank, size) for rank in range(size)]
+    for link in links:
+        assert link.expect(FAR) == {"kind": "complete", "hosts": ["here"] * size}
+    return links
+
+
+@pytest.fixture(params=[LOOPBACK, None], ids=["tcp", "abstract"])
+def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
+    """The hub of two ranks that have not come yet."""
+    made = Hub(2, request.param, FAR, KEY)
+    yield made
+    until(lambda: "collective-hub" not in {thread.name for thread in threading.enumerate()})
+
+
+# -- before anything is proved ----------------------------------------------------------------
+
+FIRST_WORDS = {
+    "a letter that is not ASCII": b'\x14\0\0\0{"proof":"\xc3\xa9"}',
+    "brackets": b"\xa0\x0f\0\0" + b"[" * 4000,
+    "nothing": b"",
+    "half a proof": bytes(Challenge.length // 2),
+    "a wrong proof": bytes(Challenge.length),
+    "no end": bytes(1 << 20),
+    "a request of HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("words", FIRST_WORDS.values(), ids=FIRST_WORDS)
+def test_what_a_stranger_says_first_ends_no_more_than_its_connection(
+    hub: Hub, words: bytes
+) -> None:
+    with say(hub.address, words):
+        for link in complete(hub.address, 2):
+            link.close()
+
+
+def answer_to(greeting: bytes) -> bytes:
+    """Return what somebody who knows the key answers to a listener's greeting."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(Link(ours).prove, KEY, time.monotonic() + FAR)
+        theirs.sendall(greeting)
+        answer = theirs.recv(1000)
+        theirs.close()
+        assert isinstance(peer.exception(), ProofError)
+    return answer
+
+
+def test_a_proof_is_good_for_one_connection(hub: Hub) -> None:
+    with knock(hub.address) as first, knock(hub.address) as second:
+        recorded = answer_to(first.recv(1000))
+        second.recv(1000)
+        second.sendall(recorded)
+        assert second.recv(1000) == b""
+        first.sendall(recorded)
+        assert len(first.recv(1000)) == 32
+    for link in complete(hub.address, 2):
+        link.close()
+
+
+def test_a_listener_cannot_have_its_challenge_answered_by_another_rank() -> None:
+    """One that poses as the hub gets proofs of connecting, and needs one of listening."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(Link(ours).prove, KEY, time.monotonic() + FAR)
+        greeting = Challenge().greeting
+        theirs.sendall(greeting)
+        nonce = theirs.recv(1000)[:32]
+        # The answer of a second rank to the first one's nonce.
+        theirs.sendall(answer_to(greeting[:-32] + nonce)[32:])
+        with pytest.raises(ProofError, match="does not know this job's key"):
+            rank.result(FAR)
+
+
+def test_a_hub_that_says_a_byte_now_and_then_holds_nobody_past_the_deadline() -> None:
+    over = threading.Event()
+    listening, address = listen(None)
+
+    def drip() -> None:
+        with listening, listening.accept()[0] as sock, contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                sock.sendall(b"c")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(drip)
+        since = time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            connect(address, KEY, 0.3)
+        over.set()
+    assert time.monotonic() - since < 1.5  # 45 bytes would take 2.25 s
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(40), b"", b"[" * 4000])
+def test_a_program_that_listens_in_the_hub_s_stead_is_no_hub(greeting: bytes) -> None:
+    listening, address = listen(LOOPBACK)
+    with listening, ThreadPoolExecutor(1) as pool:
+        link = pool.submit(connect, address, KEY, FAR)
+        with listening.accept()[0] as sock:
+            sock.sendall(greeting)
+        with pytest.raises(ProofError, match=r"another program|without a greeting"):
+            link.result(FAR)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [b"", b"[" * 4000, b"\xff", b'{"address": "127.0.0.1 1"}', b'{"address": "a", "key": "x"}',
+     b'{"address": "127.0.0.1 1", "key": 7}', b'{"address": 1, "address": 2, "key": ""}',
+     b'{"address": NaN, "key": ""}'],
+)  # fmt: skip
+def test_what_somebody_else_has_put_into_the_store_is_told_as_such(
+    tmp_path: Path, published: bytes
+) -> None:
+    store = FileStore(tmp_path)
+    store.set("monitor", published)
+    with pytest.raises(RendezvousError, match="is not what rank 0 publishes"):
+        Monitor.start(world(1, 2, store), FAR)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1 99999", "a..b 1", "x" * 300, "127.0.0.1 x"])
+def test_an_address_that_is_none_is_tried_until_the_deadline(tmp_path: Path, address: str) -> None:
+    store = FileStore(tmp_path)
+    store.set("monitor", json.dumps({"address": address, "key": "00"}).encode())
+    with pytest.raises(RendezvousError, match="rank 1 of 2 cannot reach rank 0"):
+        Monitor.start(world(1, 2, store), 0.1)
+
+
+# -- many of them -----------------------------------------------------------------------------
+
+# Apart from the hub's process, so that its descriptors can be counted.
+HOLDS = """
+    import resource, socket, sys
+    address, count = sys.argv[1], int(sys.argv[2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    host, _, port = address.partition(" ")
+    held = []
+    for _ in range(count):
+        sock = socket.socket(socket.AF_INET if port else socket.AF_UNIX)
+        sock.connect((host, int(port)) if port else chr(0) + host)
+        held.append(sock)
+    print("held", flush=True)
+    sys.stdin.read()
+    """
+
+# A hub that has no room for many more connections.
+POOR = """
+    import os, resource, sys, threading
+    from collective.backends.hub import Hub
+    hub = Hub(2, "127.0.0.1", 60.0, bytes(range(32)))
+    limit = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    print(hub.address, flush=True)
+    before = os.times()
+    thread, = [each for each in threading.enumerate() if each.name == "collective-hub"]
+    thread.join()
+    used = os.times()
+    print(used.user + used.system - before.user - before.system)
+    """
+
+
+@contextlib.contextmanager
+def program(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a program until the end of the ``with``."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(body), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def heard(running: subprocess.Popen[str]) -> str:
+    assert running.stdout is not None
+    return running.stdout.readline().strip()
+
+
+def test_strangers_who_hold_a_thousand_connections_keep_no_rank_out(hub: Hub) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with program(HOLDS, hub.address, 1000) as strangers:
+        assert heard(strangers) == "held"
+        most = len(os.listdir("/proc/self/fd")) - before
+        since = time.monotonic()
+        links = complete(hub.address, 2)
+        seconds = time.monotonic() - since
+        for link in links:
+            link.close()
+    # 1,000 of which 128 at a time have a quarter of a second: two, and a busy machine's share.
+    assert seconds < 10.0
+    assert most <= 128 + 5
+
+
+def test_a_hub_without_descriptors_turns_strangers_away() -> None:
+    with program(POOR) as poor:
+        address = heard(poor)
+        with program(HOLDS, address, 40) as strangers:
+            assert heard(strangers) == "held"
+            for link in complete(address, 2):
+                link.close()
+        # It has waited for its peers, and not run in circles.
+        assert float(heard(poor)) < 1.0
+
+
+def test_what_strangers_send_is_not_kept() -> None:
+    """A mebibyte of each of 200: what the hub allocates meanwhile is below one for all."""
+    hub = Hub(1, LOOPBACK, FAR, KEY)
+    words = bytes(1 << 20)
+    strangers = [knock(hub.address) for _ in range(100)]
+    until(lambda: all(each.recv(100) for each in strangers))
+    tracemalloc.start()
+    try:
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                stranger.sendall(words)
+        for link in complete(hub.address, 1):
+            link.close()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        for stranger in strangers:
+            stranger.close()
+    assert most < 1 << 20
+
+
+def test_ten_thousand_random_strings(hub: Hub) -> None:
+    """No exception escapes in the hub's thread, and the ranks connect meanwhile."""
+    rank = join(hub.address, 0, 2)
+    chance = random.Random(8)
+    for _ in range(5000):
+        say(hub.address, chance.randbytes(chance.randrange(2 * Challenge.length))).close()
+    other = join(hub.address, 1, 2)
+    for link in (rank, other):
+        assert link.expect(FAR)["kind"] == "complete"
+        link.close()
+
+
+def test_nothing_but_the_proof_is_a_proof() -> None:
+    """Whatever is done to one: shortened, lengthened, changed in a place."""
+    hub = Hub(1, None, FAR, KEY)
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(st.integers(0, 63), st.integers(1, 255), st.binary(max_size=4))
+    def stranger(at: int, flip: int, more: bytes) -> None:
+        with knock(hub.address) as sock:
+            proof = bytearray(answer_to(sock.recv(1000)))
+            if more:
+                proof += more
+            else:
+                proof[at] ^= flip
+            sock.sendall(proof)
+            assert sock.recv(1000) == b""
+
+    stranger()
+    complete(hub.address, 1)[0].close()
+
+
+# -- who knows the key and says what is wrong ---------------------------------------------------
+
+ENTRY = [
+    1,
+    7,
+    False,
+    {"operation": "scan", "dtype": None, "shape": None, "options": {}, "site": ""},
+]
+WRONG: dict[str, object] = {
+    "no kind": {},
+    "an unknown kind": {"kind": "hello"},
+    "a kind that is a list": {"kind": []},
+    "no fields": {"kind": "failure"},
+    "a list": [],
+    "members that are no ranks": {"kind": "left", "channel": "world", "members": "01",
+                                  "finished": 0},
+    "a negative member": {"kind": "left", "channel": "world", "members": [-1], "finished": 0},
+    "a huge number": {"kind": "left", "channel": "world", "members": [0], "finished": 1 << 64},
+    "a number that is none": {"kind": "left", "channel": "world", "members": [0], "finished": True},
+    "a channel that is a list": {"kind": "stall", "channel": [], "members": [0], "asks": None},
+    "an unfinished failure": {"kind": "failure", "channel": "world", "members": [0],
+                              "failure": {"kind": "lost", "rank": 0}},
+    "a short entry": {"kind": "report", "channel": "world", "entries": [ENTRY[:3]],
+                      "finished": 0, "started": 1},
+    "a call without options": {"kind": "report", "channel": "world", "finished": 0, "started": 1,
+                               "entries": [[1, 7, False, {"operation": "scan"}]]},
+}  # fmt: skip
+
+
+def two_ranks() -> tuple[Hub, list[Link]]:
+    hub = Hub(2, None, FAR, KEY)
+    return hub, complete(hub.address, 2)
+
+
+def hold_that_rank_1_was_lost(links: list[Link], why: str) -> None:
+    """Hold that the hub still serves, and has told rank 0 what was wrong with rank 1."""
+    told = links[0].expect(FAR)
+    assert (told["kind"], told["rank"]) == ("lost", 1)
+    assert why in told["why"]
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
+def test_a_message_of_the_wrong_shape_ends_its_sender_s_connection(message: object) -> None:
+    _, links = two_ranks()
+    links[1].send(message)  # type: ignore[arg-type]
+    hold_that_rank_1_was_lost(links, "ValueError: a message")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[" * 4000, b'{"kind": "bye", "kind": "bye"}', b'{"kind": "bye", "n": NaN}',
+     b'{"kind": "bye", "n": ' + b"9" * 5000 + b"}", b"\xff", b"null"],
+)  # fmt: skip
+def test_what_is_no_message_ends_its_sender_s_connection(text: bytes) -> None:
+    _, links = two_ranks()
+    links[1].write(len(text).to_bytes(4, "little") + text)
+    hold_that_rank_1_was_lost(links, "Error")
+
+
+def test_a_message_without_end_ends_its_sender_s_connection() -> None:
+    _, links = two_ranks()
+    links[1].write(b"\xff\xff\xff\xff")
+    hold_that_rank_1_was_lost(links, "a message of 4294967295 bytes")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(["channel", "members", "failure", "finished", "asks", "entries", "started"]),
+    JSON | st.just("world") | st.just([0]) | st.just(0) | st.just([ENTRY]),
+)
+
+
+def test_no_message_of_a_peer_ends_the_hub() -> None:
+    """Whatever its fields are: rank 0 hears of the end of each rank but its own."""
+    size = 60
+    hub = Hub(size, None, FAR, KEY)
+    links = complete(hub.address, size)
+    ranks = iter(range(1, size))
+
+    @settings(
+        max_examples=size - 1, deadline=None, database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    @given(st.sampled_from(["bye", "failure", "left", "stall", "report"]), FIELDS)
+    def peer(kind: str, fields: dict[str, object]) -> None:
+        link = links[next(ranks)]
+        link.send({**fields, "kind": kind})
+        link.close()
+
+    peer()
+    ask = {"kind": "stall", "channel": "last", "members": [0], "asks": [0]}
+    links[0].send(ask)
+    while links[0].expect(FAR).get("channel") != "last":
+        pass
+    for link in links:
+        link.close()
+
+
+class FakeHub:
+    """A hub that lets a rank in, and then answers with what it was given."""
+
+    def __init__(self, message: object) -> None:
+        self.listening, self.address = listen(None)
+        self.message = message
+        self.server = Server(self.listening, KEY, self)
+        self.over = False
+
+    def turn(self) -> bool:
+        return not self.over
+
+    def pause(self) -> float | None:
+        return None
+
+    def heard(self, link: Link, message: dict[str, object]) -> None:
+        known = {"kind": "complete", "hosts": ["here"] * 2}
+        link.send(known if message["kind"] == "here" else self.message)  # type: ignore[arg-type]
+
+    def gone(self, link: Link, why: str) -> None:
+        self.over = True
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, [], {"kind": "lost", "rank": 0}, {"kind": "lost", "rank": 7, "why": ""},
+     {"kind": "left", "channel": "world", "rank": 7, "finished": 0},
+     {"kind": "late", "channel": "world", "late": {"x": None}}],
+    ids=str,
+)  # fmt: skip
+def test_a_hub_that_says_what_is_wrong_counts_as_lost(tmp_path: Path, message: object) -> None:
+    hub = FakeHub(message)
+    store = FileStore(tmp_path)
+    store.set("monitor", json.dumps({"address": hub.address, "key": KEY.hex()}).encode())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hub.server.run)
+        monitor = Monitor.start(world(1, 2, store), FAR)
+        monitor.channel.compare()
+        error, _ = wait_for_error(monitor.channel)
+        assert "rank 0 (on here) is gone: what it says is wrong: " in str(error)
+        monitor.channel.close()
+
+
+def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> None:
+    """A stranger says something at the moment in which the last rank completes the roll."""
+    entered, free = threading.Event(), threading.Event()
+
+    class Waits(FakeHub):
+        def heard(self, link: Link, message: dict[str, object]) -> None:
+            if message["kind"] == "wait":
+                entered.set()
+                free.wait(FAR)
+            else:
+                self.server.stop_listening()
+                link.send({"kind": "stopped"})
+
+    hub = Waits({})
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(hub.server.run)
+        waiting, last = connect(hub.address, KEY, FAR), connect(hub.address, KEY, FAR)
+        stranger = knock(hub.address)
+        stranger.recv(100)
+        waiting.send({"kind": "wait"})
+        entered.wait(FAR)
+        # Both are there when the selector is asked next.
+        last.send({"kind": "stop"})
+        stranger.sendall(bytes(Challenge.length))
+        free.set()
+        assert last.expect(FAR) == {"kind": "stopped"}
+        last.close()
+        served.result(FAR)
+    stranger.close()
+    waiting.close()
