@@ -75,7 +75,8 @@ def init(
         ConfigError: a setting is unknown or wrong; names it and where it came from.
         InvalidArgumentError: ``comm`` is not an ``MPI.Comm``, or comes with ``rank``,
             ``size`` or another setting that it decides.
-        BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
+        BackendNotFoundError, BackendUnavailableError: no such transport, or not here; with
+            ``comm``, MPI connects fewer processes than the launcher started.
         RendezvousError: not all ranks arrived within ``start_timeout``; names them.
 
     Warns:

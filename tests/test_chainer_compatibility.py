@@ -196,6 +196,12 @@ def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
     assert "chainer.functions.array.resize_images" in seen
 
 
+def test_an_evaluator_without_an_iterator_can_be_finalized() -> None:
+    # ChainerMN's seq2seq example has such a one.
+    evaluator = chainer.training.extensions.Evaluator({"main": None}, chainer.Link())
+    evaluator.finalize()
+
+
 def test_a_variable_of_numpys_is_still_on_the_cpu() -> None:
     assert "- device: CPU\n" in chainer.Variable(np.ones(2, np.float32)).debug_print()
 

@@ -164,9 +164,9 @@ def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(vendor: str) -> N
         print(collective.init(comm=MPI.COMM_SELF).size)
     """)
     # One of the two that `torchrun` starts.
-    told = run_alone(launch_of(vendor).python, script, RANK="1", WORLD_SIZE="2").stdout
-    assert told.startswith("mpi: MPI's world is of 1, and the launcher 'torchrun' started 2")
-    assert told.endswith("mpiexec -n 2.\n1\n")
+    written = run_alone(launch_of(vendor).python, script, RANK="1", WORLD_SIZE="2").stdout
+    assert written.startswith("mpi: MPI's world is of 1, and the launcher 'torchrun' started 2")
+    assert written.endswith("mpiexec -n 2.\n1\n")
 
 
 # -- ends in bad order ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SyncBatchNormalization,
         convert_batch_normalization,
     )
+    from collective.adapters.chainer.compatibility.processes import WorkerLostError
     from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
     from collective.adapters.chainer.evaluator import create_multi_node_evaluator
     from collective.adapters.chainer.optimizer import (
@@ -45,6 +46,7 @@ __all__ = [
     "SnapshotError",
     "Split",
     "SyncBatchNormalization",
+    "WorkerLostError",
     "broadcast_state",
     "convert_batch_normalization",
     "create_multi_node_evaluator",
@@ -65,6 +67,7 @@ _MODULES = {
     "SnapshotError": "snapshot",
     "Split": "splits",
     "SyncBatchNormalization": "batch_normalization",
+    "WorkerLostError": "compatibility.processes",
     "broadcast_state": "state",
     "convert_batch_normalization": "batch_normalization",
     "create_multi_node_evaluator": "evaluator",

@@ -69,6 +69,9 @@ def create_communicator(
         batched_copy: of no meaning here.
         pickle: whether objects may be what only pickle can carry; see
             :class:`CollectiveCommunicator`.
+
+    Raises:
+        BackendUnavailableError: MPI does not connect all processes that the launcher started.
     """
     given = mpi_comm
     if isinstance(mpi_comm, Communicator):

@@ -75,8 +75,8 @@ class MpiComm:
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the ranks' objects."""
         pickle = self._comm.get_config("pickle")
-        found: list[Any] = self._comm.comm.all_gather_object(sendobj, pickle=pickle)
-        return found
+        objects: list[Any] = self._comm.comm.all_gather_object(sendobj, pickle=pickle)
+        return objects
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return this rank's item of the sequence that ``root`` has."""

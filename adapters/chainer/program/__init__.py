@@ -32,6 +32,8 @@ from collective.launch.threads import load_program
 
 __all__ = ["become", "running"]
 
+# Before what the program's path and module become in its name here.
+_PREFIX = f"{__name__}.at_"
 _USAGE = "usage: python -m collective.adapters.chainer (SCRIPT | -m MODULE) [ARGUMENT ...]"
 # Ranks that are threads share sys.argv: the first takes the program from it for all.
 _lock = threading.Lock()
@@ -83,8 +85,8 @@ class _ProgramSpec(importlib.machinery.ModuleSpec):
     """What ``__spec__`` is in the program: of a name by which other processes can import it."""
 
     def __init__(self, path: str, module: str | None) -> None:
-        name = json.dumps([path, module]).encode().hex()
-        super().__init__(f"{__name__}.{name}", _Loader(path, module), origin=path)
+        name = _PREFIX + json.dumps([path, module]).encode().hex()
+        super().__init__(name, _Loader(path, module), origin=path)
         self._package = module.rpartition(".")[0] if module else ""
 
     @property
@@ -100,11 +102,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         global _running
-        package, _, name = fullname.rpartition(".")
-        if package != __name__:
+        if not fullname.startswith(_PREFIX):
             return None
         _running = True
-        return _ProgramSpec(*json.loads(bytes.fromhex(name)))
+        return _ProgramSpec(*json.loads(bytes.fromhex(fullname.removeprefix(_PREFIX))))
 
 
 def become(namespace: dict[str, Any]) -> CodeType:
