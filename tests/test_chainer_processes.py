@@ -149,6 +149,8 @@ FAILING = """
 import os, signal, sys
 import collective.adapters.chainer
 import chainer
+import numpy as np
+from chainer.training.extensions import snapshot_writers
 
 class Numbers:
     def __init__(self, failure):
@@ -165,10 +167,10 @@ class Numbers:
 def exits():
     sys.exit(0)
 
-def dies():
+def dies(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def raises():
+def raises(*args):
     raise LookupError("of example 4")
 
 class Unreadable:
@@ -197,21 +199,34 @@ def outcome(failure, **options):
     found.append(next_of(iterator))
     iterator.finalize()
     return found
+
+def written(kind, failure):
+    writer = getattr(snapshot_writers, kind)(savefun=failure)
+    for name in "ab":
+        # More than a pipe holds.
+        writer(name, ".", {"x": np.zeros(10**5)})
+    try:
+        writer.finalize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 """
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return what four calls of iterators gave whose second batch fails, in some ways."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what iterators gave whose second batch fails, four times, and writers that fail."""
     body = FAILING + textwrap.dedent("""
         print({
             "exits": outcome(exits),
             "dies": outcome(dies),
             "dies among replaced ones": outcome(dies, maxtasksperchild=2),
             "raises": outcome(raises),
+            "thread raises": written("ThreadQueueWriter", raises),
+            "process raises": written("ProcessQueueWriter", raises),
+            "process dies": written("ProcessQueueWriter", dies),
         })
     """)
-    found: dict[str, list[Any]] = ast.literal_eval(
+    found: dict[str, Any] = ast.literal_eval(
         run(tmp_path_factory.mktemp("failing"), "program.py", program=body).splitlines()[-1]
     )
     return found
@@ -227,12 +242,27 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     ],
 )
 def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
-    failure: str, text: str, outcomes: dict[str, list[Any]]
+    failure: str, text: str, outcomes: dict[str, Any]
 ) -> None:
     first, *others = outcomes[failure]
     assert first == [0, 1, 2]
     for other in others:
         assert text in other
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        ("thread raises", "what writes the snapshots ended before all were written"),
+        ("process raises", "ended with exit code 1 before all were written"),
+        ("process dies", "ended with exit code -9 before all were written"),
+    ],
+)
+def test_a_queue_of_snapshots_that_nobody_writes_any_more_ends_with_an_error(
+    failure: str, text: str, outcomes: dict[str, Any]
+) -> None:
+    assert outcomes[failure].startswith("WorkerLostError: ")
+    assert text in outcomes[failure]
 
 
 def test_workers_that_cannot_start_are_not_started_again_and_again(tmp_path: Path) -> None:

@@ -217,7 +217,15 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             needed=always,
         ),
     ),
-    "chainer.training.extensions.snapshot_writers": (_MULTIPROCESSING,),
+    "chainer.training.extensions.snapshot_writers": (
+        _MULTIPROCESSING,
+        Edit(
+            old="self._queue.join()",
+            new="multiprocessing.finish(self._queue, self._consumer)",
+            reason="it waits for ever if what writes the snapshots has failed",
+            needed=always,
+        ),
+    ),
     "chainer.training.updaters.multiprocess_parallel_updater": (_MULTIPROCESSING,),
     "chainer.variable": (
         Edit(

@@ -36,6 +36,7 @@ __all__ = [
     "cpu_count",
     "current_process",
     "fetch",
+    "finish",
     "get_start_method",
     "wait_for_batch",
 ]
@@ -184,3 +185,31 @@ def wait_for_batch(communicator: Any, seconds: float) -> None:
     if error is not None:
         raise error
     communicator._not_empty_cond.wait(seconds)
+
+
+# -- what chainer.training.extensions.snapshot_writers calls -----------------------------------
+
+
+def finish(queue: Any, consumer: Any) -> None:
+    """Wait until all snapshots are written, or whoever writes them has ended.
+
+    Args:
+        queue: Chainer's to that thread or process, which ends by itself at the end of it.
+        consumer: the thread or the process.
+
+    Raises:
+        WorkerLostError: it has ended before; snapshots are missing.
+    """
+    consumer.join()
+    code = getattr(consumer, "exitcode", None)
+    if code:
+        # What is in the queue would wait for a reader when this process ends.
+        queue.cancel_join_thread()
+    # A thread has no exit code; of a thread's queue it is known how much of it was not done.
+    if code or getattr(queue, "unfinished_tasks", 0):
+        raise WorkerLostError(
+            f"{consumer.name}: what writes the snapshots ended "
+            + (f"with exit code {code} " if code else "")
+            + "before all were written. What it wrote to the standard error says why; the last "
+            "snapshots are missing."
+        )
