@@ -10,7 +10,7 @@ import functools
 import shlex
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "hint"]
+__all__ = ["DISTRIBUTION", "anew", "hint"]
 
 #: What pip and importlib.metadata know this package by.
 DISTRIBUTION = "collective-comm"
@@ -34,6 +34,11 @@ def hint(extra: str = "") -> str:
     what = f"{DISTRIBUTION}{wanted}" if clone is None else f"{clone}{wanted}"
     options = "" if clone is None else "-e "
     return f"{_PIP_FOR.get(extra, 'pip install')} {options}{shlex.quote(what)}"
+
+
+def anew(package: str) -> str:
+    """Return the shell command that installs a package again that is there and is broken."""
+    return f"{_PIP_FOR.get(package, 'pip install')} --force-reinstall {package}"
 
 
 @functools.cache

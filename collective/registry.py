@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 from importlib import metadata
 from typing import NamedTuple
 
@@ -11,23 +11,32 @@ from collective.backend import Backend
 from collective.errors import BackendNotFoundError, BackendUnavailableError
 from collective.install import hint
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Entry", "find", "names"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Entry", "find", "names", "require"]
 
 #: Third parties register under this entry-point group: name -> "module:Class".
 ENTRY_POINTS = "collective.backends"
 
 
 class Entry(NamedTuple):
-    """Where a transport is, and how its dependencies are installed."""
+    """A transport that is known by its name.
+
+    Attributes:
+        path: where it is, ``module:Class``.
+        install: the command that installs what it needs.
+        stands_on: packages, of which it needs one.
+    """
 
     path: str
     install: str
+    stands_on: tuple[str, ...] = ()
 
 
 BUILT_IN: dict[str, Entry] = {
-    "gloo": Entry("collective.backends.gloo:GlooBackend", hint("torch")),
-    "hierarchical": Entry("collective.backends.hierarchical:HierarchicalBackend", hint("torch")),
-    "mpi": Entry("collective.backends.mpi:MpiBackend", hint("mpi")),
+    "gloo": Entry("collective.backends.gloo:GlooBackend", hint("torch"), ("torch",)),
+    "hierarchical": Entry(
+        "collective.backends.hierarchical:HierarchicalBackend", hint("torch"), ("torch", "mpi4py")
+    ),
+    "mpi": Entry("collective.backends.mpi:MpiBackend", hint("mpi"), ("mpi4py",)),
     "nccl": Entry("collective.backends.nccl:NcclBackend", hint("nccl")),
     "shm": Entry("collective.backends.shm:ShmBackend", hint()),
     "threads": Entry("collective.backends.threads:ThreadsBackend", hint()),
@@ -48,18 +57,7 @@ def find(name: str) -> type[Backend]:
         BackendNotFoundError: no such transport; lists the known ones.
         BackendUnavailableError: it cannot be imported; carries the install command.
     """
-    entry = BUILT_IN.get(name) or (Entry(name, "") if ":" in name else None)
-    if entry is None:
-        for point in _entry_points():
-            if point.name == name:
-                distribution = point.dist.name if point.dist else ""
-                entry = Entry(point.value, f"pip install {distribution}".strip())
-                break
-    if entry is None:
-        known = names()
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise BackendNotFoundError(f"backend: {name!r}; one of {', '.join(known)}.{hint}")
+    entry = _entry(name)
     module, _, attribute = entry.path.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -71,6 +69,36 @@ def find(name: str) -> type[Backend]:
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {entry.path} is no Backend.")
     return found
+
+
+def require(name: str) -> None:
+    """Refuse a transport that :func:`find` would not find, without importing any.
+
+    Raises:
+        BackendNotFoundError: no such transport; lists the known ones.
+        BackendUnavailableError: none of the packages is there that it stands on.
+    """
+    entry = _entry(name)
+    if entry.stands_on and not any(map(importlib.util.find_spec, entry.stands_on)):
+        raise BackendUnavailableError(
+            f"backend {name!r}: {' and '.join(entry.stands_on)} cannot be found. Try "
+            f"`{entry.install}`."
+        )
+
+
+def _entry(name: str) -> Entry:
+    if ":" in name:
+        return Entry(name, "")
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    for point in _entry_points():
+        if point.name == name:
+            distribution = point.dist.name if point.dist else ""
+            return Entry(point.value, f"pip install {distribution}".strip())
+    known = names()
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise BackendNotFoundError(f"backend: {name!r}; one of {', '.join(known)}.{meant}")
 
 
 def _entry_points() -> list[metadata.EntryPoint]:

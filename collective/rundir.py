@@ -35,10 +35,16 @@ def join(name: str) -> tuple[Path, int]:
         descriptor, a forked child too, holds the directory.
 
     Raises:
-        RendezvousError: the place for run directories belongs to somebody else, or is
-            on a file system without locks.
+        RendezvousError: there is no directory for temporary files, the place for run
+            directories belongs to somebody else, or is on a file system without locks.
     """
-    parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
+    try:
+        parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
+    except FileNotFoundError as error:
+        raise RendezvousError(
+            f"run directory: {error.strerror}. Set TMPDIR to a directory that can be written to, "
+            "or COLLECTIVE_STORE to a private directory that all ranks share."
+        ) from error
     FileStore(parent)  # refuses a directory that another user could have laid out
     _sweep(parent)
     path = parent / name

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from collective.bench import operations
-from collective.bench.arena import Arena, ArenaError
+from collective.bench.arena import Arena, ArenaError, _Job
 from collective.bench.contestants import Contestant, named
 from collective.bench.figures import show
 from collective.bench.libraries import Ours
@@ -255,6 +258,31 @@ def test_shares_of_a_training_step() -> None:
 
 
 # -- real jobs ------------------------------------------------------------------------------
+
+
+class OfMpi(Contestant):
+    """One process that shares memory as MPICH does, and does not leave when it is told to."""
+
+    def commands(self, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+        program = (
+            "import mmap, sys, time; file = open(sys.argv[1], 'wb+'); file.truncate(4096); "
+            "memory = mmap.mmap(file.fileno(), 4096); open(sys.argv[2], 'w'); time.sleep(600)"
+        )
+        return [([sys.executable, "-c", program, self.name, str(folder / "maps")], {})]
+
+
+def test_shared_memory_of_an_mpi_library_is_removed_with_its_ranks(tmp_path: Path) -> None:
+    segment = Path(f"/dev/shm/mpich_shm_{secrets.token_hex(8)}_0")
+    job = _Job(OfMpi(str(segment), 1), tmp_path / "job")
+    try:
+        while not (tmp_path / "job" / "maps").exists():
+            assert job.running
+            time.sleep(0.01)
+    finally:
+        job.end(0.0)
+    there = segment.exists()
+    segment.unlink(missing_ok=True)
+    assert not there
 
 
 @pytest.fixture

@@ -145,6 +145,42 @@ def test_a_contestant_that_does_not_start_is_told_with_what_it_said(tmp_path: Pa
     assert "0 of 2 ranks have started: no such host" in shown
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (["--json", "absent/a.json"], "No such file or directory"),
+        (["--csv", "."], "Is a directory"),
+        (["--plot", "absent/a.png"], "No such file or directory"),
+        (["--plot", "a.foo"], "says no known format"),
+        (["--plot", "a"], "says no known format"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_written_is_refused_before_it_measures(
+    option: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("collective.bench.run.measure", lambda *_: pytest.fail("it measures"))
+    if option[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    assert main(["bench", *option]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"collective: {' '.join(option)}: ")
+    assert reason in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_after_all_costs_no_figures(tmp_path: Path) -> None:
+    shown = run(*QUICK, "--sizes", "4", "--latency", "--json", "/dev/full", code=2)
+    assert "all_reduce, float32, 2 ranks: latency" in shown
+    assert "collective: --json /dev/full: No space left on device.\n" in shown
+
+
 def children(pid: int) -> set[int]:
     """Return the processes that descend from one."""
     parents: dict[int, int] = {}

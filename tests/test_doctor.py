@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from collective import registry
+from collective.cli import doctor as command
 from collective.cli.doctor import text
 from collective.config import KEYS
 from collective.doctor import host as doctor_host
@@ -312,6 +314,35 @@ def test_without_a_temporary_directory_that_is_what_is_told(
     assert "Set TMPDIR" in found["directory_error"]
     answer = doctor_probe.ask(["connect shm"], 5.0)["connect shm"]
     assert "No usable temporary directory" in answer.error
+
+
+def test_chainer_works_through_its_adapter() -> None:
+    # By itself its last release cannot be imported beside today's NumPy, and installing it again
+    # does not mend that.
+    if importlib.util.find_spec("chainer") is None:
+        pytest.skip("no Chainer")
+    answer = doctor_probe.ask(["import chainer"], DEADLINE_S)["import chainer"]
+    assert answer.error == ""
+    assert answer.facts["through"] == "collective.adapters.chainer"
+
+
+def test_through_what_a_package_works_is_told() -> None:
+    found = {
+        "version": "7.8.1",
+        "error": "",
+        "late": False,
+        "through": "collective.adapters.chainer",
+    }
+    about = {"python": "3.11", "executable": "/python", "numpy": "2.4"}
+    rows = dict(command._versions({"collective": about, "packages": {"chainer": found}}))
+    assert rows["chainer"] == "7.8.1; works through collective.adapters.chainer"
+
+
+def test_a_broken_chainer_is_installed_again_with_the_setuptools_that_it_needs() -> None:
+    packages = {"chainer": {"distribution": "chainer", "error": "broken", "late": False}}
+    (found,) = problems(healthy(packages=packages))
+    assert "setuptools<80" in found["remedy"]
+    assert found["remedy"].endswith("--force-reinstall chainer")
 
 
 # -- names ------------------------------------------------------------------------------------

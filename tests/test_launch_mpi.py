@@ -116,6 +116,30 @@ def test_first_failure(launches: Launches, start, statement: str, code: int, sai
     launches.assert_nothing_left()
 
 
+def test_shared_memory_of_an_mpi_library_is_removed(launches: Launches, start) -> None:  # noqa: F811
+    mark = launches.mark.partition("=")[2]
+    # MPICH removes its file when MPI ends, to which ranks that are killed do not come.
+    script = launches.script(
+        f"""
+        import mmap
+        for name in ("mpich_shm_{mark}_0", "of_the_program_{mark}"):
+            file = os.open(f"/dev/shm/{{name}}", os.O_RDWR | os.O_CREAT)
+            os.ftruncate(file, 4096)
+            vars()[name] = mmap.mmap(file, 4096)
+        await_all()
+        time.sleep(600)
+        """
+    )
+    process = start("-n", "2", script)
+    launches.until_arrived(2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    left = list(Path("/dev/shm").glob(f"*{mark}*"))
+    for path in left:
+        path.unlink()
+    assert [path.name for path in left] == [f"of_the_program_{mark}"], done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_reaches_the_ranks(launches: Launches, start, number: signal.Signals) -> None:  # noqa: F811
     script = launches.script(

@@ -226,11 +226,19 @@ def test_the_command_fails_with_a_wrong_transport(capsys: pytest.CaptureFixture[
         (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
         (["--backend", "smh"], "Did you mean 'shm'"),
         (["--framework", "jax"], "--framework: 'jax'"),
+        (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
+        (["--html", "/"], "--html /: it cannot be written: Is a directory"),
+        (["--backend", "threads", "--model", "foo"], "--model: 'foo': No module named 'foo'"),
+        (["--backend", "threads", "--model", "os:foo"], "--model: 'os:foo': module 'os' has no"),
     ],
 )
-def test_what_does_not_exist_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_is_refused_before_anything_is_compared(
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("collective.parity.runner.run", lambda *_: pytest.fail("it compares"))
     assert main(["parity", *arguments]) == 2
     assert says in capsys.readouterr().err
 

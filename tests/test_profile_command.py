@@ -294,13 +294,17 @@ def test_assumptions_stand_by_the_predictions():
         (["-n", "2", "--per-host", "4", "train.py"], "--per-host without --link"),
         (["-n", "2", "--link", "1us,1GB/s", "train.py"], "for --predict, which is not given"),
         (["--trace", "nowhere"], "no trace in nowhere"),
+        (["-n", "2", "--backend", "shmm", "train.py"], "Did you mean 'shm'?"),
+        (["-n", "2", "--json", "absent/a.json", "train.py"], "--json absent/a.json: it cannot be"),
+        (["-n", "2", "--trace", "train.py/a", "train.py"], "--trace train.py/a: no files can be"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("raise SystemExit(1)")
+    Path("train.py").write_text("open('ran', 'w')")
     assert main(["profile", *options]) == 2
     assert message in capsys.readouterr().err
+    assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("option", [["--predict", "8,x"], ["--link", "fast"], ["-n", "0"]])

@@ -26,7 +26,7 @@ from typing import Any
 from collective.bench.contestants import Contestant
 from collective.bench.startline import StartLine
 from collective.errors import CollectiveError
-from collective.launch.processes import die_with_parent
+from collective.launch.processes import die_with_parent, mpi_segments, remove_segments
 
 __all__ = ["Arena", "ArenaError"]
 
@@ -134,6 +134,9 @@ class _Job:
 
     def end(self, patience: float = _END_S) -> None:
         """Hang up, which ends the ranks, and see to it that they are gone."""
+        segments = {
+            file for process in self._processes for file in mpi_segments(process.pid)
+        }  # as long as the ranks are there
         for rank in self.ranks.values():
             rank.close()
         deadline = time.monotonic() + (patience if self.ranks else 0.0)
@@ -148,6 +151,7 @@ class _Job:
             for process in self._processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(left)
+        remove_segments(segments)
 
 
 class Arena:

@@ -12,7 +12,7 @@ from collective.bench.report import size_name
 from collective.errors import BackendUnavailableError
 from collective.install import hint
 
-__all__ = ["plot", "require_matplotlib"]
+__all__ = ["picture_formats", "plot"]
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; peers have greys.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -25,14 +25,16 @@ _UNITS = {
 }
 
 
-def require_matplotlib() -> None:
-    """Import matplotlib.
+def picture_formats() -> list[str]:
+    """Return the suffixes of the pictures that can be drawn.
 
     Raises:
-        BackendUnavailableError: it is not there; with the command that installs it.
+        BackendUnavailableError: matplotlib is not there; with the command that installs it.
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
+
+        return list(Figure().canvas.get_supported_filetypes())
     except ImportError as error:
         raise BackendUnavailableError(
             f"bench: --plot takes matplotlib, which cannot be imported: {error}. Install it: "

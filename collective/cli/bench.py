@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collective.bench import mpi_environments
+from collective.cli.outputs import check_file, written
 from collective.errors import BackendUnavailableError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -80,32 +80,32 @@ def execute(options: argparse.Namespace) -> int:
     """Measure and show; return the exit code."""
     # Here and not above: they bring NumPy along.
     from collective.bench.figures import show, write_csv
-    from collective.bench.plot import require_matplotlib
+    from collective.bench.plot import picture_formats
     from collective.bench.report import Progress, write
     from collective.bench.run import measure
     from collective.bench.training import show as show_training
 
+    check_file("--json", options.json)
+    check_file("--csv", options.csv)
     if options.plot is not None:
-        require_matplotlib()
+        check_file("--plot", options.plot, picture_formats())
     progress = Progress()
     if options.earlier is not None:
         results = _earlier(options.earlier)
     else:
-        plan = _plan(options)
-        # What ends it from outside shows what has been measured, too, and leaves nothing behind.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        results = measure(plan, progress.show)
+        results = measure(_plan(options), progress.show)
     progress.clear()
-    write(options.json, results.as_json())
-    if options.csv is not None:
-        write_csv(options.csv, results.records)
+    well = written("--json", options.json, lambda path: write(path, results.as_json()))
+    well &= written("--csv", options.csv, lambda path: write_csv(path, results.records))
     if results.trainings or options.train:
         show_training(results.trainings, results.gaps, options.markdown)
     else:
         show(results.records, results.gaps, options.markdown)
-    _say(results, options)
+    well &= _say(results, options)
     if results.interrupted:
         return 130
+    if not well:
+        return 2
     return 1 if results.failures or not (results.records or results.trainings) else 0
 
 
@@ -174,8 +174,12 @@ def _earlier(path: Path) -> Results:
         ) from error
 
 
-def _say(results: Results, options: argparse.Namespace) -> None:
-    """Say what the tables do not: where, of which versions, and what went wrong."""
+def _say(results: Results, options: argparse.Namespace) -> bool:
+    """Say what the tables do not: where, of which versions, and what went wrong.
+
+    Returns:
+        Whether the plot that was asked for was drawn.
+    """
     from collective.bench.figures import headline
     from collective.bench.plot import plot
 
@@ -184,12 +188,14 @@ def _say(results: Results, options: argparse.Namespace) -> None:
     print(bullet + where)
     for name, version in results.versions.items():
         print(f"{bullet}{name}: {version}")
-    if options.plot is not None and results.records:
-        plot(options.plot, results.records, where)
+    well = not results.records or written(
+        "--plot", options.plot, lambda path: plot(path, results.records, where)
+    )
     for failure in results.failures:
         print(f"collective bench: {failure}", file=sys.stderr)
     if results.interrupted:
         print("collective bench: interrupted; this is not all", file=sys.stderr)
+    return well
 
 
 def _names(text: str) -> list[str]:

@@ -246,7 +246,8 @@ def _versions(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for name, found in report["packages"].items():
         broken = ", slow to import" if found["late"] else ", cannot be imported"
         broken *= bool(found["error"])
-        yield name, f"{found['version'] or 'installed'}{broken}"
+        through = f"; works through {found['through']}" if found.get("through") else ""
+        yield name, f"{found['version'] or 'installed'}{broken}{through}"
 
 
 def _settings(report: dict[str, Any]) -> Iterable[tuple[str, str]]:

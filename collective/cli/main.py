@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from collective.cli import bench, config, doctor, parity, profile, run, trace
+from collective.cli.ending import Ended, explain, have_descriptors, raise_on_signals
 from collective.errors import CollectiveError
 
 __all__ = ["main"]
@@ -22,19 +23,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None takes those of this process.
     """
+    if not have_descriptors():
+        return _refuse("standard output is closed; send it to /dev/null if nobody is to see it.")
+    try:
+        options = _parse(arguments)
+        options.is_program = arguments is None  # and not a call within another one
+        if options.is_program:
+            raise_on_signals()
+        code: int = options.execute(options)
+        sys.stdout.flush()
+    except CollectiveError as error:
+        return _refuse(str(error))
+    except Ended as end:
+        return 128 + end.number
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        reason = explain(error)
+        if reason is None:
+            raise
+        return _refuse(reason) if reason else 128 + signal.SIGPIPE
+    return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="collective", description="Collective communication between Python processes."
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
-    options = parser.parse_args(arguments)
-    options.is_program = arguments is None  # and not a call within another one
     try:
-        code: int = options.execute(options)
-    except CollectiveError as error:
-        print(f"collective: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return code
+        return parser.parse_args(arguments)
+    except SystemExit:
+        sys.stdout.flush()  # here, where it is told if nobody can read the help
+        raise
+
+
+def _refuse(reason: str) -> int:
+    print(f"collective: {reason}", file=sys.stderr)
+    return 2

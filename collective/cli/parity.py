@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collective.cli.outputs import check_file, written
 from collective.errors import InvalidArgumentError
 from collective.install import hint
 from collective.launch import restart_with
@@ -73,8 +74,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-matrix", action="store_true", help="only what --random, --train or --model ask for"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all results there")
-    parser.add_argument("--html", metavar="FILE", help="write a page for people there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for people there")
     parser.set_defaults(execute=execute)
 
 
@@ -85,6 +86,8 @@ def execute(options: argparse.Namespace) -> int:
     except ImportError:
         print(f"collective parity: rich is missing; {hint('parity')}", file=sys.stderr)
         return 2
+    check_file("--json", options.json)
+    check_file("--html", options.html)
     # Here and not above: it brings NumPy and the transports along.
     from collective.parity.report import show
 
@@ -100,13 +103,16 @@ def execute(options: argparse.Namespace) -> int:
     report.seconds = time.monotonic() - began
     data = report.as_data()
     show(console, data)
-    if options.json:
-        Path(options.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if options.html:
+    text = json.dumps(data, indent=1) + "\n"
+    well = written("--json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    if options.html is not None:
         from collective.parity.page import page
 
-        Path(options.html).write_text(page(data), encoding="utf-8")
-    return int(report.failed)
+        html = page(data)
+        well &= written(
+            "--html", options.html, lambda path: path.write_text(html, encoding="utf-8")
+        )
+    return int(report.failed) or 2 * (not well)
 
 
 def _run(options: argparse.Namespace, console: Console) -> Report:
@@ -114,19 +120,22 @@ def _run(options: argparse.Namespace, console: Console) -> Report:
 
     with _Progress(console) as progress:
         plan, missing = _plan(options, progress)
+        # What cannot be is refused before hours of work.
+        if options.random:
+            from collective.parity.random_cases import explore
+        if options.train or options.model:
+            from collective.parity.training import compare, require
+
+            require(plan, options.model)
         report = Report(plan, missing)
         if not options.no_matrix:
             plan = report.plan = _run_matrix(plan, report, progress)
         if options.random:
-            from collective.parity.random_cases import explore
-
             for transport in plan.transports:
                 if not transport.reason and transport.on_host:
                     progress.begin(f"{transport.name}: random cases", options.random)
                     report.random.append(explore(plan, transport, options.random, progress.step))
         if options.train or options.model:
-            from collective.parity.training import compare
-
             progress.begin("training", 0)
             report.training += compare(plan, options.steps, options.model, progress.say)
     return report

@@ -12,6 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from collective.cli.ending import Ended
+from collective.cli.outputs import check_directory, check_file, written
+from collective.cli.run import refuse_transports
 from collective.config import by_device, settings
 from collective.errors import ConfigError
 from collective.install import hint
@@ -87,10 +90,12 @@ def execute(options: argparse.Namespace) -> int:
     if refusal:
         print(f"collective profile: {refusal}", file=sys.stderr)
         return 2
+    check_file("--json", options.json)
     measured = _figures(options)
     if options.trace is not None and not program:
         return _report(options, options.trace, measured, 0)
     if options.trace is not None:
+        check_directory("--trace", options.trace)
         return _report(options, options.trace, measured, _run(options, program, options.trace))
     with tempfile.TemporaryDirectory(prefix="collective-") as directory:
         code = _run(options, program, Path(directory))
@@ -127,7 +132,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     # Here and not above: it brings more of the package along.
     from collective.launch.processes import die_with_parent
 
-    settings({"backend": options.backend, "timeout": options.timeout})
+    refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
     command = [sys.executable, "-m", "collective", "run", "-n", str(options.n)]
     command += ["--backend", options.backend] if options.backend else []
     command += ["--timeout", options.timeout] if options.timeout else []
@@ -139,6 +144,9 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     while True:
         try:
             code = launcher.wait()
+        except Ended as end:  # sent to us alone
+            launcher.send_signal(end.number)
+            continue
         except KeyboardInterrupt:  # the launcher got it, too, and ends its ranks
             continue
         return code if code >= 0 else 128 - code
@@ -156,10 +164,11 @@ def _report(
     try:
         traces = read(directory)
     except ConfigError as error:
-        print(f"collective profile: {error}", file=sys.stderr)
+        if not code:  # or the program has said itself why it did not come as far
+            print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
-    outlook, problem = None, ""
+    outlook, problem, well = None, "", True
     if options.predict is not None and found.steps is not None:
         try:
             outlook = _outlook(options, traces, found, measured)
@@ -173,13 +182,11 @@ def _report(
     if code:
         console.print(f"\nThe program ended with exit code {code}; this is what it did before.")
     if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(as_json(found, outlook), indent=2) + "\n")
-        except OSError as error:
-            problem = f"profile: {options.json} cannot be written: {error.strerror}."
+        text = json.dumps(as_json(found, outlook), indent=2) + "\n"
+        well = written("--json", options.json, lambda path: path.write_text(text))
     if problem:
         print(f"collective: {problem}", file=sys.stderr)
-    return code or 2 * bool(problem)
+    return code or 2 * (bool(problem) or not well)
 
 
 def _outlook(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collective.config import by_device, settings
+from collective.cli.outputs import check_directory
+from collective.config import Setting, by_device, settings
 from collective.launch import cores_for_each, launch, restart_with
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "refuse_transports"]
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,6 +51,9 @@ def execute(options: argparse.Namespace) -> int:
     given = {"backend": options.backend, "timeout": options.timeout}
     # A misspelt setting is one error here instead of one a rank.
     found = settings(given)
+    refuse_transports(found)
+    if "trace" in found:
+        check_directory("trace", Path(str(found["trace"].value)))
     variables = {
         f"COLLECTIVE_{key.upper()}": str(found[key].value)
         for key, value in given.items()
@@ -66,6 +72,22 @@ def execute(options: argparse.Namespace) -> int:
         return threads.main([str(options.n), *arguments])
     across = found["across"].value if "across" in found else ""
     return launch(arguments, options.n, variables, mpi="mpi" in (on_host, across))
+
+
+def refuse_transports(found: Mapping[str, Setting]) -> None:
+    """Refuse transports that cannot be had, once here instead of once a rank.
+
+    Raises:
+        BackendNotFoundError, BackendUnavailableError: there is none of that name, or what
+            it stands on is not installed.
+    """
+    # Here and not above: it brings NumPy along.
+    from collective.registry import require
+
+    for value in (str(found[key].value) for key in ("backend", "across") if key in found):
+        for name in by_device(value).values() or [value]:
+            if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
+                require(name)
 
 
 def _size(text: str) -> int:

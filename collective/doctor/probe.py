@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from collective import registry
 from collective.choice import installed
 from collective.config import load
 from collective.errors import CollectiveError
+from collective.launch.processes import mpi_segments, remove_segments
 from collective.world import name_libraries, options
 
 __all__ = ["LEFT_BEHIND", "Answer", "ask", "command", "environment", "main"]
@@ -51,7 +53,11 @@ _OF_TRANSPORTS = {
 LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 # How long a process may take to leave when it is asked to.
 _LEAVE_S = 0.5
+# How often it is looked at whether there is still somebody who waits for an answer.
+_LOOK_S = 0.1
 _START_S = 6.0  # for what should take a fraction of a second
+# What makes a package importable that is not by itself.
+_THROUGH = {"chainer": "collective.adapters.chainer"}
 _SHOWN = 400  # characters of a library's own words
 
 
@@ -69,7 +75,9 @@ class Answer(NamedTuple):
     late: bool = False
 
 
-def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
+def ask(
+    questions: Sequence[str], seconds: float, leaving: threading.Event | None = None
+) -> dict[str, Answer]:
     """Answer ``questions`` in a process of its own, one after the other.
 
     One that ends the process costs no other its answer: a new one takes up the rest.
@@ -79,14 +87,16 @@ def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
             ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"nccl"``, ``"gpus"``,
             ``"single-copy"``.
         seconds: until whatever is still running is ended.
+        leaving: once it is set, whatever is still running is ended, too.
 
     Returns:
         An answer a question.
     """
     deadline = time.monotonic() + seconds
+    leaving = leaving or threading.Event()
     answers: dict[str, Answer] = {}
     while open_ := [question for question in questions if question not in answers]:
-        left = deadline - time.monotonic()
+        left = 0.0 if leaving.is_set() else deadline - time.monotonic()
         if left <= 0:
             answers |= dict.fromkeys(open_, Answer({}, f"not looked at within {seconds:g} s", True))
             break
@@ -96,11 +106,13 @@ def ask(questions: Sequence[str], seconds: float) -> dict[str, Answer]:
             answers |= dict.fromkeys(open_, Answer({}, f"no temporary directory: {error}"))
             break
         with scratch as directory:
-            answers |= _ask(open_, left, seconds, directory)
+            answers |= _ask(open_, left, seconds, directory, leaving)
     return answers
 
 
-def _ask(questions: Sequence[str], left: float, seconds: float, scratch: str) -> dict[str, Answer]:
+def _ask(
+    questions: Sequence[str], left: float, seconds: float, scratch: str, leaving: threading.Event
+) -> dict[str, Answer]:
     """Answer as many of ``questions`` as one process does, the first one in any case."""
     process = subprocess.Popen(
         command("doctor.probe", *questions, str(left)),
@@ -111,17 +123,17 @@ def _ask(questions: Sequence[str], left: float, seconds: float, scratch: str) ->
         start_new_session=True,
     )
     try:
-        said, noise = process.communicate(timeout=left)
-        late = False
-    except subprocess.TimeoutExpired:
-        late = True
-        _end(process)
-        try:
-            said, noise = process.communicate(timeout=_LEAVE_S)
-        except subprocess.TimeoutExpired as expired:  # a process out of reach holds the pipe
-            said, noise = expired.stdout or b"", expired.stderr or b""
+        heard = _hear(process, left, leaving)
+        late = heard is None
+        if heard is None:
+            _end(process)
+            try:
+                heard = process.communicate(timeout=_LEAVE_S)
+            except subprocess.TimeoutExpired as expired:  # a process out of reach holds the pipe
+                heard = expired.stdout or b"", expired.stderr or b""
     finally:
         _end(process)
+    said, noise = heard
     lines = [json.loads(line) for line in said.splitlines(keepends=True) if line[-1:] == b"\n"]
     answers = {question: Answer(facts, error) for question, facts, error in lines}
     for question in questions:
@@ -132,6 +144,17 @@ def _ask(questions: Sequence[str], left: float, seconds: float, scratch: str) ->
                 answers[question] = Answer({}, _how_it_ended(process.returncode, noise))
             break
     return answers
+
+
+def _hear(
+    process: subprocess.Popen[bytes], left: float, leaving: threading.Event
+) -> tuple[bytes, bytes] | None:
+    """Return what a process says, or None if it does not end in time or before we leave."""
+    deadline = time.monotonic() + left
+    while not leaving.is_set() and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what was read is kept
+            return process.communicate(timeout=min(_LOOK_S, left))
+    return None
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -160,12 +183,14 @@ def environment(**changes: str) -> dict[str, str]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and what it started; give it the time to clean up."""
+    segments = mpi_segments(process.pid) if process.returncode is None else set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
             if process.returncode is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_LEAVE_S)
+    remove_segments(segments)
 
 
 def _how_it_ended(code: int, noise: bytes) -> str:
@@ -204,8 +229,12 @@ def main(*arguments: str) -> None:
 
 
 def _import(name: str) -> dict[str, Any]:
+    # Chainer's last release does not import by itself; who uses it with us uses it so.
+    through = _THROUGH.get(name, "")
+    if through:
+        importlib.import_module(through)
     module = importlib.import_module(name)
-    facts = {"version": str(getattr(module, "__version__", ""))}
+    facts = {"version": str(getattr(module, "__version__", "")), "through": through}
     if name == "torch":
         facts["cuda"] = module.version.cuda or ""
     return facts

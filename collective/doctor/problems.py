@@ -8,6 +8,7 @@ from typing import Any
 
 from collective.config import not_read
 from collective.doctor.mpi import mates, starter_for
+from collective.install import anew
 
 __all__ = ["problems"]
 
@@ -42,7 +43,7 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         elif found["error"]:
             yield _problem(
                 f"{package} is installed but cannot be imported: {found['error']}",
-                f"pip install --force-reinstall {found['distribution'] or package}",
+                anew(found["distribution"] or package),
             )
     yield from _problems_of_nccl(report)
     yield from _problems_of_mpi(report)

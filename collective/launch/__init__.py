@@ -119,6 +119,8 @@ def _be_supervisor(
     code = 1
     try:
         os.setsid()  # out of reach of what is sent to the launcher's group or terminal
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)  # the command's handlers are the launcher's
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         code = supervise()
         clean_up()  # the launcher does so too, if it is still there

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from collective.errors import BackendUnavailableError
 from collective.install import hint
-from collective.launch.processes import die_with_parent
+from collective.launch.processes import die_with_parent, mpi_segments, remove_segments
 from collective.launch.supervisor import Rank, Supervisor
 
 __all__ = ["mpiexec", "supervise_mpi"]
@@ -141,6 +141,7 @@ class _MpiSupervisor(Supervisor):
         self._remotes: list[_Remote] = []
         self._vanished: list[tuple[float, _Remote]] = []
         self._own_failure = 0
+        self._segments: set[str] = set()
 
     def _begin(self) -> None:
         self._directory.mkdir(mode=0o700)
@@ -207,7 +208,13 @@ class _MpiSupervisor(Supervisor):
                 # Whoever killed the process beside it was perhaps mpiexec, which then ends too.
                 self._vanished.append((time.monotonic() + _MOMENT_S, rank))
 
+    def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
+        self._segments |= mpi_segments(os.getpid())  # as long as the ranks are there
+        super()._stop(number, schedule)
+
     def _gone(self, rank: _Remote, code: int) -> None:
+        if code:
+            self._segments |= mpi_segments(os.getpid())
         self._ended(rank, code)
         if not any(each.runs for each in self._remotes):
             self._let_go()
@@ -248,6 +255,7 @@ class _MpiSupervisor(Supervisor):
 
     def _conclude(self) -> int:
         code = super()._conclude()
+        remove_segments(self._segments)
         if self._own_failure and not code:
             code = self._own_failure if self._own_failure > 0 else 128 - self._own_failure
             print(

@@ -9,17 +9,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["adopt_orphans", "die_with_parent", "end_children"]
+__all__ = [
+    "adopt_orphans",
+    "die_with_parent",
+    "end_children",
+    "mpi_segments",
+    "remove_segments",
+]
 
 # From <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# MPICH's, Intel MPI's and Open MPI's names, at the end of a line of /proc/PID/maps.
+_SEGMENT = re.compile(
+    rb" (/dev/shm/(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+)$", re.MULTILINE
+)
 
 
 def adopt_orphans() -> None:
@@ -80,21 +91,45 @@ def _reap() -> bool:
     return True
 
 
+def mpi_segments(pid: int) -> set[str]:
+    """Return the files in /dev/shm over which ranks share memory in MPI.
+
+    An MPI library removes them at its end, to which ranks that are killed do not come.
+
+    Args:
+        pid: a rank, or a process that ranks descend from.
+    """
+    parents = _parents()
+    found: set[str] = set()
+    generation = {pid}
+    while generation:
+        for each in generation:
+            with contextlib.suppress(OSError), open(f"/proc/{each}/maps", "rb") as file:
+                found.update(map(os.fsdecode, _SEGMENT.findall(file.read())))
+        generation = {child for child, parent in parents.items() if parent in generation}
+    return found
+
+
+def remove_segments(files: Iterable[str]) -> None:
+    """Remove what :func:`mpi_segments` returned, once the ranks are gone."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+
+
 def _children() -> list[int]:
-    me = str(os.getpid())
-    found = []
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError:
-        return []
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
+    me = os.getpid()
+    return [pid for pid, parent in _parents().items() if parent == me]
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of each process."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
                 status = file.read()
-        except OSError:
-            continue
-        if status[status.rindex(b")") + 2 :].split()[1].decode() == me:
-            found.append(pid)
+                found[int(name)] = int(status[status.rindex(b")") + 2 :].split()[1])
     return found
 
 

@@ -7,6 +7,7 @@ another one does, it goes on in a fresh line.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -37,6 +38,7 @@ class Screen:
         descriptor: where it goes.
         terminal: whether that is a terminal.
         broken: whether whoever read it is gone; what is written then is dropped.
+        reason: why it is broken, unless its reader has seen enough.
         hidden: whether a rank has hidden the cursor, perhaps not to show it again.
     """
 
@@ -44,6 +46,7 @@ class Screen:
         self.descriptor = descriptor
         self.terminal = os.isatty(descriptor)
         self.broken = False
+        self.reason = ""
         self.hidden = False
         self._backlog = bytearray()
         # The stream in whose unfinished line the cursor stands; who wrote last; and how
@@ -74,8 +77,9 @@ class Screen:
         while self._backlog and ready.poll(0):
             try:
                 done = os.write(self.descriptor, self._backlog[:_CHUNK])
-            except OSError:  # a closed pipe, a terminal that was hung up, a full disk
+            except OSError as error:  # a closed pipe, a terminal that was hung up, a full disk
                 self.broken = True
+                self.reason = "" if error.errno == errno.EPIPE else os.strerror(error.errno or 0)
                 self._backlog.clear()
                 return
             del self._backlog[:done]

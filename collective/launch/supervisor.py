@@ -305,6 +305,8 @@ class Supervisor:
             )
             self._error.write(report(first).encode(errors="replace"))
             code = exit_code(first)
+        elif self._out.reason:
+            self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
         # Whoever reads our output may be slow; a signal ends our patience with that.
         self._stopping = True
         while not self._hurried and (self._out.waiting or self._error.waiting):

@@ -8,9 +8,11 @@ are shared, as between any threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -49,9 +51,15 @@ class _Nowhere(Store):
 
 
 class _Prefixed:
-    """A text stream that puts the writing thread's rank before each line."""
+    """A text stream that puts the writing thread's rank before each line.
+
+    Attributes:
+        broken: what happened when it was last written to, if it takes no more. It is not the
+            program's error; what is written then is dropped.
+    """
 
     def __init__(self, stream: TextIO) -> None:
+        self.broken: OSError | None = None
         self._stream = stream
         self._lock = threading.Lock()
         self._rests: dict[int, str] = {}
@@ -66,14 +74,25 @@ class _Prefixed:
         rank = getattr(self._rank, "value", None)
         with self._lock:
             if rank is None:
-                return self._stream.write(text)
+                self._put(text)
+                return len(text)
             whole, found, rest = (self._rests.get(rank, "") + text).rpartition("\n")
             self._rests[rank] = rest
             if found:
                 lines = [f"[{rank}] {line.rpartition(chr(13))[2]}\n" for line in whole.split("\n")]
-                self._stream.write("".join(lines))
-                self._stream.flush()
+                self._put("".join(lines))
         return len(text)
+
+    def _put(self, text: str) -> None:
+        try:
+            if self.broken is None:
+                self._stream.write(text)
+                self._stream.flush()
+        except OSError as error:
+            self.broken = error
+
+    def flush(self) -> None:
+        """Do nothing: whole lines are written at once."""
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write one after the other."""
@@ -163,13 +182,13 @@ def main(arguments: Sequence[str]) -> int:
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive() and not ranks.failed.is_set():
+            while thread.is_alive() and not (ranks.failed.is_set() or streams[0].broken):
                 thread.join(0.1)
         if ranks.failed.is_set():
             for thread in threads:
                 thread.join(_GRACE_S / size)
-    except KeyboardInterrupt:
-        result = 130
+    except KeyboardInterrupt as end:
+        result = 128 + getattr(end, "number", signal.SIGINT)
     if ranks.failed.is_set() and not result:
         # The first that came of itself; they are in the order of time.
         _, rank, text = min(ranks.failures, key=lambda failure: failure[0])
@@ -180,8 +199,13 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         print(text, end="", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    broken = streams[0].broken
+    if broken is not None and not result:
+        result = 128 + signal.SIGPIPE
+        if broken.errno != errno.EPIPE:
+            print(f"collective run: standard output: {broken.strerror}", file=sys.stderr)
+    if broken is not None:  # nothing more can be written there, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(thread.is_alive() for thread in threads):
         os._exit(result)
     return result
@@ -207,12 +231,18 @@ def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
         sys.argv = [spec.origin, *program[2:]]
         return code, spec.origin, spec.parent
     path = program[0]
-    with open(path, "rb") as file:
-        source = file.read()
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"collective run: script {path!r}: {error.strerror}")
     sys.argv = program
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    # Not with this file's own __future__ imports.
-    return compile(source, path, "exec", dont_inherit=True), path, None
+    try:
+        # Not with this file's own __future__ imports.
+        return compile(source, path, "exec", dont_inherit=True), path, None
+    except SyntaxError as error:
+        sys.exit("".join(traceback.format_exception_only(error)).rstrip())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collective.parity.frameworks import framework
 from collective.parity.runner import Plan
 from collective.testing import RankPool, RanksFailedError
 
-__all__ = ["TOLERANCES", "Setup", "compare", "train"]
+__all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +58,27 @@ class Setup:
     data: str
 
 
+def require(plan: Plan, model: str | None) -> list[str]:
+    """Return the frameworks to train in; refuse what :func:`compare` would come to later.
+
+    Args:
+        plan, model: as for :func:`compare`.
+
+    Raises:
+        InvalidArgumentError: there is no framework, a package is missing, or there is no
+            such pair of models.
+    """
+    frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    if not frameworks:
+        raise InvalidArgumentError("--train: neither torch nor chainer is among the frameworks.")
+    weights.library()
+    if model is None:
+        _digits(plan.seed)
+    else:
+        _function(model)
+    return frameworks
+
+
 def compare(
     plan: Plan, steps: int, model: str | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
@@ -75,9 +96,7 @@ def compare(
     Raises:
         InvalidArgumentError: a package is missing, or the pair is none.
     """
-    frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
-    if not frameworks:
-        raise InvalidArgumentError("--train: neither torch nor chainer is among the frameworks.")
+    frameworks = require(plan, model)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
         setups = _setups(frameworks, [model] if model else list(_MODELS), directory, steps, plan)
@@ -141,12 +160,17 @@ def _xavier(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return random.uniform(-limit, limit, shape)
 
 
-def _pair(model: str) -> Sequence[Any]:
-    module, _, function = model.partition(":")
+def _function(model: str) -> Callable[[], Any]:
+    module, _, name = model.partition(":")
     try:
-        pair = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
+        function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # the last of an empty name
         raise InvalidArgumentError(f"--model: {model!r}: {error}; give module:function.") from error
+    return function
+
+
+def _pair(model: str) -> Sequence[Any]:
+    pair = _function(model)()
     if not isinstance(pair, tuple) or len(pair) not in (2, 3):
         raise InvalidArgumentError(
             f"--model: {model} returned {type(pair).__name__}; it must return a PyTorch module, a "

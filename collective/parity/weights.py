@@ -13,7 +13,7 @@ import numpy as np
 
 from collective.errors import InvalidArgumentError, ShapeError
 
-__all__ = ["chainer_parameters", "load", "put", "save", "taken", "torch_parameters"]
+__all__ = ["chainer_parameters", "library", "load", "put", "save", "taken", "torch_parameters"]
 
 Array = np.ndarray[Any, Any]
 
@@ -27,16 +27,21 @@ def save(path: str, weights: Mapping[str, Array]) -> None:
     Raises:
         InvalidArgumentError: safetensors is not installed.
     """
-    _safetensors().save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, path)
+    library().save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, path)
 
 
 def load(path: str) -> dict[str, Array]:
     """Return the arrays of a file by name."""
-    found: dict[str, Array] = _safetensors().load_file(path)
+    found: dict[str, Array] = library().load_file(path)
     return found
 
 
-def _safetensors() -> Any:
+def library() -> Any:
+    """Return the package in whose format weights are exchanged.
+
+    Raises:
+        InvalidArgumentError: it is not installed.
+    """
     try:
         import safetensors.numpy
     except ImportError as error:
