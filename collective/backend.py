@@ -55,6 +55,7 @@ from collective.algorithms import (
 )
 from collective.algorithms.tags import COLLECTIVE_TAG
 from collective.errors import (
+    AllocationError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     MismatchError,
@@ -331,8 +332,20 @@ class Backend(ABC):
         """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
 
         Aligned to 64 bytes at least, and symmetric where the capabilities say so.
+
+        Raises:
+            AllocationError: some rank has not that much; on every rank, and nothing is broken.
         """
-        raw = np.empty(nbytes + 63, np.uint8)
+        raw, problem = np.empty(0, np.uint8), None
+        try:
+            raw = np.empty(nbytes + 63, np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
+            problem = error
+        if ranks := agreement.lacking(self, problem is not None, call, timeout):
+            raise AllocationError(
+                f"empty: {nbytes} bytes on each of {self.size} ranks: there is not enough on rank "
+                f"{', '.join(map(str, ranks))} [rank {self.rank}]"
+            ) from problem
         start = -raw.__array_interface__["data"][0] % 64
         return raw[start : start + nbytes]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective import registry
-from collective.algorithms import pieces
+from collective.algorithms import agreement, pieces
 from collective.backend import Backend, Failure
 from collective.backends import levels
 from collective.backends.channel import Monitored
@@ -204,18 +204,13 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 made = self._inner.empty(nbytes, steps.call(0), steps.left())
             except AllocationError as error:
                 problem = error
-        mine = Buffer(np.array([problem is not None], np.uint8), _UINT8)
-        every = Buffer.empty(self.size, _UINT8)
-        work = self._outer.all_gather(mine, every, [1] * self.size, call, steps.left())
-        if work is not None:
-            work.wait()
+        ranks = agreement.lacking(self._outer, problem is not None, call, steps.left())
         if problem is not None:
             raise problem
-        if every.array.any():
-            rank = int(every.array.argmax())
+        if ranks:
             raise AllocationError(
-                f"empty: {nbytes} bytes on each of {self.size} ranks: rank {rank}'s host has no "
-                f"memory for it [rank {self.rank}]"
+                f"empty: {nbytes} bytes on each of {self.size} ranks: rank {ranks[0]}'s host has "
+                f"no memory for it [rank {self.rank}]"
             )
         assert made is not None
         return made

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collective import cuda
-from collective.buffer import Buffer
+from collective.algorithms import agreement
 from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME
 from collective.errors import AllocationError, BackendError, CollectiveError
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks"]
 
-_UINT8 = BY_NAME["uint8"]
 # Windows begin and end at pages (NCCL_WIN_REQUIRED_ALIGNMENT).
 _PAGE = 4096
 
@@ -118,14 +116,9 @@ class Blocks:
                 block = _Block(comm, device, nbytes)
             except (AllocationError, BackendError) as error:
                 problem = error
-        mine = Buffer(np.array([problem is not None], np.uint8), _UINT8)
-        every = Buffer.empty(host.size, _UINT8)
         try:
-            work = host.all_gather(mine, every, [1] * host.size, call, timeout)
-            if work is not None:
-                work.wait()
-            if every.array.any():
-                ranks = ", ".join(map(str, np.flatnonzero(every.array)))
+            if lacking := agreement.lacking(host, problem is not None, call, timeout):
+                ranks = ", ".join(map(str, lacking))
                 told = f": {problem}" if problem is not None else ""
                 raise AllocationError(
                     f"{call}: {nbytes} bytes on each of {host.size} GPUs: there is not enough on "

@@ -1,4 +1,4 @@
-"""Agreement: did all ranks make the same call?"""
+"""Agreement: did all ranks make the same call, and have all of them memory for it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collective.backend import Backend
     from collective.call import Call
 
-__all__ = ["agree"]
+__all__ = ["agree", "lacking"]
 
 _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
@@ -41,6 +41,23 @@ def agree(backend: Backend, call: Call, timeout: float) -> None:
     all_gather.collect(messages, mine, every, lengths)
     limits = pieces.limits(lengths)
     raise Disagreement([every.array[start:stop].tobytes() for start, stop in pairwise(limits)])
+
+
+def lacking(backend: Backend, lacks: bool, call: Call, timeout: float) -> list[int]:
+    """Tell all ranks whether this one lacks memory; return those that do, the same on every rank.
+
+    Args:
+        backend: of the ranks; its ``all_gather`` carries it, and compares ``call`` where it does.
+        lacks: whether this rank does.
+        call: what the memory is for.
+        timeout: seconds.
+    """
+    mine = Buffer(np.array([lacks], np.uint8), _UINT8)
+    every = Buffer.empty(backend.size, _UINT8)
+    work = backend.all_gather(mine, every, [1] * backend.size, call, timeout)
+    if work is not None:
+        work.wait()
+    return [rank for rank, lacks in enumerate(every.array) if lacks]
 
 
 def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.errors import AllocationError
 from collective.testing.checks import Case, RankFactory, check
 from collective.testing.samples import (
     LARGE,
@@ -155,6 +156,30 @@ def _empty_kinds(comm: Communicator) -> None:
         comm.all_reduce(x, out=x)
         assert x[0] == x[-1] == turn * comm.size, f"memory {turn} of a row of empty()"
         del x
+
+
+@check()
+def check_empty_refused(factory: RankFactory, size: int) -> None:
+    """empty() of more than there is raises AllocationError on every rank and breaks nothing."""
+    factory.run(size, _empty_refused)
+
+
+def _empty_refused(comm: Communicator) -> None:
+    # More than memory has, and more than an address can tell.
+    for count in (1 << 59, (1 << 61) - 1):
+        text = _refusal(comm, count)
+        assert "rank" in text, f"the error does not tell whom it is about: {text}"
+    x = comm.empty(5)
+    x[:] = 1
+    assert_same(comm.all_reduce(x), np.full(5, comm.size, np.float32), "after empty() was refused")
+
+
+def _refusal(comm: Communicator, count: int) -> str:
+    try:
+        comm.empty(count, "float32")
+    except AllocationError as error:
+        return str(error)
+    raise AssertionError(f"empty({count}) of float32 returned")
 
 
 @check()
