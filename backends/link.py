@@ -289,16 +289,20 @@ def connect(address: str, key: bytes, timeout: float) -> Link:
 
 def _connected(address: str, timeout: float) -> socket.socket:
     host, _, port = address.partition(" ")
-    if port:
-        try:
+    try:
+        if port:
             return socket.create_connection((host, int(port)), timeout)
-        except (OverflowError, ValueError) as error:  # a host in no encoding is one, too
-            raise OSError(errno.EINVAL, f"{address!r} is no address: {error}") from error
+        return _connected_here(host, timeout)
+    except (OverflowError, ValueError) as error:  # a host in no encoding is one, too
+        raise OSError(errno.EINVAL, f"{address!r} is no address: {error}") from error
+
+
+def _connected_here(name: str, timeout: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
         # The kernel's own deadline: with one of Python's a full queue would not be waited for.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-        sock.connect(f"\0{host}")
+        sock.connect(f"\0{name}")
     except BaseException:
         sock.close()
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from collective.backend import ANY_SOURCE
 from collective.buffer import Buffer
 from collective.calls import Calls, _with_site
 from collective.errors import (
+    CollectiveError,
     InvalidArgumentError,
     RankError,
     ShapeError,
@@ -147,11 +149,12 @@ class PointToPoint(Calls):
             source = self._receive(head.buffer, src, tag, seconds)
             if status is not None:
                 status.source = source
-            payload, follows, direct = self._place(head, out, like if out is None else out)
+            words = _arriving("recv", head)
+            payload, follows, direct = self._place(head, words, out, like if out is None else out)
             if follows:
                 rest = max(0.001, deadline - time.monotonic())
                 self._receive(payload, source, tag, rest)
-            result = out if direct else self._arrived(head.words, payload, out, like)
+            result = out if direct else self._arrived(words, payload, out, like)
             if not near:
                 self._settle("recv", payload.array, seconds)
             return result
@@ -217,8 +220,9 @@ class PointToPoint(Calls):
             self._transport(
                 self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, seconds
             )
+            words = _arriving("sendrecv", coming)
             # What is sent still may be what it would be received over.
-            received, follows, _ = self._place(coming, None, like if out is None else out)
+            received, follows, _ = self._place(coming, words, None, like if out is None else out)
             rest = max(0.001, deadline - time.monotonic())
             if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
@@ -226,7 +230,7 @@ class PointToPoint(Calls):
                 self._transport(self._backend.send, payload, dst, tag, rest)
             elif follows:
                 self._receive(received, src, tag, rest)
-            return self._arrived(coming.words, received, out, like)
+            return self._arrived(words, received, out, like)
 
         return self._post(("sendrecv", dst, src, tag), run, async_op, *near)
 
@@ -331,15 +335,17 @@ class PointToPoint(Calls):
         head.put(payload.array)
         return head, payload if payload.count > head.room else None, ()
 
-    def _place(self, head: Head, out: Any, like: Any) -> tuple[Buffer, bool, bool]:
+    def _place(
+        self, head: Head, words: Sequence[int], out: Any, like: Any
+    ) -> tuple[Buffer, bool, bool]:
         """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
-        nbytes = int(head.words[2])
-        inline = None if head.words[0] == _FOLLOWING else head.inline(nbytes)
-        direct = self._direct(head.words, out, inline is None)
+        nbytes = words[2]
+        inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
+        direct = self._direct(words, out, inline is None)
         if inline is None:
             if direct is not None:
                 payload = direct
-            elif head.words[0] == _FOLLOWING and self._enqueues:
+            elif words[0] == _FOLLOWING and self._enqueues:
                 room = self._room(self._gpu_adapter(like), nbytes, self._seen(like))
                 payload = Buffer(room, _UINT8)
             else:
@@ -369,7 +375,7 @@ class PointToPoint(Calls):
         self._check_device(what, array)
         return array, adapter
 
-    def _direct(self, words: np.ndarray[Any, Any], out: Any, follows: bool) -> Buffer | None:
+    def _direct(self, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
         """Return ``out`` as bytes, if the message can be received right into it."""
         if out is None or tree.is_tree(out) or words[0] == _OBJECT:
             return None
@@ -385,7 +391,7 @@ class PointToPoint(Calls):
             return None
         return Buffer(array.ravel(), dtype).bytes()
 
-    def _arrived(self, words: np.ndarray[Any, Any], payload: Buffer, out: Any, like: Any) -> Any:
+    def _arrived(self, words: Sequence[int], payload: Buffer, out: Any, like: Any) -> Any:
         if words[0] == _OBJECT:
             value = objects.decode(payload.array)
             if out is None and like is not None and tree.is_tree(value):
@@ -408,8 +414,35 @@ class PointToPoint(Calls):
         return output.finish()
 
 
-def _shape(words: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    return tuple(map(int, words[4 : 4 + int(words[3])]))
+def _arriving(what: str, head: Head) -> list[int]:
+    """Return the numbers of a head that a peer sent.
+
+    Raises:
+        CollectiveError: they are not what :meth:`PointToPoint._message` writes.
+    """
+    words: list[int] = head.words.tolist()
+    kind, code, nbytes, ndim = words[:4]
+    if kind == _OBJECT:
+        sound = nbytes >= 0
+    else:
+        sound = (
+            kind in (_ARRAY, _FOLLOWING)
+            and 0 <= code < len(dtypes.BY_CODE)
+            and 0 <= ndim <= _MAX_DIMENSIONS
+            and min(shape := _shape(words), default=0) >= 0
+            and math.prod(shape) * dtypes.BY_CODE[code].itemsize == nbytes
+        )
+    if not sound:
+        raise CollectiveError(
+            f"{what}: a message begins with {', '.join(map(str, words))}; its kind, dtype, bytes "
+            "and shape do not fit together. The sender has another version of this package, or "
+            "its memory is damaged."
+        )
+    return words
+
+
+def _shape(words: Sequence[int]) -> tuple[int, ...]:
+    return tuple(words[4 : 4 + words[3]])
 
 
 def _converted(leaf: Any, adapter: Adapter) -> Any:

@@ -230,11 +230,10 @@ class TracedCommunicator(Communicator):
 
         return super()._post(key, traced, async_op, near, adapter)
 
-    def _place(self, head: Any, out: Any, like: Any) -> Any:
+    def _place(self, head: Any, words: Sequence[int], out: Any, like: Any) -> Any:
         if self._tracer is not None:
-            words = head.words
-            self._tracer.instant("message arrives", "message", f'"bytes":{int(words[2])}')
-        return super()._place(head, out, like)
+            self._tracer.instant("message arrives", "message", f'"bytes":{words[2]}')
+        return super()._place(head, words, out, like)
 
 
 def connected(directory: str, backend: Backend, **settings: Any) -> TracedCommunicator:

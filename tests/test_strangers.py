@@ -178,7 +178,9 @@ def test_what_somebody_else_has_put_into_the_store_is_told_as_such(
         Monitor.start(world(1, 2, store), FAR)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1 99999", "a..b 1", "x" * 300, "127.0.0.1 x"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1 99999", "a..b 1", "x" * 300, "127.0.0.1 x", "\ud800"]
+)
 def test_an_address_that_is_none_is_tried_until_the_deadline(tmp_path: Path, address: str) -> None:
     store = FileStore(tmp_path)
     store.set("monitor", json.dumps({"address": address, "key": "00"}).encode())

@@ -1,0 +1,54 @@
+"""Heads of messages that no sender of this version writes: an error, and no memory for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.errors import CollectiveError
+from collective.heads import Head
+from collective.testing import run_ranks
+
+# Kind, dtype, bytes, dimensions, shape; these go together:
+SOUND = [0, 11, 8, 1, 1]
+HEADS = {
+    "kind": [3, 11, 8, 1, 1],
+    "negative kind": [-1, 11, 8, 1, 1],
+    "dtype": [0, 99, 8, 1, 1],
+    "negative dtype": [0, -1, 8, 1, 1],
+    "bytes": [0, 11, 16, 1, 1],
+    "negative bytes": [0, 11, -8, 1, -1],
+    "shape": [0, 11, 8, 2, 1, 0],
+    "negative shape": [0, 11, 8, 2, -1, -1],
+    "dimensions": [0, 11, 8, 13, 1],
+    "negative dimensions": [0, 11, 8, -1, 1],
+    "negative length of an object": [1, 0, -1],
+}
+
+
+def receives(comm: Any, words: list[int]) -> str:
+    if comm.rank == 1:
+        head = Head(16)
+        head.words[:] = [*words, *[0] * (16 - len(words))]
+        comm._backend.send(head.buffer, 0, 5, 10.0)
+        return ""
+    out = np.zeros(1)
+    try:
+        comm.recv(out, 1, tag=5)
+    except CollectiveError as error:
+        assert out[0] == 0
+        return str(error)
+    return "received"
+
+
+@pytest.mark.parametrize("words", HEADS.values(), ids=HEADS)
+def test_a_head_that_is_none_is_an_error(words: list[int]) -> None:
+    told = run_ranks(2, receives, words)[0]
+    assert told.startswith(f"recv: a message begins with {', '.join(map(str, words))}")
+
+
+def test_a_head_that_is_one_is_received() -> None:
+    """So what is changed in the others is what makes them wrong."""
+    assert run_ranks(2, receives, SOUND)[0] == "received"
