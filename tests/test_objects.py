@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +20,8 @@ from hypothesis.extra import numpy as hnp
 from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import CollectiveError, DtypeError, InvalidArgumentError
 from collective.objects import decode, encode
+
+ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile("objects", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("objects")
@@ -202,19 +209,193 @@ def test_the_test_writes_what_the_decoder_reads():
         ["array", "no such framework", "float32", 1],
         ["array", ["numpy"], "float32", 1],
         ["array", 3, "float32", 1],
+        ["array", "numpy", ["float32"], 1],
+        ["array", "numpy", "float32", 2**70, 0],
+        ["array", "numpy", "float32", *[1] * 65],
+        ["bytes", 2**70],
+        ["bytes", 1.0],
+        ["bytes", True],
+        ["complex", "1+2j"],
+        ["dict", [["set"], 1]],
+        ["frozenset", ["tuple", ["dict"]]],
+        ["set", ["array", "numpy", "float32", 1]],
+        {"list": 1},
+        ["list", {}],
     ],
-    ids=str,
+    ids=lambda node: str(node)[:60],
 )
 def test_malformed_structures_are_refused(node):
     with pytest.raises(CollectiveError):
         decode(_written(node, b"\0" * 32))
 
 
+def _framed(text: bytes, length: int | None = None) -> np.ndarray:
+    return np.frombuffer(
+        b"\x01" + (len(text) if length is None else length).to_bytes(8, "little") + text, np.uint8
+    )
+
+
+@pytest.mark.parametrize("length", [5, 2**31, 2**63, 2**64 - 1])
+def test_a_structure_that_is_longer_than_the_bytes_is_refused(length):
+    with pytest.raises(CollectiveError, match=f"it has 13 bytes, and {length} are to follow"):
+        decode(_framed(b"1234", length))
+
+
+DEEP = b'["list",' * 100_000 + b"1" + b"]" * 100_000
+
+
 def test_deep_nesting_is_refused_and_not_a_crash():
-    text = b'["list",' * 100_000 + b"1" + b"]" * 100_000
-    raw = b"\x01" + len(text).to_bytes(8, "little") + text
-    with pytest.raises(CollectiveError):
-        decode(np.frombuffer(raw, np.uint8))
+    with pytest.raises(CollectiveError, match="nested too deeply"):
+        decode(_framed(DEEP))
+
+
+def test_deep_nesting_is_no_crash_where_calls_may_nest_as_they_like():
+    program = """
+import sys
+import numpy as np
+from collective.errors import CollectiveError
+from collective.objects import decode
+sys.setrecursionlimit(10**7)
+try:
+    decode(np.frombuffer(sys.stdin.buffer.read(), np.uint8))
+except CollectiveError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=_framed(DEEP).tobytes(), capture_output=True,
+        timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()[-500:]
+    assert done.stdout.endswith(b"nested more than 10000 times\n")
+
+
+def test_brackets_in_texts_are_no_nesting(monkeypatch):
+    monkeypatch.setattr(sys, "getrecursionlimit", lambda: 10**7)
+    value = ['"\\[' * 20_000, [1, ["]["]]]
+    assert decode(encode(value)) == value
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["itself", "too deep"])
+def test_what_is_nested_without_an_end_is_refused_where_it_is_sent(nested):
+    value = []
+    if nested:
+        for _ in range(100_000):
+            value = [value]
+    else:
+        value.append(value)
+    with pytest.raises(InvalidArgumentError, match="contains itself, or is nested too deeply"):
+        encode(value)
+
+
+def test_long_integers_are_not_read_digit_by_digit(monkeypatch):
+    # Python refuses them as well, unless a program has switched that off.
+    monkeypatch.setattr(sys, "get_int_max_str_digits", lambda: 0, raising=False)
+    with pytest.raises(CollectiveError, match="an integer of 5000 decimal digits"):
+        decode(_framed(b"9" * 5000))
+    assert decode(_framed(b'["list",12,-3]')) == [12, -3]
+
+
+# -- work in proportion to the bytes -----------------------------------------------------------
+
+# Integers with this in common have one hash, and so has what is made of them alike.
+MODULUS = sys.hash_info.modulus
+
+
+def _nested(depth: int, width: int, number: int) -> list:
+    """Return a set of sets, to the depth given, that differs in one number from others."""
+    last = number + width if depth == 1 else _nested(depth - 1, width, number + width)
+    if depth == 1:
+        return ["frozenset", *(MODULUS * each for each in [*range(width), last])]
+    return ["frozenset", *(_nested(depth - 1, width, each) for each in range(width)), last]
+
+
+HOSTILE = {
+    "integers": ["set", *(MODULUS * n for n in range(20_000))],
+    "frozenset": ["frozenset", *(MODULUS * n for n in range(20_000))],
+    "keys": ["dict", *([MODULUS * n, 0] for n in range(20_000))],
+    "complex": ["set", *(["complex", 1000003.0 * n, -1.0 * n] for n in range(20_000))],
+    "long tuples": ["set", *(["tuple", *[0] * 100, MODULUS * n] for n in range(4_000))],
+    "nested sets": ["set", *(_nested(2, 16, n) for n in range(100))],
+    "many small sets": ["list", *[["set", *(MODULUS * n for n in range(1_000))]] * 100],
+}
+
+
+@pytest.mark.parametrize("node", HOSTILE.values(), ids=list(HOSTILE))
+def test_what_was_made_to_be_compared_without_an_end_is_refused(node):
+    with pytest.raises(CollectiveError, match="so many elements or keys of one hash"):
+        decode(_written(node))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {2.0**n for n in range(-1074, 1024)},
+        {2**n for n in range(2_000)},
+        set(itertools.product(range(-2, 3), repeat=5)),
+        {frozenset((a, b)) for a in range(-20, 20) for b in range(-20, 20)},
+        {frozenset((frozenset((a,)), a)): a for a in range(-3, 100)},
+        {MODULUS * n for n in range(500)},
+    ],
+    ids=["floats", "integers", "grid", "edges", "nested", "few"],
+)
+def test_what_has_one_hash_by_chance_comes_back(value):
+    assert decode(encode(value)) == value
+
+
+def test_the_cost_of_a_set_deep_below_is_counted_once():
+    # At each level something is to be compared, for which all that is there is looked at.
+    node = ["frozenset", *range(1000)]
+    for _ in range(100):
+        node = ["frozenset", node, MODULUS, 2 * MODULUS]
+    raw = _written(node)
+    looked_at = []
+
+    def look(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "_cost":
+            looked_at.append(frame)
+
+    sys.setprofile(look)
+    try:
+        decode(raw)
+    finally:
+        sys.setprofile(None)
+    assert 1000 < len(looked_at) < 4000  # and not 100 times as many
+
+
+TOKENS = [b"[", b"]", b",", b'"', b"{}", b"null", b"-", b"0", b"9" * 30, b"1e999", b"NaN", b"\\u",
+          *(b'["%s",' % tag for tag in (b"list", b"tuple", b"dict", b"set", b"frozenset", b"array",
+                                        b"bytes", b"int", b"complex"))]  # fmt: skip
+
+
+def _mutated(raw: bytes, random: Random) -> bytes:
+    """Return a message of the right frame, most often, that somebody has worked on."""
+    body = bytearray(raw[9:])
+    for _ in range(random.randint(1, 4)):
+        start = random.randint(0, len(body))
+        end = start + random.randint(0, 8)
+        what = random.randrange(4)
+        if what == 0:
+            body[start:end] = b""
+        elif what == 1:
+            body[start:start] = body[start:end] * random.randint(1, 5)
+        elif what == 2:
+            body[start:end] = random.choice(TOKENS)
+        elif start < len(body):
+            body[start] ^= 1 << random.randrange(8)
+    length = int.from_bytes(raw[1:9], "little") + len(body) - len(raw) + 9
+    return raw[:1] + max(0, length).to_bytes(8, "little") + bytes(body)
+
+
+@settings(max_examples=100)
+@given(OBJECTS, st.randoms(use_true_random=False))
+def test_ten_thousand_mutations_give_an_object_or_our_error(value, random):
+    raw = encode(value).tobytes()
+    for _ in range(100):
+        mutated = _mutated(raw, Random(random.random()))
+        try:
+            decode(np.frombuffer(mutated, np.uint8))
+        except CollectiveError:
+            continue
 
 
 @given(st.binary(max_size=60))
