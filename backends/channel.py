@@ -308,9 +308,9 @@ class Channel:
         else:
             what = "peers, and the monitor of the world's rank 0 does not answer"
             absent = [self.members.index(0)] if 0 in self.members else []
-        text = f"waited {seconds:g} s for {what}"
-        self.abort(Failure("timeout", self.rank, text, tuple(absent)))
-        raise CollectiveTimeoutError(f"{where}: {text} [rank {self.rank}]", tuple(absent))
+        failure = Failure.timed_out(self.rank, seconds, what, absent)
+        self.abort(failure)
+        raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
 
 
 class Wait:

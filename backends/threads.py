@@ -17,7 +17,7 @@ from collective.backend import ANY_SOURCE, Failure
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
 from collective.capabilities import Capabilities
-from collective.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
+from collective.errors import PeerLostError, RendezvousError
 
 from .onesided import OneSided, Region
 
@@ -246,9 +246,10 @@ class ThreadsBackend(OneSided):
             remaining = end - time.monotonic()
             if remaining <= 0:
                 told = "; ".join(f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent)
-                text = f"waited {timeout:g} s for rank {', '.join(map(str, absent))}: {told}"
-                self.abort(Failure("timeout", self.rank, text, tuple(absent)))
-                raise CollectiveTimeoutError(f"{what}: {text} [rank {self.rank}]", tuple(absent))
+                missing = f"rank {', '.join(map(str, absent))}: {told}"
+                failure = Failure.timed_out(self.rank, timeout, missing, absent)
+                self.abort(failure)
+                raise failure.error(str(what), self.rank)
             hub.condition.wait(min(remaining, threading.TIMEOUT_MAX))
 
     def _left(self, ranks: Sequence[int]) -> str:

@@ -19,9 +19,10 @@ Rules for every method:
   ``send`` and ``recv`` may run in other threads meanwhile, and never get mixed up with
   the messages of a collective.
 * ``timeout`` is in seconds from the call. When it passes, the method raises
-  ``CollectiveTimeoutError`` naming the ranks that did not come, and the transport is
-  broken from then on for every rank, since nobody can know what those ranks will still
-  send: later calls raise ``CommunicatorAbortedError``.
+  ``CollectiveTimeoutError``, which says "timed out" and names the ranks that did not
+  come (:meth:`Failure.timed_out`). The transport is broken from then on for every rank,
+  since nobody can know what those ranks will still send: later calls raise
+  ``CommunicatorAbortedError``.
 * A peer that is gone raises ``PeerLostError``; a peer that aborted, the error that
   its :class:`Failure` asks for. Nothing waits for ever.
 * The library underneath may raise what it likes: it is turned into one of ours here
@@ -99,6 +100,20 @@ class Failure:
     rank: int
     text: str
     ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def timed_out(cls, rank: int, seconds: float, what: str, ranks: Sequence[int]) -> Self:
+        """Return the failure of a call that has waited for ``what`` past its deadline.
+
+        Args:
+            rank: who reports it.
+            seconds: what the call was given.
+            what: what has not come, and what is known of it.
+            ranks: the ranks in question.
+        """
+        # Programs and torch's own tests look for "timed out", or the word "timeout".
+        text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
+        return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
 
     def error(self, where: str, me: int) -> Exception:
         """Return the exception that rank ``me`` raises in operation ``where``."""

@@ -2,13 +2,13 @@
 
 ::
 
-    CollectiveError
+    CollectiveError (RuntimeError)
     ├ InvalidArgumentError (ValueError)      refused before anything is sent
     │ ├ DtypeError, ShapeError, DeviceError, RankError
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
     ├ MismatchError                          ranks disagree; raised on every rank
-    ├ GradientError (RuntimeError)           a backward pass did not bring each gradient once
+    ├ GradientError                          a backward pass did not bring each gradient once
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
     ├ BackendNotFoundError (LookupError)     lists the known names
     ├ BackendUnavailableError (ImportError)  carries the install command
@@ -18,7 +18,7 @@
     │ ├ PeerLostError                        a peer's process is gone, or left early
     │ └ PeerFailedError                      a peer's code raised; carries its traceback
     ├ CollectiveTimeoutError (TimeoutError)  the deadline passed; names the absent ranks
-    └ BackendError (RuntimeError)            the transport's own library failed
+    └ BackendError                           the transport's own library failed
 
 Wording, everywhere: *operation: given; allowed; who; remedy.*
 """
@@ -49,8 +49,12 @@ __all__ = [
 ]
 
 
-class CollectiveError(Exception):
-    """Base of every error this package raises on purpose."""
+class CollectiveError(RuntimeError):
+    """Base of every error this package raises on purpose.
+
+    A ``RuntimeError``, as what PyTorch's and MPI's own transports raise is: programs written for
+    those catch it.
+    """
 
 
 class InvalidArgumentError(CollectiveError, ValueError):
@@ -92,7 +96,7 @@ class MismatchError(CollectiveError):
     """
 
 
-class GradientError(CollectiveError, RuntimeError):
+class GradientError(CollectiveError):
     """A backward pass did not bring each gradient once."""
 
 
@@ -104,7 +108,9 @@ class BackendNotFoundError(CollectiveError, LookupError):
     """No transport of that name is registered; the text lists the known ones."""
 
 
-class BackendUnavailableError(CollectiveError, ImportError):
+# Here and below, what has attributes of its own stands first: RuntimeError's constructor would
+# leave them unset.
+class BackendUnavailableError(ImportError, CollectiveError):
     """The transport exists but cannot run here; the text carries the command that fixes it."""
 
 
@@ -150,7 +156,7 @@ class PeerFailedError(CommunicatorAbortedError):
         self.traceback = traceback
 
 
-class CollectiveTimeoutError(CollectiveError, TimeoutError):
+class CollectiveTimeoutError(TimeoutError, CollectiveError):
     """The deadline of a call passed.
 
     Attributes:
@@ -162,7 +168,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
         self.ranks = ranks
 
 
-class BackendError(CollectiveError, RuntimeError):
+class BackendError(CollectiveError):
     """The transport's own library reported an error.
 
     Attributes:

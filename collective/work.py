@@ -42,8 +42,8 @@ class Work(Generic[T]):
         finished = self._finished
         if not self._over and finished is not None and not finished.wait(timeout):
             raise CollectiveTimeoutError(
-                f"wait: {self._what} is still running after {timeout:g} s; wait again, or "
-                "abort() the communicator."
+                f"wait: timed out: {self._what} is still running after {timeout:g} s; wait again, "
+                "or abort() the communicator."
             )
         if self._error is not None:
             raise self._error

@@ -161,7 +161,7 @@ class Loopback(Backend):
             left = end - time.monotonic()
             if left <= 0:
                 names = ", ".join(map(str, sorted(others)))
-                text = f"rank {self.rank} waited in {what} for ranks {names} past its deadline"
+                text = f"timed out: rank {self.rank} waited in {what} for ranks {names}"
                 self._break(Failure("timeout", self.rank, text, tuple(sorted(others))))
             else:
                 hub.woken[self.rank].wait(left)

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from gloo_ranks import Run, gloo  # noqa: F401
 
+from collective.buffer import Buffer
 from collective.communicator import connect
-from collective.errors import ConfigError
+from collective.dtypes import BY_NAME
+from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError
 from collective.store import FileStore
 from collective.testing import RankPool
 from collective.world import World
@@ -25,6 +27,59 @@ from collective.world import World
 torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
 from collective.backends.gloo import GlooBackend  # noqa: E402
+from collective.backends.gloo.messages import Messenger  # noqa: E402
+
+# -- what a wait says ---------------------------------------------------------------------
+
+
+class _Broken:
+    """A channel whose communicator is found broken while a call waits."""
+
+    rank, size = 0, 2
+
+    def wait(self, *_: Any) -> Any:
+        return self
+
+    def check(self) -> None:
+        raise MismatchError("recv: the ranks made different calls")
+
+    def explain(self, *_: Any) -> Exception:
+        return CommunicatorAbortedError("recv: broken by an earlier mismatch")
+
+
+class _Silent:
+    """A process group of Gloo's whose messages do not come before ``over`` is set."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def recv(self, *_: Any) -> Any:
+        return self
+
+    def wait(self, _: Any) -> None:
+        self.over.wait(20)
+
+
+class _Messages(Messenger):
+    """The part of the transport that sends and receives, without a connection."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
+    messenger, group = _Messages(_Broken()), _Silent()  # type: ignore[arg-type]
+    messenger._groups = (group, group)
+    try:
+        with pytest.raises(MismatchError):
+            messenger.recv(Buffer.empty(1 << 17, BY_NAME["uint8"]), 1, 0, 10.0)
+    finally:
+        group.over.set()
+
 
 # -- where it listens ---------------------------------------------------------------------
 

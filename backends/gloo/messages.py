@@ -14,6 +14,7 @@ from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.backends.channel import Channel, Monitored
 from collective.buffer import Buffer
 from collective.dtypes import BY_NAME
+from collective.errors import CollectiveError
 
 from .engine import CUT_TAG, cut, seconds
 from .tensors import as_bytes
@@ -92,6 +93,8 @@ class Messenger(Monitored):
         try:
             group, slot = self._route(tag)
             self._wait([group.send([as_bytes(src)], dst, slot)], blocked, src.nbytes)
+        except CollectiveError:
+            raise  # known: the wait has looked
         except RuntimeError as error:
             raise self._explained(blocked, error) from error
 
@@ -102,6 +105,8 @@ class Messenger(Monitored):
         try:
             group, slot = self._route(tag)
             self._wait([group.recv([as_bytes(dst)], src, slot)], blocked, dst.nbytes)
+        except CollectiveError:
+            raise  # known: the wait has looked
         except RuntimeError as error:
             raise self._explained(blocked, error) from error
         return src
@@ -118,6 +123,8 @@ class Messenger(Monitored):
             coming = group.recv([as_bytes(dst)], source, slot)
             going = group.send([as_bytes(src)], to, slot)
             self._wait([coming, going], blocked, max(src.nbytes, dst.nbytes))
+        except CollectiveError:
+            raise  # known: the wait has looked
         except RuntimeError as error:
             raise self._explained(blocked, error) from error
 
@@ -149,6 +156,8 @@ class Messenger(Monitored):
             works = [group.recv(tensors, rank, slot) for tensors, rank in coming]
             works += [group.send(tensors, rank, slot) for tensors, rank in going]
             self._wait(works, blocked, nbytes)
+        except CollectiveError:
+            raise  # known: the wait has looked
         except RuntimeError as error:
             raise self._explained(blocked, error) from error
 
@@ -242,6 +251,8 @@ class Messenger(Monitored):
         try:
             self._work = start(*args)
             self._complete(self._work, timeout)
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise self.channel.explain(self._running, error) from error
         self._work = None

@@ -67,7 +67,7 @@ class Blocking:
             if now - self._broken_since > patience:
                 self._exit(call, end, failure)
         elif now > end:
-            text = "waited for MPI, in the middle of its operation, until the deadline"
+            text = "timed out: waited for MPI, in the middle of its operation, until the deadline"
             late = Failure("timeout", self.channel.rank, text)
             self.channel.abort(late)
             time.sleep(_TELL_S)

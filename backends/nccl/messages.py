@@ -251,13 +251,13 @@ class Messages:
         while not event.query():
             wait.turn()
             if time.monotonic() >= asked.end:
-                text = (
-                    f"waited {asked.timeout:g} s for what was enqueued before on rank "
-                    f"{self._rank}'s stream, which has not ended"
+                what = (
+                    f"what was enqueued before on rank {self._rank}'s stream, which has not ended"
                 )
-                self._channel.abort(Failure("timeout", self._rank, text, (self._rank,)))
+                failure = Failure.timed_out(self._rank, asked.timeout, what, (self._rank,))
+                self._channel.abort(failure)
                 raise CollectiveTimeoutError(
-                    f"{asked.where}: {text} [rank {self._rank}]", (self._rank,)
+                    f"{asked.where}: {failure.text} [rank {self._rank}]", failure.ranks
                 )
         event.release()
 

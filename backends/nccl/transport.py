@@ -420,8 +420,8 @@ class NcclBackend(Collectives, Monitored):
             while not event.query():
                 if _now() >= end:
                     raise CollectiveTimeoutError(
-                        f"synchronize: {what} is still running after {timeout:g} s; wait again, "
-                        "or abort() the communicator."
+                        f"synchronize: timed out: {what} is still running after {timeout:g} s; "
+                        "wait again, or abort() the communicator."
                     )
                 wait.turn()
         self._refuse_broken(what)

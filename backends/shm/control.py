@@ -346,8 +346,8 @@ class Control:
 
     def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
         told = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
-        text = f"waited {timeout:g} s for rank {', '.join(map(str, awaited))}: {told}"
-        raise self.broken_by(Failure("timeout", self.rank, text, tuple(awaited)), what)
+        missing = f"rank {', '.join(map(str, awaited))}: {told}"
+        raise self.broken_by(Failure.timed_out(self.rank, timeout, missing, awaited), what)
 
     # -- what happened ----------------------------------------------------------------------
 

@@ -52,8 +52,8 @@ def try_alone() -> None:
     def poll() -> None:
         if time.monotonic() > end:
             raise CollectiveTimeoutError(
-                f"nccl: NCCL {found.text} does not start within {_START_S:g} s. NCCL_DEBUG=INFO "
-                "has it say on standard error what it waits for."
+                f"nccl: timed out: NCCL {found.text} does not start within {_START_S:g} s. "
+                "NCCL_DEBUG=INFO has it say on standard error what it waits for."
             )
 
     NcclComm.create(found, found.unique_id(), 0, 1, device, poll).destroy(poll)

@@ -86,8 +86,9 @@ def _wait_timeout(comm: Communicator) -> None:
         assert not work.done(), "a call is done although a rank has not come"
         try:
             work.wait(0.02)
-        except CollectiveTimeoutError:
-            pass
+        except CollectiveTimeoutError as error:
+            if "timed out" not in str(error):
+                raise AssertionError("wait(0.02) timed out and does not say so") from error
         else:
             raise AssertionError("wait(0.02) returned although a rank has not come")
     assert_same(work.wait(), np.array([comm.size]), "a call waited for twice")

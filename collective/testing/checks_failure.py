@@ -237,6 +237,8 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     kinds = [type(told.error).__name__ for told in outcomes]
     timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
     assert timed_out, f"nobody's call timed out: {kinds}"
+    for rank in timed_out:
+        _hold(outcomes[rank], CollectiveTimeoutError, f"rank {rank} in {call}", "timed out")
     if factory.capabilities.checks_calls or size == 2:
         # All ranks wait for the late one itself, not for one another.
         for rank in timed_out:

@@ -16,6 +16,7 @@ from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.buffer import Buffer
 from collective.call import Call
+from collective.errors import CollectiveTimeoutError
 from collective.ops import ReduceOp, as_op
 from tests.loopback import Loopback, _Message
 
@@ -210,6 +211,16 @@ class Deaf(ThreadsBackend):
 
     def close(self) -> None:
         pass
+
+
+class Laconic(ThreadsBackend):
+    """Does not say of a timeout that it is one."""
+
+    def barrier(self, call: Call, timeout: float) -> None:
+        try:
+            super().barrier(call, timeout)
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError("barrier: no", error.ranks) from error
 
 
 class SortedGroups(ThreadsBackend):

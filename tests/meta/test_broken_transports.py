@@ -58,6 +58,10 @@ FAULTS = [
         broken.Deaf, "check_killed_peer", {"call": "barrier"}, "instead of PeerLostError",
         "check_scan",
     ),
+    Fault(
+        broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not tell 'timed out'",
+        "check_barrier",
+    ),
     Fault(broken.SortedGroups, "check_split", {}, "falling keys", "check_send_recv"),
     Fault(broken.Overrunning, "check_empty_views", {}, "beside", "check_all_reduce_in_place"),
     Fault(broken.MixedUp, "check_messages_among_collectives", {}, "", "check_send_recv"),
