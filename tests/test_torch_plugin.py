@@ -102,7 +102,7 @@ def check_strides(rank: int, size: int) -> None:
     dist.reduce(view, dst=1)
     same(view.clone(), torch.arange(6.0) * (size if rank == 1 else 1))
     whole = torch.zeros(2, 3 * size).t()
-    dist.all_gather_single(whole, torch.full((2, 3), float(rank)).t())
+    dist.all_gather_into_tensor(whole, torch.full((2, 3), float(rank)).t())
     same(whole.contiguous(), torch.arange(size).repeat_interleave(3)[:, None].expand(-1, 2) * 1.0)
 
 
@@ -118,7 +118,7 @@ def check_moves(rank: int, size: int) -> None:
             for found, wanted in zip(outs, mine):
                 same(found, wanted)
             whole = torch.empty(size, count, dtype=dtype)
-            dist.all_gather_single(whole, mine[rank])
+            dist.all_gather_into_tensor(whole, mine[rank])
             same(whole, torch.stack(mine))
             outs = [torch.empty_like(mine[0]) for _ in range(size)] if rank == 1 else None
             dist.gather(mine[rank], outs, dst=1)
@@ -141,10 +141,10 @@ def check_reduce_and_scatter(rank: int, size: int) -> None:
             x = torch.empty(count, dtype=dtype)
             dist.reduce_scatter(x, pieces)
             same(x, wanted)
-            dist.reduce_scatter_single(x.zero_(), torch.cat(pieces))
+            dist.reduce_scatter_tensor(x.zero_(), torch.cat(pieces))
             same(x, wanted)
             if dtype.is_floating_point:
-                dist.reduce_scatter_single(x, torch.cat(pieces), op=dist.ReduceOp.AVG)
+                dist.reduce_scatter_tensor(x, torch.cat(pieces), op=dist.ReduceOp.AVG)
                 torch.testing.assert_close(x, (wanted.double() / size).to(dtype))
 
 
@@ -180,14 +180,14 @@ def check_together(rank: int, size: int) -> None:
     outs = [torch.empty(size * 2), torch.empty(size)]
     with dist._coalescing_manager(async_ops=True) as together:
         for out, count in zip(outs, (2, 1)):
-            dist.all_gather_single(out, torch.full((count,), 1.0 * rank))
+            dist.all_gather_into_tensor(out, torch.full((count,), 1.0 * rank))
     together.wait()
     same(outs[0], torch.arange(1.0 * size).repeat_interleave(2))
     same(outs[1], torch.arange(1.0 * size))
     outs = [torch.empty(1), torch.empty(2)]
     with dist._coalescing_manager(device=torch.device("cpu")):
         for out in outs:
-            dist.reduce_scatter_single(out, torch.ones(size * out.numel()))
+            dist.reduce_scatter_tensor(out, torch.ones(size * out.numel()))
     same(torch.cat(outs), torch.full((3,), 1.0 * size))
     lists = [[torch.empty(2), torch.empty(1)] for _ in range(size)]
     mine = [torch.full((2,), 1.0 * rank), torch.full((1,), -1.0 * rank)]

@@ -12,11 +12,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
+functional = pytest.importorskip("torch.distributed._functional_collectives")
 
 from collective.errors import (  # noqa: E402
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     DtypeError,
+    InvalidArgumentError,
     MismatchError,
 )
 from tests.torch_groups import groups  # noqa: E402, F401
@@ -43,6 +45,50 @@ def check_messages(rank: int, size: int) -> None:
             got = torch.zeros(1, dtype=torch.int64)
             assert dist.recv(got, 0, tag=i % 2) == 0
             assert got.item() == i
+
+
+def check_messages_to_oneself(rank: int, size: int) -> None:
+    # Programs that exchange with all ranks alike; NCCL carries these.
+    out, x = torch.zeros(2, 3).t(), torch.full((3, 2), 1.0 * rank)
+    received = dist.irecv(out, rank, tag=3)
+    for i in range(2):
+        dist.isend(x + i, rank, tag=3).wait()
+    x.fill_(-1)
+    received.wait()
+    assert torch.equal(out, torch.full((3, 2), 1.0 * rank))
+    assert received.source_rank() == rank
+    dist.irecv(out, rank, tag=3).wait()
+    assert torch.equal(out, torch.full((3, 2), rank + 1.0))
+    whole = torch.zeros(size)
+    ops = [dist.P2POp(dist.isend, torch.tensor([1.0 * rank]), r) for r in range(size)]
+    ops += [dist.P2POp(dist.irecv, whole[r : r + 1], r) for r in range(size)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert torch.equal(whole, torch.arange(1.0 * size))
+    dist.isend(torch.zeros(3), rank)
+    with pytest.raises(InvalidArgumentError):
+        dist.irecv(torch.zeros(4), rank).wait()
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(CollectiveTimeoutError, match=rf"timed out.*Start isend to rank {rank} "):
+        dist.irecv(out, rank).wait()
+
+
+def check_functional_messages(rank: int, size: int) -> None:
+    out, after, before = torch.zeros(3), (rank + 1) % size, (rank - 1) % size
+    pair = [torch.full((3,), 1.0 * rank), out]
+    works = functional.batch_p2p_ops_inplace(
+        ["isend", "irecv"], [after, before], [0, 0], pair, dist.group.WORLD
+    )
+    for work in works:
+        functional.wait_tensor(work)
+    assert torch.equal(out, torch.full((3,), 1.0 * before))
+
+
+def check_what_goes_past_the_group(rank: int, size: int) -> None:
+    # C++ finds a backend beneath the group, which must do nothing that looks like success.
+    with pytest.raises(RuntimeError, match=r"error_on_collective|does not support|No backend"):
+        torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [])
+    dist.barrier()
 
 
 def check_any_source(rank: int, size: int) -> None:
@@ -173,6 +219,8 @@ def check_timeouts(rank: int, size: int) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
+    # As Gloo says it, for programs that look for it.
+    assert f"Rank {rank} timed out in monitoredBarrier" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
     assert caught.value.ranks == tuple(range(1, size))
     assert time.monotonic() - start < 1.8
@@ -237,14 +285,21 @@ def check_life(rank: int, size: int, store: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        check_messages, check_any_source, check_messages_beside_collectives, check_works,
-        check_calls_of_callbacks, check_groups, check_errors, check_timeouts, check_no_time,
-        check_waits, check_abort,
+        check_messages, check_messages_to_oneself, check_any_source,
+        check_messages_beside_collectives, check_works, check_calls_of_callbacks, check_groups,
+        check_errors, check_timeouts, check_no_time, check_waits, check_abort,
+        check_what_goes_past_the_group,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )  # fmt: skip
 def test_calls(groups: Any, place: Any, check: Any) -> None:  # noqa: F811
     groups(place, check)
+
+
+@pytest.mark.skipif(not hasattr(functional, "batch_p2p_ops_inplace"), reason="not in this torch")
+@every_place
+def test_functional_messages(groups: Any, place: Any) -> None:  # noqa: F811
+    groups(place, check_functional_messages)
 
 
 def test_ranks_that_differ_are_told_where(groups: Any) -> None:  # noqa: F811

@@ -7,21 +7,35 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from collective import call as call_module
+from collective.adapters.torch.untraced import untraced
 from collective.work import Lane, Work
 
-__all__ = ["Answer", "Joined", "Queue", "Task", "call_site", "in_backward"]
+__all__ = [
+    "LOSES_WORKS",
+    "Answer",
+    "Joined",
+    "Queue",
+    "Task",
+    "call_site",
+    "called_by_torch",
+    "in_backward",
+    "native",
+]
 
 # Its types change from version to version of torch.
 _Base: Any = dist.distributed_c10d.Work
 _OURS = os.path.dirname(os.path.abspath(call_module.__file__)) + os.sep
 #: Returns -1 but while a backward pass calls.
 in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+# Before torch 2.7 C++ does not keep the Python part of a work that it is given, as by DDP's first
+# broadcast, and waits for ever once that is gone (pull request 146376 of pytorch).
+LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # tuples are understood
 _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -67,6 +81,7 @@ class Task(Work[Any]):
             future.set_exception(self._error)
 
 
+@untraced
 class Answer(_Base):  # type: ignore[misc]
     """A call of torch.distributed's: over, or in the background.
 
@@ -142,20 +157,28 @@ class Answer(_Base):  # type: ignore[misc]
         devices: list[Any] = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
         if isinstance(self._work, Task):
             future = self._work.future(devices)
-            # DDP's reducer takes the value for tensors and crashes on an exception, which is
-            # what set_exception() leaves to C++. What a callback raises is an error there, too.
-            return future if in_backward() == -1 else future.then(lambda done: done.value())
+            return future if in_backward() == -1 else _checked(future)
         if self._future is None:
-            future = torch.futures.Future(devices=devices)
-            try:
-                self.wait()
-                future.set_result(self._tensors)
-            except Exception as error:
-                future.set_exception(error)
-            self._future = future
+            self._future = self._over(devices)
         return self._future
 
+    def _over(self, devices: list[Any]) -> torch.futures.Future[Any]:
+        """Return a future that is over."""
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        if in_backward() != -1 and self._tensors and not devices:
+            # What set_result() leaves to C++ is an object of Python's, of which DDP's hooks in
+            # C++ do not know that it is a list of tensors.
+            return cast("torch.futures.Future[Any]", torch._C.fork(lambda: self._tensors))
+        future.set_result(self._tensors)
+        return future
 
+
+@untraced
 class Joined(Answer):
     """Several calls as one.
 
@@ -243,3 +266,25 @@ def call_site() -> str:
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def called_by_torch() -> bool:
+    """Tell whether the asker's file was entered from torch.distributed's Python, and not by C++."""
+    frame = sys._getframe(1)
+    entered = frame.f_code.co_filename
+    while frame.f_code.co_filename == entered and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals is vars(dist.distributed_c10d)
+
+
+def native(answer: Answer) -> Any:
+    """Return an answer as a work of C++'s own, with a result or a RuntimeError and nothing else."""
+    make: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+    future = answer.get_future()
+    return make(future if answer._work is None else _checked(future))
+
+
+def _checked(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    # DDP's reducer takes the value for tensors and crashes on an exception, which is what
+    # set_exception() leaves to C++. What a callback raises is an error there, too.
+    return future.then(lambda done: done.value())

@@ -30,6 +30,7 @@ __all__ = [
     "gather",
     "operator_of",
     "recv",
+    "recv_own",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -61,7 +62,7 @@ def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     """
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.factor
+        factor = op.__getstate__()[1]  # op.factor is of newer versions
         if isinstance(factor, Tensor):
             if factor.numel() != 1:
                 raise UnsupportedError(
@@ -326,4 +327,11 @@ def recv(
     """Receive a tensor of this size from rank ``src``, or from anybody."""
     target = _Target(tensor)
     comm.recv(target.flat, src, tag=tag, status=status)
+    target.finish()
+
+
+def recv_own(comm: Communicator, sent: Tensor, tensor: Tensor) -> None:
+    """Give a tensor what this rank has sent to itself, which is to have its size and type."""
+    target = _Target(tensor)
+    comm.sendrecv(_flat(sent), comm.rank, comm.rank, out=target.flat)
     target.finish()

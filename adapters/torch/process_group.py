@@ -6,7 +6,7 @@ torch's own front, from ``dist.all_reduce`` to DDP's reducer in C++, calls the m
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from collective.adapters.torch import group_calls
-from collective.adapters.torch.futures import Answer, Joined, Queue, in_backward
+from collective.adapters.torch.futures import (
+    LOSES_WORKS,
+    Answer,
+    Joined,
+    Queue,
+    called_by_torch,
+    in_backward,
+    native,
+)
 from collective.adapters.torch.group_arguments import (
     listed,
     op_of,
@@ -23,22 +31,23 @@ from collective.adapters.torch.group_arguments import (
     root_of,
     seconds_of,
 )
+from collective.adapters.torch.group_messages import Messages
+from collective.adapters.torch.refusing import register
 from collective.adapters.torch.staged import Staging
-from collective.backend import ANY_SOURCE
+from collective.adapters.torch.untraced import untraced
 from collective.communicator import Communicator
-from collective.errors import UnsupportedError
-from collective.point_to_point import Status
+from collective.errors import CollectiveTimeoutError, UnsupportedError
 
 __all__ = ["ProcessGroup"]
 
 Tensor = torch.Tensor
 # Its types change from version to version of torch, and some are wrong.
 _Base: Any = dist.ProcessGroup
-# Queues of messages that are kept; each may have a thread for some seconds.
-_QUEUES = 64
 _AT_ONCE_S = 1e-3
+_SHUTS_DOWN = hasattr(_Base, "shutdown")
 
 
+@untraced
 class ProcessGroup(_Base):  # type: ignore[misc]
     """The ranks of a communicator as a group of torch.distributed.
 
@@ -64,10 +73,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._names = {"name": "", "description": "undefined"}
         self._store = store
         self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout)
-        self._messages: dict[tuple[str, int, int], Queue] = {}
-        self._messages_guard = threading.Lock()
+        self._messages = Messages(comm)
         self._staging = Staging(comm)
         self._together: list[Answer] | None = None
+        self._refusing = register(self, comm.rank, comm.size)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.comm!r}>"
@@ -111,6 +120,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _noted(self, answer: Answer) -> Answer:
         if self._together is not None:
             self._together.append(answer)
+        if LOSES_WORKS and not called_by_torch():
+            lasting: Answer = native(answer)
+            return lasting
         return answer
 
     def _enqueue(
@@ -134,35 +146,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._queue.run(what, beside)
         return Answer(tensors, event=events[0] if asynchronous else None)
 
-    def _post(
-        self,
-        direction: str,
-        peer: int,
-        tag: int,
-        tensor: Tensor,
-        run: Callable[[], Any],
-        **told: Any,
-    ) -> Answer:
-        """Start a message in its turn among those of its direction, peer and tag."""
-        with self._messages_guard:
-            key = direction, peer, tag
-            queue = self._messages.get(key)
-            if queue is None:
-                if len(self._messages) >= _QUEUES:  # a program may never use a tag twice
-                    for idle in [k for k, kept in self._messages.items() if kept.idle]:
-                        del self._messages[idle]
-                name = f"collective-torch-{direction}-{peer}-{tag}"
-                queue = self._messages[key] = Queue(name, self.comm.timeout)
-            work = queue.start(f"{direction}(tag={tag})", run, [tensor])
-        return self._noted(Answer([tensor], work, **told))
-
     # -- reductions -----------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         (tensor,), op, opts = listed(tensors), op_of(opts), options_of(opts, timeout)
         # DDP's buckets, and what its hooks reduce: on shared memory it is over before a thread
         # would have woken up, and an error comes out of backward() as it is.
-        now = self._staging.symmetric and in_backward() != -1
+        # So are those of DDP's hook in C++ for float16, which takes no future of Python's.
+        now = in_backward() != -1 and (
+            self._staging.symmetric or (tensor.dtype is torch.float16 and not called_by_torch())
+        )
         return self._start(
             "all_reduce", self._staging.all_reduce, tensor, op, tensors=[tensor], opts=opts, now=now
         )
@@ -297,32 +290,25 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Wait for all ranks; the error names those that did not come, all of them always."""
         # torch lets a caller have no time at all: who is not here is too late.
         seconds = None if timeout is None else max(timeout.total_seconds(), _AT_ONCE_S)
-        self._queue.run("barrier", lambda: self.comm.barrier(timeout=seconds))
+        try:
+            self._queue.run("barrier", lambda: self.comm.barrier(timeout=seconds))
+        except CollectiveTimeoutError as error:
+            who = f"Rank {self.comm.rank} timed out in monitoredBarrier"  # as Gloo has it
+            raise CollectiveTimeoutError(f"{who}: {error}", error.ranks) from error
 
     # -- messages -----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Answer:
-        (tensor,), comm = listed(tensors), self.comm
-        if tensor.is_cuda:
-            return Answer([tensor], comm.send(tensor, dst, tag=tag, async_op=True))
-        run = group_calls.send
-        return self._post("send", dst, tag, tensor, lambda: run(comm, tensor, dst, tag))
+        (tensor,) = listed(tensors)
+        return self._noted(self._messages.send(tensor, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Answer:
-        (tensor,), comm = listed(tensors), self.comm
-        if tensor.is_cuda:
-            return Answer([tensor], comm.recv(tensor, src, tag=tag, async_op=True), source=src)
-        run = group_calls.recv
-        return self._post("recv", src, tag, tensor, lambda: run(comm, tensor, src, tag), source=src)
+        (tensor,) = listed(tensors)
+        return self._noted(self._messages.recv(tensor, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Answer:
-        (tensor,), comm, status = listed(tensors), self.comm, Status()
-        run = group_calls.recv
-        return self._post(
-            "recv", ANY_SOURCE, tag, tensor,
-            lambda: run(comm, tensor, ANY_SOURCE, tag, status),
-            source=lambda: status.source,
-        )  # fmt: skip
+        (tensor,) = listed(tensors)
+        return self._noted(self._messages.recv_any(tensor, tag))
 
     # -- what torch asks ------------------------------------------------------------------------
 
@@ -341,6 +327,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:
         self._names["description"] = description
 
+    # The names of torch before 2.8, whose C++ knows no names of a group in Python.
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
     def name(self) -> str:
         return "collective"
 
@@ -350,6 +342,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
+        # Before 2.6 torch has no other word for a group that it destroys.
+        if not _SHUTS_DOWN and sys._getframe(1).f_code.co_name == "_shutdown_backend":
+            self.shutdown()
         return self
 
     def get_group_store(self) -> Any:
@@ -388,8 +383,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for this rank's own calls, and leave."""
-        for queue in (self._queue, *self._messages.values()):
-            queue.close()
+        self._queue.close()
+        self._messages.close()
         self._staging.drop()
         self.comm.close()
 

@@ -1,0 +1,110 @@
+"""The messages of a process group: each in its turn among those of its direction, peer and tag."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from collective.adapters.torch import group_calls
+from collective.adapters.torch.futures import Answer, Queue
+from collective.backend import ANY_SOURCE
+from collective.communicator import Communicator
+from collective.errors import CollectiveTimeoutError
+from collective.point_to_point import Status
+
+__all__ = ["Messages"]
+
+Tensor = torch.Tensor
+# Queues that are kept; each may have a thread for some seconds.
+_QUEUES = 64
+
+
+class Messages:
+    """Sends and receives in the background.
+
+    A rank may send to itself, as programs do that treat all ranks alike: no transport carries
+    that, so a copy is kept until it is received.
+
+    Args:
+        comm: the group's ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._queues: dict[tuple[str, int, int], Queue] = {}
+        self._guard = threading.Lock()
+        self._own: dict[int, queue.SimpleQueue[Tensor]] = {}
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Answer:
+        """Start to send a tensor to rank ``dst``."""
+        comm = self._comm
+        if tensor.is_cuda:
+            return Answer([tensor], comm.send(tensor, dst, tag=tag, async_op=True))
+        if dst == comm.rank:
+            self._own_of(tag).put(tensor.detach().clone())
+            return Answer([tensor])
+        run = partial(group_calls.send, comm, tensor, dst, tag)
+        return self._start("send", dst, tag, tensor, run)
+
+    def recv(self, tensor: Tensor, src: int, tag: int) -> Answer:
+        """Start to receive a tensor from rank ``src``."""
+        comm = self._comm
+        if tensor.is_cuda:
+            return Answer([tensor], comm.recv(tensor, src, tag=tag, async_op=True), source=src)
+        run = partial(group_calls.recv, comm, tensor, src, tag)
+        if src == comm.rank:
+            run = partial(self._recv_own, tensor, tag)
+        return self._start("recv", src, tag, tensor, run, source=src)
+
+    def recv_any(self, tensor: Tensor, tag: int) -> Answer:
+        """Start to receive a tensor from another rank, whoever sends first."""
+        status = Status()
+        run = partial(group_calls.recv, self._comm, tensor, ANY_SOURCE, tag, status)
+        return self._start("recv", ANY_SOURCE, tag, tensor, run, source=lambda: status.source)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        for each in self._queues.values():
+            each.close()
+
+    def _start(
+        self,
+        direction: str,
+        peer: int,
+        tag: int,
+        tensor: Tensor,
+        run: Callable[[], Any],
+        **source: Any,
+    ) -> Answer:
+        with self._guard:
+            key = direction, peer, tag
+            turns = self._queues.get(key)
+            if turns is None:
+                if len(self._queues) >= _QUEUES:  # a program may never use a tag twice
+                    for idle in [k for k, kept in self._queues.items() if kept.idle]:
+                        del self._queues[idle]
+                name = f"collective-torch-{direction}-{peer}-{tag}"
+                turns = self._queues[key] = Queue(name, self._comm.timeout)
+            work = turns.start(f"{direction}(tag={tag})", run, [tensor])
+        return Answer([tensor], work, **source)
+
+    def _own_of(self, tag: int) -> queue.SimpleQueue[Tensor]:
+        return self._own.setdefault(tag, queue.SimpleQueue())
+
+    def _recv_own(self, tensor: Tensor, tag: int) -> None:
+        comm = self._comm
+        try:
+            sent = self._own_of(tag).get(timeout=comm.timeout)
+        except queue.Empty:
+            raise CollectiveTimeoutError(
+                f"recv(tag={tag}): timed out: waited {comm.timeout:g} s for a message of this rank "
+                f"to itself [rank {comm.rank} of {comm.size}]. Start isend to rank {comm.rank} "
+                "with this tag before waiting.",
+                (comm.rank,),
+            ) from None
+        group_calls.recv_own(comm, sent, tensor)
