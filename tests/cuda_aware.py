@@ -77,8 +77,8 @@ class Watched(CudaAwareMpi):
         os.environ.update(environment(delay_us=0))
         return super().connect(world, timeout)
 
-    def __init__(self, module: Any, comm: Any, channel: Any) -> None:
-        super().__init__(module, comm, channel)
+    def __init__(self, module: Any, comm: Any, channel: Any, unlike: Any) -> None:
+        super().__init__(module, comm, channel, unlike)
         self._comm = self._messages._comm = _Spy(module, comm)
         self._all_reduce = self._comm.Allreduce
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,14 @@ import pytest
 pytest.importorskip("rich")
 
 from collective.cli.main import main
+from collective.dtypes import BY_NAME
 from collective.parity import double_double, oracle
 from collective.parity.bounds import bound, ulp, unit_roundoff
 from collective.parity.cases import DTYPES, OPERATIONS, OPS, REDUCTIONS, SHAPES, Case, Leaf, reduces
 from collective.parity.frameworks import framework, unavailable
 from collective.parity.runner import Outcome, Plan, run
 from collective.parity.transports import survey
+from tests.test_reduction import NAN, extreme
 
 
 def fractions(x: Any, dtype: str) -> list[Fraction]:
@@ -63,17 +68,34 @@ def test_complex_products_of_the_oracle(dtype: str) -> None:
             assert abs(found - exact) < Fraction(1, 2**90)
 
 
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bool" and reduces("band", d)])
 @pytest.mark.parametrize("op", ["sum", "prod"])
-def test_integers_do_not_overflow(op: str) -> None:
-    for dtype in (d for d in DTYPES if np.dtype("bool").name != d and reduces("band", d)):
-        for size in (2, 5):
-            case = Case("all_reduce", Leaf((200,), dtype), op)
-            inputs = [oracle.inputs(case, rank, size, 0).tolist() for rank in range(size)]
-            (reference,) = oracle.references(case, 0, size, 0) or []
-            assert reference.bits is not None
-            for index, found in enumerate(reference.bits.tolist()):
-                terms = [x[index] for x in inputs]
-                assert found == (sum(terms) if op == "sum" else int(np.prod(terms, dtype=object)))
+def test_integers_wrap(op: str, dtype: str) -> None:
+    case = Case("all_reduce", Leaf((200,), dtype), op)
+    inputs = [oracle.inputs(case, rank, 3, 0).tolist() for rank in range(3)]
+    (reference,) = oracle.references(case, 0, 3, 0) or []
+    assert reference.bits is not None
+    exact = [sum(terms) if op == "sum" else math.prod(terms) for terms in zip(*inputs)]
+    low, values = int(np.iinfo(dtype).min), 1 << (8 * np.dtype(dtype).itemsize)
+    assert reference.bits.tolist() == [(each - low) % values + low for each in exact]
+    assert reference.bits.tolist() != exact
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_extremes_of_zeros_and_nan(op: str, dtype: str) -> None:
+    case = Case("all_reduce", Leaf((500,), dtype), op)
+    unsigned = f"u{BY_NAME[dtype].itemsize}"
+    inputs = [oracle.inputs(case, rank, 3, 0).view(unsigned).tolist() for rank in range(3)]
+    (reference,) = oracle.references(case, 0, 3, 0) or []
+    assert reference.bits is not None
+    two = functools.partial(extreme, op, dtype)
+    expected = [functools.reduce(two, each) for each in zip(*inputs)]
+    assert reference.bits.view(unsigned).tolist() == expected
+    minus_zero = 1 << (8 * BY_NAME[dtype].itemsize - 1)
+    assert {0, minus_zero, NAN[dtype]} <= set(expected)
+    on_a_gpu = dataclasses.replace(case, frameworks=("numpy", "cuda"))
+    assert np.isfinite(oracle.decoded(oracle.inputs(on_a_gpu, 0, 3, 0), dtype)).all()
 
 
 def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> None:
@@ -146,7 +168,7 @@ def test_arrays_of_every_framework_are_made_and_read_back() -> None:
             continue
         for dtype in sorted(kind.dtypes()):
             for shape, steps in SHAPES.values():
-                stored = oracle.values(dtype, shape, 0, 2, "", (1,))
+                stored = oracle.values(dtype, shape, 0, "", (1,))
                 x = lay_out(kind, stored, dtype, steps)
                 assert kind.owns(x)
                 assert (kind.dtype_of(x), tuple(x.shape)) == (dtype, shape)

@@ -28,6 +28,8 @@ class Fault(NamedTuple):
     size: int = 3
     operations: tuple[str, ...] = OPERATIONS
     timeout: float = TIMEOUT_S
+    ops: tuple[str, ...] = ("sum", "avg", "user")
+    dtypes: tuple[str, ...] = ("float32",)
 
 
 FAULTS = [
@@ -39,6 +41,11 @@ FAULTS = [
     Fault(broken.SwappedTags, "messages", "another tag"),
     Fault(broken.DroppedRank, "all_reduce", "elements are wrong"),
     Fault(broken.WrongDtype, "reduce", "elements are wrong"),
+    Fault(
+        broken.Saturating, "all_reduce", "all_reduce(sum)", ops=("sum", "min"),
+        dtypes=("float32", "int16"),
+    ),
+    Fault(broken.Platform, "all_reduce", "all_reduce(min)", ops=("sum", "min")),
     Fault(
         broken.Hanging, "barrier", "RankHungError", 2, ("all_reduce", "barrier", "messages"), 1.5
     ),
@@ -65,13 +72,15 @@ def outcomes(
     size: int,
     operations: tuple[str, ...] = OPERATIONS,
     timeout: float = TIMEOUT_S,
+    ops: tuple[str, ...] = ("sum", "avg", "user", "min"),
+    dtypes: tuple[str, ...] = ("float32", "int16"),
 ) -> list[Outcome]:
     plan = Plan(
         transports=survey([f"{kind.__module__}:{kind.__name__}"]),
         frameworks=["numpy"],
         operations=operations,
-        ops=["sum", "avg", "user"],
-        dtypes=["float32"],
+        ops=ops,
+        dtypes=dtypes,
         shapes=["odd", "large"],
         sizes=[size],
         timeout=timeout,
@@ -98,7 +107,9 @@ def test_every_broken_transport_is_here() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
-    found = outcomes(fault.kind, fault.size, fault.operations, fault.timeout)
+    found = outcomes(
+        fault.kind, fault.size, fault.operations, fault.timeout, fault.ops, fault.dtypes
+    )
     failed = [each for each in found if each.status == "failed"]
     assert fault.operation in {each.case.operation for each in failed}
     texts = [each.text for each in failed if each.case.operation == fault.operation]

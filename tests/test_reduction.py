@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -35,6 +36,16 @@ def scaled(scale: reduction.Scale | None, x: Array) -> Array:
     in_place = x.copy()
     scale(in_place, in_place)
     np.testing.assert_array_equal(in_place, out, "differs in place")
+    return out
+
+
+def scaled_bits(scale: reduction.Scale | None, x: Array) -> Array:
+    """As :func:`scaled`, of values of which some do not equal themselves."""
+    assert scale is not None
+    out, in_place = np.empty_like(x), x.copy()
+    scale(x, out)
+    scale(in_place, in_place)
+    assert in_place.tobytes() == out.tobytes(), "differs in place"
     return out
 
 
@@ -79,6 +90,78 @@ def test_fold(
     reduction.fold(as_op(name), BY_NAME[dtype])(left, right, out=target)
     np.testing.assert_array_equal(target, np.array(expected, dtype))
     assert target.dtype == np.dtype(dtype)
+
+
+# -- minimum and maximum of floats --------------------------------------------------
+
+# Each dtype's bits: infinity, and the one NaN that comes of any.
+INFINITY = {
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float32": 0x7F80_0000,
+    "float64": 0x7FF0_0000_0000_0000,
+}
+NAN = {
+    "float16": 0x7E00,
+    "bfloat16": 0x7FC0,
+    "float32": 0x7FC0_0000,
+    "float64": 0x7FF8_0000_0000_0000,
+}
+
+
+def special(dtype: str) -> list[int]:
+    """Return zeros, infinities, numbers at both ends, and NaN, quiet and signalling; as bits."""
+    infinity = INFINITY[dtype]
+    quiet = NAN[dtype]
+    sizes = [0, 1, infinity - 1, infinity, infinity + 1, quiet, quiet + 7, 2 * infinity // 3]
+    sign = 1 << (8 * BY_NAME[dtype].itemsize - 1)
+    return sizes + [bits + sign for bits in sizes]
+
+
+def extreme(name: str, dtype: str, a: int, b: int) -> int:
+    """Return IEEE 754-2019's minimum or maximum of two numbers; as bits."""
+    sign = 1 << (8 * BY_NAME[dtype].itemsize - 1)
+    if max(a % sign, b % sign) > INFINITY[dtype]:
+        return NAN[dtype]
+    choose = min if name == "min" else max
+    # Bits of numbers are ordered as their sizes are, and -0 comes before +0.
+    return choose(a, b, key=lambda bits: bits if bits < sign else sign - 1 - bits)
+
+
+@pytest.mark.parametrize("count", [1, 900, 100_000])
+@pytest.mark.parametrize("out", ["new", "left", "right"])
+@pytest.mark.parametrize("dtype", INFINITY)
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_extremes_are_those_of_ieee_754_with_one_nan(
+    name: str, dtype: str, out: str, count: int
+) -> None:
+    """All pairs of special values: the shortest and the longest way through the arithmetic."""
+    kind = BY_NAME[dtype]
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    pairs = list(itertools.product(special(dtype), repeat=2))
+    a, b = (np.array(side, unsigned).view(kind.storage) for side in zip(*pairs, strict=True))
+    expected = np.array([extreme(name, dtype, *pair) for pair in pairs], unsigned)
+    repeats = -(-count // len(pairs))
+    a, b, expected = (np.tile(array, repeats) for array in (a, b, expected))
+    found = np.empty_like(expected)
+    with np.errstate(all="raise"):
+        for start in range(0, a.size, count):
+            left, right = a[start : start + count].copy(), b[start : start + count].copy()
+            target = {"new": np.empty_like(left), "left": left, "right": right}[out]
+            reduction.fold(as_op(name), kind)(left, right, out=target)
+            found[start : start + count] = target.view(unsigned)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", INFINITY)
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_the_extreme_of_a_single_rank_has_the_one_nan_too(name: str, dtype: str) -> None:
+    kind = BY_NAME[dtype]
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    given = np.array(special(dtype), unsigned)
+    result = scaled_bits(reduction.post(as_op(name), kind, 1), given.view(kind.storage))
+    expected = [extreme(name, dtype, bits, bits) for bits in special(dtype)]
+    np.testing.assert_array_equal(result.view(unsigned), np.array(expected, unsigned))
 
 
 # -- what has a meaning -------------------------------------------------------------

@@ -107,7 +107,7 @@ class CudaAwareMpi(MpiBackend):
     capabilities = replace(MpiBackend.capabilities, devices=frozenset({"cpu", "cuda"}))
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
-        if native_op(self._mpi, op, dtype) is None:
+        if native_op(self._mpi, op, dtype, self.unlike) is None:
             return False
         # Of floats MPI may fold in any order.
         if (ordered or what == "scan") and dtype.kind not in "biu":

@@ -16,7 +16,7 @@ import numpy as np
 
 from collective import reduction
 
-from .datatypes import native_op, type_of
+from .datatypes import Deviations, native_op, type_of
 
 if TYPE_CHECKING:
     from collective.buffer import Buffer
@@ -161,8 +161,10 @@ class Fold:
 
     __slots__ = ("function", "op", "post", "pre", "storage", "type")
 
-    def __init__(self, module: Any, op: ReduceOp, dtype: DType, size: int) -> None:
-        native = native_op(module, op, dtype)
+    def __init__(
+        self, module: Any, op: ReduceOp, dtype: DType, size: int, unlike: Deviations
+    ) -> None:
+        native = native_op(module, op, dtype, unlike)
         self.storage = dtype.storage
         self.pre = reduction.pre(op, dtype, size)
         self.post = reduction.post(op, dtype, size)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.backend import Failure
 from collective.call import in_thread
-from collective.errors import CollectiveError
 
 from . import folds
 from .arrival import BLOCKING, BY_MESSAGES, POLLED
 from .carrying import Carrying, left, mapped, now, pause, spec
+from .datatypes import Deviations
 from .errors import explained
 from .folds import Fold, slot
 
@@ -50,12 +48,10 @@ class _Plan:
 
     __slots__ = ("by_messages", "fold", "of", "plain")
 
-    def __init__(
-        self, module: Any, op: ReduceOp, src: Buffer, ordered: bool, size: int, most: int
-    ) -> None:
+    def __init__(self, op: ReduceOp, src: Buffer, ordered: bool, fold: Fold, most: int) -> None:
         dtype = src.dtype
         self.of = op, src.count, dtype, ordered
-        self.fold = fold = Fold(module, op, dtype, size)
+        self.fold = fold
         # MPI leaves open in which order it folds. Of integers every order gives the same.
         exact = dtype.kind in "biu" and op.function is None
         slow = dtype.kind == "f" and dtype.itemsize == 2 and src.nbytes >= _SLOW_FOLD_BYTES
@@ -64,10 +60,15 @@ class _Plan:
 
 
 class Reductions(Carrying):
-    """The folding part of the transport."""
+    """The folding part of the transport.
 
-    def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
+    Attributes:
+        unlike: integers and operators that MPI is not left to fold, the same on all ranks.
+    """
+
+    def __init__(self, module: Any, comm: Any, channel: Channel, unlike: Deviations) -> None:
         super().__init__(module, comm, channel)
+        self.unlike = unlike
         self._all_reduce = comm.Allreduce
         self._plans: dict[Call, _Plan] = {}
 
@@ -77,7 +78,8 @@ class Reductions(Carrying):
             return plan
         if len(self._plans) >= _KEPT:
             self._plans.clear()
-        plan = self._plans[call] = _Plan(self._mpi, op, src, ordered, self.size, self._most)
+        fold = Fold(self._mpi, op, src.dtype, self.size, self.unlike)
+        plan = self._plans[call] = _Plan(op, src, ordered, fold, self._most)
         return plan
 
     def _reduction(
@@ -104,14 +106,8 @@ class Reductions(Carrying):
         if fold.type is not None:
             self._move(how, call, end, name, *specify(fold.type))
             return
-
-        try:
-            with slot(fold, lambda: pause(self.channel, call, end)) as mine:
-                self._move(how, call, end, name, *specify(mine.types[fold.storage.itemsize]))
-        except CollectiveError:
-            # Of the function. The other ranks may not have come across it.
-            self.abort(Failure("failed", self.rank, traceback.format_exc()))
-            raise
+        with slot(fold, lambda: pause(self.channel, call, end)) as mine:
+            self._move(how, call, end, name, *specify(mine.types[fold.storage.itemsize]))
 
     # -- operations -----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from collective.errors import BackendUnavailableError, MismatchError, Rendezvous
 
 from . import library
 from .carrying import left, mapped, now, pause
+from .datatypes import Deviations, deviations, of_flags
 from .errors import explained
 from .folds import making, prepare
 from .messages import Messages
@@ -31,6 +32,7 @@ from .watchdog import watch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from collective.backends.channel import Wait
     from collective.call import Call
     from collective.world import World
 
@@ -55,9 +57,9 @@ class MpiBackend(Moves, Reductions):
         detects_lost_peers=True,
     )
 
-    def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
+    def __init__(self, module: Any, comm: Any, channel: Channel, unlike: Deviations) -> None:
         comm.Set_errhandler(module.ERRORS_RETURN)
-        super().__init__(module, comm, channel)
+        super().__init__(module, comm, channel, unlike)
         self._messages = Messages(module, comm, channel)
         self._closed = False
         watch(self._blocking)
@@ -90,7 +92,10 @@ class MpiBackend(Moves, Reductions):
             with making(lambda: pause(channel, "connect", end)):
                 comm, request = given.Idup()
                 settle([request], lambda: channel.wait("connect", left(end)))
-                made: Self = _suited(cls)(module, comm, channel)
+                unlike = _deviations(
+                    module, comm, deviations(module), lambda: channel.wait("connect", left(end))
+                )
+                made: Self = _suited(cls)(module, comm, channel, unlike)
                 return made
         except module.Exception as error:
             known = explained(module, channel, "connect", error)
@@ -129,7 +134,7 @@ class MpiBackend(Moves, Reductions):
                 self._blocking.running = None
                 members.Free()
                 mine.Free()
-            return type(self)(self._mpi, comm, channel)
+            return type(self)(self._mpi, comm, channel, self.unlike)
 
     def _meet(self, ranks: Sequence[int], name: str, timeout: float) -> None:
         """Return when all members have come, and mean the same group."""
@@ -163,6 +168,14 @@ class MpiBackend(Moves, Reductions):
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
         self._messages.sendrecv(src, to, dst, source, tag, timeout)
+
+
+def _deviations(module: Any, comm: Any, mine: Array, make_wait: Callable[[], Wait]) -> Deviations:
+    """Return what MPI folds otherwise than NumPy on any rank: all fold in the same way."""
+    every = np.empty_like(mine)
+    kind = module.BYTE
+    settle([comm.Iallreduce([mine, kind], [every, kind], module.BOR)], make_wait)
+    return of_flags(every)
 
 
 def _suited(cls: Any) -> Any:

@@ -5,7 +5,7 @@ there. What is moved is moved as bytes. Reductions are NCCL's own where it has t
 the type; ``supports()`` says which those are, and the communicator takes the others through
 host memory. Two things differ from what CPUs do: folds are in NCCL's order, never in rank
 order; and ``min`` and ``max`` of floats may lose NaN, since NCCL folds them with fminf and
-fmaxf and their like, which return the operand that is a number, where NumPy returns NaN.
+fmaxf and their like, which return the operand that is a number (``docs/nccl.md``).
 """
 
 from __future__ import annotations

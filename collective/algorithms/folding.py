@@ -22,7 +22,7 @@ class Folding:
     Args:
         op: the operator.
         dtype: the element type.
-        size: the number of ranks.
+        size: the number of ranks that are folded.
     """
 
     __slots__ = ("_fold", "_post", "_pre")

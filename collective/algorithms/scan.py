@@ -28,7 +28,7 @@ def scan(backend: Backend, src: Buffer, dst: Buffer, op: ReduceOp, timeout: floa
     log2(size) times, and fold in another order.
     """
     messages = Messages(backend, timeout)
-    folding = Folding(op, src.dtype, messages.size)
+    folding = Folding(op, src.dtype, messages.rank + 1)
     if costs.whole_pays(src.nbytes):
         values = folds.collected(messages, folding, src)[: messages.rank + 1]
         folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)

@@ -1,8 +1,9 @@
 """What every rank contributes, and what has to come out, worked out with NumPy alone.
 
 Any rank can work out all ranks' arrays. Floating numbers have all the bits of their dtype and
-differ in magnitude and sign, so that folds round; integers fill their type but for the room that
-a fold of all ranks needs, so that nothing overflows and a result is right or wrong.
+differ in magnitude and sign, so that folds round; among those of which the least or the greatest
+is sought are zeros of both signs and NaN. Integers fill their type, so that sums and products
+wrap: a result is right or wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collective.dtypes import BY_NAME
 from collective.parity import double_double as dd
 from collective.parity.bounds import ROUNDED, bound
 from collective.parity.cases import REDUCTIONS, Case, Leaf
+from collective.parity.frameworks import framework
 
-__all__ = ["Reference", "decoded", "factor", "inputs", "references", "values"]
+__all__ = ["Reference", "decoded", "factor", "inputs", "references", "special", "values"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,6 +32,13 @@ _KEPT = 24
 # So many numbers are drawn, and repeated in larger arrays; no chunk that a transport cuts is a
 # multiple of it.
 _PERIOD = 8191
+# The bits of a floating number's size where it is infinite, and of the NaN that results have.
+_INFINITY_AND_NAN = {
+    "float16": (0x7C00, 0x7E00),
+    "bfloat16": (0x7F80, 0x7FC0),
+    "float32": (0x7F80_0000, 0x7FC0_0000),
+    "float64": (0x7FF0_0000_0000_0000, 0x7FF8_0000_0000_0000),
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +74,29 @@ def factor(rank: int) -> float:
 
 def inputs(case: Case, rank: int, size: int, turn: int) -> Any:
     """Return what ``rank`` passes in, as stored; nested as the case says."""
-    op = case.op if case.operation in REDUCTIONS else ""
+    op = _drawn_for(case)
     found = [
-        values(leaf.dtype, _shape(case, leaf, rank), rank, size, op, (case.seed, turn, number))
+        values(leaf.dtype, _shape(case, leaf, rank), rank, op, (case.seed, turn, number))
         for number, leaf in enumerate(tree.flatten(case.data))
     ]
     return tree.rebuild(case.data, iter(found))
+
+
+def special(case: Case) -> bool:
+    """Tell whether there are zeros with signs, infinities and NaN among the numbers.
+
+    Not for the memory of GPUs: what becomes of them there is left to NCCL.
+    """
+    if case.operation not in REDUCTIONS or case.op not in ("min", "max"):
+        return False
+    floating = any(leaf.dtype in _INFINITY_AND_NAN for leaf in tree.flatten(case.data))
+    return floating and not any(framework(name).on_gpu for name in case.frameworks)
+
+
+def _drawn_for(case: Case) -> str:
+    """Return the operator that the numbers are drawn for; empty if they could be any."""
+    extreme = case.op in ("min", "max")
+    return case.op if case.operation in REDUCTIONS and (special(case) or not extreme) else ""
 
 
 def _shape(case: Case, leaf: Leaf, rank: int) -> tuple[int, ...]:
@@ -82,10 +108,8 @@ def _shape(case: Case, leaf: Leaf, rank: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(_KEPT)
-def values(
-    dtype: str, shape: tuple[int, ...], rank: int, size: int, op: str, seed: tuple[int, ...]
-) -> Array:
-    """Return numbers for ``rank`` of ``size``, in the storage of ``dtype``; not to be changed.
+def values(dtype: str, shape: tuple[int, ...], rank: int, op: str, seed: tuple[int, ...]) -> Array:
+    """Return numbers for ``rank``, in the storage of ``dtype``; not to be changed.
 
     Args:
         op: what they are folded with; empty if they are only moved.
@@ -93,26 +117,24 @@ def values(
     """
     random = np.random.default_rng([rank, BY_NAME[dtype].code, *seed])
     count = math.prod(shape)
-    drawn = _drawn(random, dtype, min(count, _PERIOD), size, op)
+    drawn = _drawn(random, dtype, min(count, _PERIOD), op)
     found = np.resize(drawn, shape) if count > _PERIOD else drawn.reshape(shape)
     found.flags.writeable = False
     return found
 
 
-def _drawn(random: np.random.Generator, dtype: str, count: int, size: int, op: str) -> Array:
+def _drawn(random: np.random.Generator, dtype: str, count: int, op: str) -> Array:
     kind = BY_NAME[dtype]
     if kind.kind == "b":
         return random.integers(0, 2, count).astype(np.bool_)
     if dtype.startswith("float8"):
         return random.integers(0, 0x78, count).astype(np.uint8)  # no NaN among them
     if kind.kind in "iu":
-        return _integers(random, kind.storage, count, size, op)
+        return _integers(random, kind.storage, count, op)
     if kind.kind == "c":
         return _floats(random, 2 * count, op).view(np.complex128).astype(kind.storage)
-    numbers = _floats(random, count, op)
-    if dtype == "bfloat16":  # the upper half of a float32
-        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return numbers.astype(kind.storage)
+    found = encoded(_floats(random, count, op), dtype)
+    return _with_special(random, found, dtype) if op in ("min", "max") else found
 
 
 def _floats(random: np.random.Generator, count: int, op: str) -> Array:
@@ -124,22 +146,21 @@ def _floats(random: np.random.Generator, count: int, op: str) -> Array:
     return np.asarray(numbers * 2.0**spread)
 
 
-def _integers(
-    random: np.random.Generator, dtype: np.dtype[Any], count: int, size: int, op: str
-) -> Array:
-    limits = np.iinfo(dtype)
-    low, high = int(limits.min), int(limits.max)
-    if op == "sum":
-        low, high = -(-low // size), high // size
-    elif op == "prod":
-        high = int(high ** (1 / size))
-        while high**size > limits.max:
-            high -= 1
-        low = max(low, -high)
-    elif op in ("land", "lor"):
-        low, high = 0, 1
-    found = random.integers(low, high, count, dtype, endpoint=True)
-    return np.where(found == 0, 1, found).astype(dtype) if op == "prod" else np.asarray(found)
+def _with_special(random: np.random.Generator, found: Array, dtype: str) -> Array:
+    """Put zeros of both signs in the place of a fifth, infinities and NaN in that of a few."""
+    infinity, nan = _INFINITY_AND_NAN[dtype]
+    bits = found.view(f"u{found.itemsize}")
+    sizes = np.array([0] * 6 + [infinity, nan, nan + 5, infinity + 1], bits.dtype)
+    signs = random.integers(0, 2, found.shape).astype(bits.dtype) << (8 * found.itemsize - 1)
+    drawn = random.choice(sizes, found.shape) | signs.astype(bits.dtype)
+    return np.where(random.integers(0, 3, found.shape), bits, drawn).view(found.dtype)
+
+
+def _integers(random: np.random.Generator, dtype: np.dtype[Any], count: int, op: str) -> Array:
+    limits = (0, 1) if op in ("land", "lor") else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    found = random.integers(*limits, count, dtype, endpoint=True)
+    # Products of even numbers are 0 before long.
+    return found | dtype.type(1) if op == "prod" else found
 
 
 def decoded(stored: Array, dtype: str) -> Array:
@@ -172,14 +193,15 @@ def _reference(
     seed = (case.seed, turn, number)
     if case.operation in REDUCTIONS:
         ranks = rank + 1 if case.operation == "scan" else size
-        whole = _folded(leaf.dtype, leaf.shape, case.op, case.order, ranks, size, seed)
+        drawn = _drawn_for(case)
+        whole = _folded(leaf.dtype, leaf.shape, case.op, drawn, case.order, ranks, size, seed)
         if case.operation == "reduce_scatter":
             whole = whole if leaf.shape else whole.part(None)
             return whole.part(_piece(case, whole.shape[case.axis], rank, size))
         return whole
 
     def of(other: int) -> Array:
-        return values(leaf.dtype, _shape(case, leaf, other), other, size, "", seed)
+        return values(leaf.dtype, _shape(case, leaf, other), other, "", seed)
 
     if case.operation == "broadcast":
         found = of(root)
@@ -213,13 +235,14 @@ def _folded(
     dtype: str,
     shape: tuple[int, ...],
     op: str,
+    drawn: str,
     order: str | None,
     ranks: int,
     size: int,
     seed: tuple[int, ...],
 ) -> Reference:
     """Return the fold of the arrays of the first ``ranks`` of ``size`` ranks."""
-    arrays = [values(dtype, shape, rank, size, op, seed) for rank in range(ranks)]
+    arrays = [values(dtype, shape, rank, drawn, seed) for rank in range(ranks)]
     if op not in ROUNDED or BY_NAME[dtype].kind not in "fc":
         return Reference(shape, _exact(op, arrays, dtype))
     if order == "rank":
@@ -238,15 +261,31 @@ def _exact(op: str, arrays: Sequence[Array], dtype: str) -> Array:
         truths = [decoded(array, dtype) != 0 for array in arrays]
         together = np.all(truths, axis=0) if op == "land" else np.any(truths, axis=0)
         return encoded(np.asarray(together, np.float64), dtype)
-    if dtype == "bfloat16":
-        wide = [decoded(a, dtype) for a in arrays]
-        return encoded(functools.reduce(_FOLDS[op], wide), dtype)
+    if op in ("min", "max"):
+        if dtype in _INFINITY_AND_NAN:
+            return _extreme(op, np.stack(arrays), dtype)
+        return np.asarray(np.stack(arrays).min(0) if op == "min" else np.stack(arrays).max(0))
     return np.asarray(functools.reduce(_FOLDS[op], arrays)).astype(arrays[0].dtype)
+
+
+def _extreme(op: str, arrays: Array, dtype: str) -> Array:
+    """Return the minimum or maximum along the first axis: IEEE 754-2019, section 9.6.
+
+    -0 is less than 0, and of NaN comes the quiet NaN without sign and payload.
+    """
+    infinity, nan = _INFINITY_AND_NAN[dtype]
+    bits = arrays.view(f"u{arrays.itemsize}")
+    size = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    # Integers in the order of the numbers: -0 is -1, and 0 is 0.
+    order = np.where(size == bits, size.astype(np.int64), -1 - size.astype(np.int64))
+    chosen = order.argmin(0) if op == "min" else order.argmax(0)
+    found = np.take_along_axis(bits, chosen[np.newaxis], 0)[0]
+    found = np.where((size > infinity).any(0), bits.dtype.type(nan), found)
+    return np.asarray(found).view(arrays.dtype)
 
 
 _FOLDS: dict[str, Any] = {
     "sum": np.add, "avg": np.add, "premul_sum": np.add, "prod": np.multiply,
-    "min": np.minimum, "max": np.maximum,
     "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
 }  # fmt: skip
 

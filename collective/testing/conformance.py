@@ -14,8 +14,8 @@ from collective.testing.mpiexec_ranks import Mpiexec
 __all__ = ["Result", "all_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "order", "move", "data", "p2p", "async", "objects", "groups", "memory",
-    "agreement", "arguments", "failure",
+    "reduce", "extremes", "order", "move", "data", "p2p", "async", "objects",
+    "groups", "memory", "agreement", "arguments", "failure",
 )  # fmt: skip
 
 

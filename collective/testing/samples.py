@@ -1,7 +1,8 @@
 """Data for the checks: every rank can work out what every other rank contributes.
 
-Numbers are small multiples of a half (powers of two for products), so that every fold is
-exact in every dtype and order, and a wrong result is one that differs.
+Floating numbers are small multiples of a half (powers of two for products), and integers are
+any of their dtype, which wrap: so every fold is exact in every dtype and order, and a wrong
+result is one that differs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "LAYOUTS",
     "OPS",
     "SHAPES",
+    "assert_bits",
     "assert_close",
     "assert_same",
     "bfloat16",
@@ -28,6 +30,7 @@ __all__ = [
     "expected",
     "has",
     "laid_out",
+    "of_bits",
     "plain",
     "regions",
     "values",
@@ -88,14 +91,22 @@ def values(
     random = np.random.default_rng([rank, seed, len(shape), *shape])
     if kind == "b":
         return np.asarray(random.integers(0, 2, shape)).astype(bool)
-    if kind == "u":
-        return np.asarray(random.integers(0, 8, shape)).astype(dtype)
-    if kind == "i":
-        return np.asarray(random.integers(-4, 5, shape)).astype(dtype)
+    if kind in "iu":
+        return _integers(random, dtype, shape, op)
     numbers = _halves(random, shape, op)
     if kind == "c":
         numbers = numbers + 1j * _halves(random, shape, op)
     return bfloat16(numbers) if dtype == "bfloat16" else np.asarray(numbers).astype(dtype)
+
+
+def _integers(random: np.random.Generator, dtype: str, shape: Sequence[int], op: str) -> Array:
+    limits = np.iinfo(dtype)
+    drawn = np.asarray(random.integers(limits.min, limits.max, shape, dtype, endpoint=True))
+    if op == "prod":  # products of even numbers are 0 before long
+        drawn |= 1
+    elif op in ("land", "lor"):
+        drawn *= random.integers(0, 2, shape).astype(dtype)
+    return drawn
 
 
 def _halves(random: np.random.Generator, shape: Sequence[int], op: str) -> Array:
@@ -110,6 +121,16 @@ def bfloat16(numbers: Array) -> Any:
         return np.asarray(numbers).astype(importlib.import_module("ml_dtypes").bfloat16)
     torch = importlib.import_module("torch")
     return torch.from_numpy(np.asarray(numbers, np.float32)).to(torch.bfloat16)
+
+
+def of_bits(dtype: str, bits: Array) -> Any:
+    """Return an array of ``dtype`` that has these bits, unsigned integers of its size."""
+    if dtype != "bfloat16":
+        return bits.view(dtype).copy()
+    if has("ml_dtypes"):
+        return bits.view(importlib.import_module("ml_dtypes").bfloat16).copy()
+    torch = importlib.import_module("torch")
+    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
 
 
 def plain(x: Any) -> Array:
@@ -145,6 +166,25 @@ def assert_close(found: Any, wanted: Any, what: str, tolerance: float) -> None:
     _assert_alike(
         found, wanted, what, lambda a, b: np.isclose(a, b, rtol=tolerance, atol=tolerance)
     )
+
+
+def assert_bits(found: Any, wanted: Array, what: str) -> None:
+    """Hold that an array has the bits ``wanted``, unsigned integers of its elements' size.
+
+    Raises:
+        AssertionError: it does not; tells where first.
+    """
+    if not isinstance(found, np.ndarray):
+        torch = importlib.import_module("torch")
+        found = found.view(torch.int16).numpy()
+    bits = np.asarray(found).view(wanted.dtype)
+    wrong = np.flatnonzero(bits != wanted)
+    if wrong.size:
+        at = int(wrong[0])
+        raise AssertionError(
+            f"{what}: the bits of {wrong.size} of {bits.size} elements are wrong; first at {at}: "
+            f"{bits[at]:#x}; expected {wanted[at]:#x}"
+        )
 
 
 def _assert_alike(found: Any, wanted: Any, what: str, alike: Callable[[Array, Array], Any]) -> None:

@@ -120,6 +120,35 @@ class WrongDtype(ThreadsBackend):
         super().reduce(src, dst, op, root, ordered, call, timeout)
 
 
+class Saturating(ThreadsBackend):
+    """Adds and multiplies narrow integers as vector units can: what overflows stays at the end."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        narrow = src.dtype.kind in "iu" and src.dtype.itemsize < 4
+        if narrow and op.name in ("sum", "prod"):
+            op = ReduceOp("user", function=_saturated(op.name, src.array.dtype))
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+
+
+def _saturated(name: str, dtype: np.dtype[Any]) -> Any:
+    fold, limits = {"sum": np.add, "prod": np.multiply}[name], np.iinfo(dtype)
+    return lambda a, b: np.clip(fold(a, b, dtype=np.int64), limits.min, limits.max)
+
+
+class Platform(ThreadsBackend):
+    """Leaves zeros and NaN to NumPy, which leaves them to the processor and their order."""
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> None:
+        function = {"min": np.minimum, "max": np.maximum}.get(op.name)
+        if function is not None:
+            op = ReduceOp("user", function=function)
+        super().all_reduce(src, dst, op, ordered, call, timeout)
+
+
 class Hanging(ThreadsBackend):
     """Rank 1 never comes out of a barrier."""
 

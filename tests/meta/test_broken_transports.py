@@ -39,6 +39,13 @@ FAULTS = [
     Fault(broken.SwappedTags, "check_tags", {}, "the message with tag 7", "check_message_order"),
     Fault(broken.DroppedRank, "check_all_reduce", {"op": "sum"}, "all_reduce(sum)", "check_reduce"),
     Fault(broken.WrongDtype, "check_reduce", {"root": 0}, "of float", "check_all_gather"),
+    Fault(broken.Saturating, "check_all_reduce", {"op": "sum"}, "of int8", "check_extremes"),
+    Fault(
+        broken.Saturating, "check_all_reduce_large", {"op": "sum", "dtype": "int16"},
+        "elements are wrong", "check_scan",
+    ),
+    Fault(broken.Platform, "check_extremes", {"op": "min"}, "all_reduce(min)", "check_all_reduce"),
+    Fault(broken.Platform, "check_extremes", {"op": "max"}, "all_reduce(max)", "check_reduce"),
     Fault(broken.Hanging, "check_barrier", {"root": 0}, "RankHungError", "check_all_to_all"),
     Fault(broken.Crashing, "check_all_gather", {}, "killed by signal 9", "check_premul_sum"),
     Fault(broken.Raising, "check_scan", {}, "the cable is loose", "check_reduce_large"),
