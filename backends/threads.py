@@ -202,17 +202,27 @@ class ThreadsBackend(OneSided):
         )
 
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
-        array = self._hub.sources[rank]
-        assert array is not None
-        return Region(array[:count])
+        return Region(self._exposed(self._hub.sources, rank)[:count])
 
     def _results(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
-        array = self._hub.outputs[rank]
-        assert array is not None
-        return Region(array[:count])
+        return Region(self._exposed(self._hub.outputs, rank)[:count])
 
     def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
-        return [array for array in self._hub.outputs if array is not None]
+        return [self._exposed(self._hub.outputs, rank) for rank in range(self.size)]
+
+    def _exposed(self, arrays: Sequence[Array | None], rank: int) -> Array:
+        """Return what ``rank`` exposes in the running call.
+
+        Raises:
+            CommunicatorAbortedError: it has failed in that call, and left.
+        """
+        array = arrays[rank]
+        if array is not None:
+            return array
+        call, failure = self._hub.last[self.rank], self._hub.failure
+        if failure is not None:
+            raise failure.error(str(call), self.rank)
+        raise PeerLostError(f"{call}: {self._left((rank,))} [rank {self.rank}]", (rank,))
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self.agree(call, timeout)

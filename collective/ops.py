@@ -99,7 +99,8 @@ def user_op(function: Callable[[Array, Array], Array], *, commutative: bool = Fa
             dtype; ``a`` comes from the lower ranks. It must return an array of the
             same length, which is cast to the arrays' dtype, must not change its
             inputs, and must be associative and elementwise (an array may arrive in
-            pieces). bfloat16 arrives as float32.
+            pieces). bfloat16 arrives as float32. What it raises on one rank the call raises
+            there, and ``PeerFailedError`` on all the others; the communicator is broken then.
         commutative: say True to allow any order of the ranks, which can be faster.
 
     Raises:

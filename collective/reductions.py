@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from collective import reduction, tree
 from collective.buffer import Buffer
-from collective.call import Call
+from collective.call import Call, Disagreement
 from collective.calls import Array, Calls, View
 from collective.dtypes import DType
-from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError
+from collective.errors import (
+    CollectiveError,
+    CommunicatorAbortedError,
+    DtypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from collective.ops import ReduceOp, as_op
 from collective.output import Output
 from collective.rows import Rows, split_sizes
 from collective.streams import nearest
+from collective.work import Work
 
 __all__ = ["Reductions"]
 
 
 class _Plan:
-    """A reduction that has been validated once and is then repeated."""
+    """A reduction that has been validated once and is then repeated.
 
-    __slots__ = ("call", "native", "op", "ordered")
+    Attributes:
+        native: whether the transport reduces arrays where they are.
+        outcome: of a user's operator, the barrier after the fold; else None.
+    """
+
+    __slots__ = ("call", "native", "op", "ordered", "outcome")
 
     def __init__(self, op: ReduceOp, ordered: bool, call: Call, native: bool) -> None:
         self.op = op
         self.ordered = ordered
         self.call = call
-        self.native = native  # whether the transport reduces arrays where they are
+        self.native = native
+        self.outcome = None if op.function is None else call.at(1)
 
 
 class Reductions(Calls):
@@ -55,7 +69,9 @@ class Reductions(Calls):
                 travel together.
             op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
                 ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
-                ``collective.premul_sum`` or ``collective.user_op`` return.
+                ``collective.premul_sum`` or ``collective.user_op`` return. Integers wrap.
+                To ``min`` and ``max`` -0 is less than 0, and NaN comes of any NaN, always
+                the quiet one without sign and payload (on GPUs as NCCL has it).
             out: where the result goes, of the shape and dtype of ``x``; may be ``x``. For
                 a structure, one of the same nesting.
             order: ``"rank"`` folds ``((x0 op x1) op x2) …``, so that the result has the
@@ -72,6 +88,7 @@ class Reductions(Calls):
             MismatchError: the ranks' calls differ; nothing was written.
             CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
                 holds some, all or none of the result.
+            Exception: what a user's operator raised here; the others get PeerFailedError.
 
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
@@ -98,10 +115,11 @@ class Reductions(Calls):
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
         ends = (plan.op, plan.ordered, plan.call)
-        self._repeated.keep(again, x, out, src, dst, *ends)
+        if plan.outcome is None:
+            self._repeated.keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
-            self._collective(self._backend.all_reduce, plan.call, src, dst, *ends, seconds)
+            self._reduction(plan, self._backend.all_reduce, seconds, src, dst, *ends)
             return output.finish()
 
         return self._go("all_reduce", run, async_op, array, adapter)
@@ -155,9 +173,9 @@ class Reductions(Calls):
             dst = src if src.array is output.flat else Buffer(output.flat, dtype)
 
         def run() -> Any:
-            self._collective(
-                self._backend.reduce, plan.call, src, dst, plan.op, root, plan.ordered, plan.call,
-                seconds,
+            self._reduction(
+                plan, self._backend.reduce, seconds, src, dst, plan.op, root, plan.ordered,
+                plan.call,
             )  # fmt: skip
             return None if output is None else output.finish()
 
@@ -207,7 +225,7 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
 
         def run() -> Any:
-            self._collective(self._backend.scan, plan.call, src, dst, plan.op, plan.call, seconds)
+            self._reduction(plan, self._backend.scan, seconds, src, dst, plan.op, plan.call)
             return output.finish()
 
         return self._go("scan", run, async_op, array, adapter)
@@ -271,11 +289,11 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
         dst = Buffer(piece, dtype)
         ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
-        if plain:
+        if plain and plan.outcome is None:
             self._repeated.keep(again, x, out, src, dst, *ends)
 
         def run() -> Any:
-            self._collective(self._backend.reduce_scatter, plan.call, src, dst, *ends, seconds)
+            self._reduction(plan, self._backend.reduce_scatter, seconds, src, dst, *ends)
             rows.restore(piece, output.flat, sizes[self.rank])
             return output.finish()
 
@@ -304,6 +322,33 @@ class Reductions(Calls):
             options["counts"] = list(map(int, options["counts"]))
         call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
         return self._remember(key, _Plan(reducer, order == "rank", call, native))
+
+    def _reduction(
+        self, plan: _Plan, method: Callable[..., Any], seconds: float, *args: Any
+    ) -> None:
+        """Call ``method(*args, seconds)`` of the transport for a reduction."""
+        outcome = plan.outcome
+        if outcome is None:
+            self._collective(method, plan.call, *args, seconds)
+            return
+
+        def fold(seconds: float) -> None:
+            """Fold, and return when all ranks have: a rank whose operator raised does not come.
+
+            Otherwise the others would go on with a result that they cannot tell from a right
+            one. MPI in particular has no way to stop a reduction from within.
+            """
+            end = time.monotonic() + seconds
+            try:
+                _finish(method(*args, seconds))
+            except (Disagreement, CommunicatorAbortedError):
+                raise  # nothing has been folded, or all ranks know why
+            except CollectiveError:
+                self._half_done()  # it may be the operator's
+                raise
+            _finish(self._backend.barrier(outcome, max(0.0, end - time.monotonic())))
+
+        self._collective(fold, plan.call, seconds)
 
     def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
         able = self.capabilities
@@ -363,12 +408,12 @@ class Reductions(Calls):
                 src = Buffer.empty(count, dtype, arrays[0])
                 np.concatenate([array.ravel() for array in arrays], out=src.array)
                 dst = src if receives else None
-                ends: tuple[Any, ...] = (plan.ordered, plan.call, seconds)
+                ends: tuple[Any, ...] = (plan.ordered, plan.call)
                 if what == "reduce":
                     ends = (root, *ends)
                 elif what == "scan":
                     ends = ends[1:]
-                self._collective(method, plan.call, src, dst, plan.op, *ends)
+                self._reduction(plan, method, seconds, src, dst, plan.op, *ends)
                 if outputs is not None:
                     start = 0
                     for i, array in zip(members, arrays):
@@ -462,9 +507,9 @@ class Reductions(Calls):
                     pieces.extend(cut)
                 src = Buffer(np.concatenate(pieces), dtype)
                 dst = Buffer.empty(elements[self.rank], dtype, src.array)
-                self._collective(
-                    self._backend.reduce_scatter, plan.call, src, dst, elements, plan.op,
-                    plan.ordered, plan.call, seconds,
+                self._reduction(
+                    plan, self._backend.reduce_scatter, seconds, src, dst, elements, plan.op,
+                    plan.ordered, plan.call,
                 )  # fmt: skip
                 start = 0
                 for i in members:
@@ -477,6 +522,12 @@ class Reductions(Calls):
         return self._go(
             what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
         )
+
+
+def _finish(work: Work[Any] | None) -> None:
+    """Wait for what a transport may have left running."""
+    if work is not None:
+        work.wait()
 
 
 def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:

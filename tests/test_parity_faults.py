@@ -54,6 +54,7 @@ FAULTS = [
         ("all_reduce", "all_gather", "gather"),
     ),
     Fault(broken.Raising, "scan", "the cable is loose"),
+    Fault(broken.Swallowing, "failing", "was not told"),
     Fault(broken.Undivided, "all_reduce", "all_reduce(avg)"),
     Fault(broken.Disordered, "all_reduce", "order='rank'", 4),
     Fault(broken.Commuting, "all_reduce", "all_reduce(user)"),

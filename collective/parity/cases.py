@@ -33,7 +33,9 @@ MOVES = (
     "broadcast", "scatter", "gather", "all_gather", "all_to_all", "sendrecv", "send_recv",
 )  # fmt: skip
 #: What is not about numbers but has to be the same everywhere: :mod:`collective.parity.conduct`.
-CONDUCT = ("barrier", "messages", "reuse", "groups", "symmetric", "mismatch", "leaving")
+CONDUCT = (
+    "barrier", "messages", "reuse", "groups", "symmetric", "mismatch", "failing", "leaving",
+)  # fmt: skip
 OPERATIONS = (*REDUCTIONS, *MOVES, *CONDUCT)
 #: The calls with a root.
 ROOTED = ("reduce", "broadcast", "scatter", "gather")

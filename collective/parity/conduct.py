@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from collective.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from collective.ops import user_op
 
 __all__ = ["run"]
+
+Array = np.ndarray[Any, Any]
 
 # How late one rank comes to a barrier.
 _LATE_S = 0.03
@@ -33,7 +42,7 @@ def run(comm: Communicator, what: str) -> bool:
     """
     if comm.size > 1:
         _CONDUCT[what](comm)
-    return what != "leaving" or comm.size == 1
+    return what not in ("failing", "leaving") or comm.size == 1
 
 
 def _barrier(comm: Communicator) -> None:
@@ -139,6 +148,28 @@ def _mismatch(comm: Communicator) -> None:
     assert comm.all_reduce(np.array([1])) == comm.size, "mismatch: a wrong sum afterwards"
 
 
+def _failing(comm: Communicator) -> None:
+    """An operator that raises on one rank is an error on all of them, of the same call."""
+    last = comm.size - 1
+
+    def add(a: Array, b: Array) -> Array:
+        if comm.rank == last:
+            raise ArithmeticError("no such sum")
+        return a + b
+
+    told: Exception
+    try:
+        found = comm.scan(np.array([comm.rank]), op=user_op(add))
+    except (ArithmeticError, PeerFailedError) as error:
+        told = error
+    else:
+        raise AssertionError(
+            f"failing: rank {comm.rank} was not told of an operator that raised, and got {found}"
+        )
+    own = isinstance(told, ArithmeticError)
+    assert own == (comm.rank == last), f"failing: rank {comm.rank} got {told!r}"
+
+
 def _leaving(comm: Communicator) -> None:
     """A rank that leaves while others need it is missed, and by its name."""
     comm.barrier()
@@ -166,5 +197,6 @@ _CONDUCT: dict[str, Callable[[Communicator], None]] = {
     "groups": _groups,
     "symmetric": _symmetric,
     "mismatch": _mismatch,
+    "failing": _failing,
     "leaving": _leaving,
 }

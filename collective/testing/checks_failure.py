@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,50 +20,10 @@ from collective.errors import (
 from collective.testing import faults
 from collective.testing.checks import Case, RankFactory, check
 from collective.testing.failed import RankDiedError, RankHungError, RanksFailedError
+from collective.testing.heard import Heard, hold, listen
 from collective.testing.samples import LARGE, assert_same
 
-# The promise is two seconds; the rest is what a busy machine may add.
-_PROMISED_S = 2.0
-_NOISE_S = 1.0
-
 _Call = Callable[[Communicator, Any], Any]
-
-
-@dataclass
-class _Told:
-    """What a rank heard: the error, and how long it waited for it."""
-
-    error: CollectiveError
-    seconds: float
-
-
-def _listen(call: Callable[[], Any]) -> _Told:
-    """Repeat ``call`` until it raises one of our errors."""
-    while True:
-        since = time.monotonic()
-        try:
-            call()
-        except CollectiveError as error:
-            return _Told(error, time.monotonic() - since)
-
-
-def _hold(
-    told: Any, kind: type[CollectiveError], what: str, *words: str, rank: int | None = None
-) -> None:
-    """Hold that a rank heard an error of ``kind``, in time, that tells ``words`` and ``rank``."""
-    if not isinstance(told, _Told):
-        raise AssertionError(f"{what}: got {told!r} instead of {kind.__name__}")
-    if not isinstance(told.error, kind):
-        raise AssertionError(
-            f"{what}: heard {type(told.error).__name__} instead of {kind.__name__}: {told.error}"
-        )
-    if told.seconds > _PROMISED_S + _NOISE_S:
-        raise AssertionError(f"{what}: heard of it after {told.seconds:.1f} s; promised: 2 s")
-    for word in words:
-        if word not in str(told.error):
-            raise AssertionError(f"{what}: the error does not tell {word!r}: {told.error}")
-    if rank is not None and not re.search(rf"\branks? [\d, ]*\b{rank}\b", str(told.error)):
-        raise AssertionError(f"{what}: the error does not name rank {rank}: {told.error}")
 
 
 def _survivors(
@@ -103,11 +61,11 @@ def check_killed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     plan = [faults.kill(victim, at_call=2)]
     for rank, told in _survivors(factory, size, victim, _wait_for, call, faults=plan).items():
         what = f"rank {rank} in {call} with rank {victim}, which was killed"
-        _hold(told, PeerLostError, what, rank=victim)
+        hold(told, PeerLostError, what, rank=victim)
         assert victim in told.error.ranks, f"{what}: .ranks is {told.error.ranks}"
 
 
-def _wait_for(comm: Communicator, call: str) -> _Told:
+def _wait_for(comm: Communicator, call: str) -> Heard:
     x = np.ones(100)
     dies_in_barrier = call == "recv" and comm.rank == comm.size - 1
 
@@ -115,7 +73,7 @@ def _wait_for(comm: Communicator, call: str) -> _Told:
         comm.barrier()
         _CALLS["barrier" if dies_in_barrier else call](comm, x)
 
-    return _listen(turn)
+    return listen(turn)
 
 
 _MIDDLE: list[Case] = [{"after": after} for after in (0.002, 0.02)]
@@ -126,12 +84,12 @@ def check_killed_in_the_middle(factory: RankFactory, size: int, *, after: float)
     """A rank that dies during a large operation is PeerLostError on all others too."""
     plan = [faults.kill(0, at_call=4, after=after)]
     for rank, told in _survivors(factory, size, 0, _large_calls, faults=plan).items():
-        _hold(told, PeerLostError, f"rank {rank} in a large all_reduce", rank=0)
+        hold(told, PeerLostError, f"rank {rank} in a large all_reduce", rank=0)
 
 
-def _large_calls(comm: Communicator) -> _Told:
+def _large_calls(comm: Communicator) -> Heard:
     x = np.ones(16 * LARGE, np.float32)
-    return _listen(lambda: comm.all_reduce(x, out=x, op="max"))
+    return listen(lambda: comm.all_reduce(x, out=x, op="max"))
 
 
 @check(at_least=2, needs=_detects)
@@ -139,15 +97,15 @@ def check_left_peer(factory: RankFactory, size: int) -> None:
     """A rank that closes while others still need it is PeerLostError for them."""
     for rank, told in enumerate(factory.run(size, _left_peer, fresh=True)):
         if rank != size - 1:
-            _hold(told, PeerLostError, f"rank {rank}", rank=size - 1)
+            hold(told, PeerLostError, f"rank {rank}", rank=size - 1)
 
 
-def _left_peer(comm: Communicator) -> _Told | None:
+def _left_peer(comm: Communicator) -> Heard | None:
     if comm.rank == comm.size - 1:
         comm.barrier()
         comm.close()
         return None
-    return _listen(comm.barrier)
+    return listen(comm.barrier)
 
 
 @check()
@@ -184,16 +142,16 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
         raise AssertionError(f"rank {victim} was to raise and did not")
     for rank, told in heard.items():
         what = f"rank {rank} in {call} with rank {victim}, which raised"
-        _hold(told, PeerFailedError, what, "_Trouble", "lost the keys", rank=victim)
+        hold(told, PeerFailedError, what, "_Trouble", "lost the keys", rank=victim)
         assert told.error.rank == victim, f"{what}: .rank is {told.error.rank}"
         assert "in _failed_peer" in told.error.traceback, f"{what}: {told.error.traceback!r}"
 
 
-def _failed_peer(comm: Communicator, call: str) -> _Told:
+def _failed_peer(comm: Communicator, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         time.sleep(0.05)
         raise _Trouble("lost the keys")
-    return _listen(lambda: _CALLS[call](comm, np.ones(3)))
+    return listen(lambda: _CALLS[call](comm, np.ones(3)))
 
 
 @check(at_least=2)
@@ -201,15 +159,15 @@ def check_abort(factory: RankFactory, size: int) -> None:
     """abort() breaks the communicator for every rank, with its reason, now and later."""
     for rank, (now, later) in enumerate(factory.run(size, _abort, fresh=True)):
         for told, when in ((now, "while it waited"), (later, "afterwards")):
-            _hold(told, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
+            hold(told, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
 
 
-def _abort(comm: Communicator) -> tuple[_Told, _Told]:
+def _abort(comm: Communicator) -> tuple[Heard, Heard]:
     if comm.rank == 0:
         time.sleep(0.05)
         comm.abort("out of coffee")
     x = np.ones(4)
-    return _listen(lambda: comm.all_reduce(x)), _listen(lambda: comm.all_gather(x))
+    return listen(lambda: comm.all_reduce(x)), listen(lambda: comm.all_gather(x))
 
 
 @check(at_least=2)
@@ -217,13 +175,13 @@ def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
     """abort() reaches ranks that wait in a group made of the communicator."""
     for rank, told in enumerate(factory.run(size, _abort_group, fresh=True)):
         if rank:
-            _hold(told, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
+            hold(told, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
 
 
-def _abort_group(comm: Communicator) -> _Told | None:
+def _abort_group(comm: Communicator) -> Heard | None:
     group = comm.dup()
     if comm.rank:
-        return _listen(group.barrier)
+        return listen(group.barrier)
     time.sleep(0.05)
     comm.abort("out of tea")
     return None
@@ -238,24 +196,24 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
     assert timed_out, f"nobody's call timed out: {kinds}"
     for rank in timed_out:
-        _hold(outcomes[rank], CollectiveTimeoutError, f"rank {rank} in {call}", "timed out")
+        hold(outcomes[rank], CollectiveTimeoutError, f"rank {rank} in {call}", "timed out")
     if factory.capabilities.checks_calls or size == 2:
         # All ranks wait for the late one itself, not for one another.
         for rank in timed_out:
             what = f"rank {rank} in {call} with rank {late}, which is late"
-            _hold(outcomes[rank], CollectiveTimeoutError, what, rank=late)
+            hold(outcomes[rank], CollectiveTimeoutError, what, rank=late)
             assert outcomes[rank].error.ranks == (late,), f"{what}: {outcomes[rank].error.ranks}"
     for rank, told in enumerate(outcomes):
         if rank not in timed_out:
-            _hold(told, CommunicatorAbortedError, f"rank {rank}, after the timeout")
+            hold(told, CommunicatorAbortedError, f"rank {rank}, after the timeout")
 
 
-def _late_peer(comm: Communicator, call: str) -> _Told:
+def _late_peer(comm: Communicator, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         time.sleep(0.6)
         # Whatever it calls: the others are gone.
-        return _listen(comm.barrier)
-    return _listen(lambda: _CALLS[call](comm, np.ones(3)))
+        return listen(comm.barrier)
+    return listen(lambda: _CALLS[call](comm, np.ones(3)))
 
 
 def _compares(capabilities: Capabilities) -> str | None:
@@ -267,14 +225,14 @@ def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
     """The error of a timeout says what the absent rank did last."""
     for rank, told in enumerate(factory.run(size, _last_call, fresh=True, call_timeout=0.2)):
         if rank != size - 1 and isinstance(told.error, CollectiveTimeoutError):
-            _hold(told, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
+            hold(told, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
 
 
-def _last_call(comm: Communicator) -> _Told:
+def _last_call(comm: Communicator) -> Heard:
     comm.broadcast(np.ones(3, np.int16), root=0)
     if comm.rank == comm.size - 1:
         time.sleep(0.5)
-    return _listen(comm.barrier)
+    return listen(comm.barrier)
 
 
 @check(at_least=2)
@@ -282,14 +240,14 @@ def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
     """timeout= of a call counts instead of the communicator's."""
     for rank, told in enumerate(factory.run(size, _one_call, fresh=True)):
         if rank:
-            _hold(told, CollectiveError, f"rank {rank}")
+            hold(told, CollectiveError, f"rank {rank}")
 
 
-def _one_call(comm: Communicator) -> _Told | None:
+def _one_call(comm: Communicator) -> Heard | None:
     if comm.rank == 0:
         time.sleep(0.8)
         return None
-    told = _listen(lambda: comm.barrier(timeout=0.2))
+    told = listen(lambda: comm.barrier(timeout=0.2))
     assert told.seconds < 0.7, f"timeout=0.2 took {told.seconds:.2f} s"
     return told
 

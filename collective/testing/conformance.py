@@ -14,7 +14,7 @@ from collective.testing.mpiexec_ranks import Mpiexec
 __all__ = ["Result", "all_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "extremes", "order", "move", "data", "p2p", "async", "objects",
+    "reduce", "extremes", "order", "operators", "move", "data", "p2p", "async", "objects",
     "groups", "memory", "agreement", "arguments", "failure",
 )  # fmt: skip
 

@@ -178,6 +178,25 @@ class Raising(ThreadsBackend):
         super().scan(src, dst, op, call, timeout)
 
 
+class Swallowing(ThreadsBackend):
+    """Goes on with whatever is there when a user's operator raises."""
+
+    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+        if op.function is not None:
+            op = dataclasses.replace(op, function=_or_left(op.function))
+        super().scan(src, dst, op, call, timeout)
+
+
+def _or_left(function: Any) -> Any:
+    def fold(a: Any, b: Any) -> Any:
+        try:
+            return function(a, b)
+        except Exception:
+            return a
+
+    return fold
+
+
 class Undivided(ThreadsBackend):
     """Averages without dividing."""
 

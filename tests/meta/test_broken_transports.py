@@ -49,6 +49,10 @@ FAULTS = [
     Fault(broken.Hanging, "check_barrier", {"root": 0}, "RankHungError", "check_all_to_all"),
     Fault(broken.Crashing, "check_all_gather", {}, "killed by signal 9", "check_premul_sum"),
     Fault(broken.Raising, "check_scan", {}, "the cable is loose", "check_reduce_large"),
+    Fault(
+        broken.Swallowing, "check_failed_operator", {"call": "scan"}, "instead of",
+        "check_user_op",
+    ),
     Fault(broken.Undivided, "check_all_reduce", {"op": "avg"}, "all_reduce(avg)", "check_dup"),
     Fault(
         broken.Disordered, "check_order_rank", {"dtype": "float32"}, "in rank order",

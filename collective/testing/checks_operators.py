@@ -1,0 +1,129 @@
+"""Checks of operators of the user's that fail: no rank goes on with what is no result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from collective.capabilities import Capabilities
+from collective.communicator import Communicator
+from collective.errors import CollectiveError, InvalidArgumentError, PeerFailedError
+from collective.ops import ReduceOp, user_op
+from collective.testing.checks import RankFactory, check
+from collective.testing.heard import Heard, hold
+from collective.testing.samples import LARGE, assert_same, expected, regions, values
+
+
+class _Trouble(Exception):
+    """What the operator raises."""
+
+
+_FOLDING: dict[str, Callable[[Communicator, Any, ReduceOp, bool], Any]] = {
+    "all_reduce": lambda comm, x, op, later: comm.all_reduce(x, op=op, async_op=later),
+    "reduce": lambda comm, x, op, later: comm.reduce(x, op=op, root=0, async_op=later),
+    "reduce_scatter": lambda comm, x, op, later: comm.reduce_scatter(x, op=op, async_op=later),
+    "scan": lambda comm, x, op, later: comm.scan(x, op=op, async_op=later),
+}
+
+
+def _folds_for_users(capabilities: Capabilities) -> str | None:
+    return None if "user" in capabilities.ops else "folds no user-defined operators"
+
+
+class _Operator(NamedTuple):
+    """What a user's operator does on one rank, where elsewhere it adds.
+
+    Attributes:
+        victim: the rank.
+        shortens: whether it returns no elements, else it raises.
+        later: whether the call is made in the background.
+    """
+
+    victim: int
+    shortens: bool
+    later: bool
+
+
+@check([{"call": call} for call in _FOLDING], at_least=2, needs=_folds_for_users)
+def check_failed_operator(factory: RankFactory, size: int, *, call: str) -> None:
+    """An operator that fails on one rank is an error of that same call on every rank."""
+    operators = [
+        _Operator(0, shortens=False, later=False),
+        _Operator(size - 1, shortens=True, later=False),
+        _Operator(size - 1, shortens=False, later=True),
+    ]
+    used = [_used(factory, size, call, operator) for operator in operators]
+    assert any(used), f"{call}: neither the first rank nor the last folded anything"
+
+
+def _used(factory: RankFactory, size: int, call: str, operator: _Operator) -> bool:
+    """Hold it of one operator; return whether it was used where it fails."""
+    victim = operator.victim
+    outcomes = factory.run(size, _failed_operator, call, operator, fresh=True)
+    if not outcomes[victim].failed:
+        # Nothing was folded there; then the result is right.
+        assert all(outcome.error is None for outcome in outcomes), f"{call}: {outcomes}"
+        return False
+    own: type[Exception] = InvalidArgumentError if operator.shortens else _Trouble
+    says = "returned shape (0,)" if operator.shortens else "no such sum"
+    for rank, outcome in enumerate(outcomes):
+        what = f"rank {rank} in {call} with an operator that failed on rank {victim}"
+        if rank != victim:
+            hold(outcome, PeerFailedError, what, own.__name__, says, rank=victim)
+        elif type(outcome.error) is not own or says not in str(outcome.error):
+            raise AssertionError(f"{what}: got {outcome.error!r} instead of {own.__name__}")
+    return True
+
+
+@dataclass
+class _Folded(Heard):
+    """What a rank heard of a fold: no error if it went well; and whether the operator failed."""
+
+    error: Any
+    failed: bool
+
+
+def _failed_operator(comm: Communicator, call: str, operator: _Operator) -> _Folded:
+    failed: list[bool] = []
+
+    def fold(a: Any, b: Any) -> Any:
+        if comm.rank != operator.victim:
+            return a + b
+        failed.append(True)
+        if operator.shortens:
+            return a[:0]
+        raise _Trouble("no such sum")
+
+    # In the background, and of short arrays and long ones, transports go several ways.
+    later = operator.later
+    count = LARGE if later else 7
+    inputs = [values("int64", count, rank, 90) for rank in range(comm.size)]
+    since = time.monotonic()
+    error: Exception | None = None
+    try:
+        found = _FOLDING[call](comm, inputs[comm.rank], user_op(fold), later)
+        found = found.wait() if later else found
+    except (CollectiveError, _Trouble) as problem:
+        error = problem
+    seconds = time.monotonic() - since
+    if error is None and not failed:
+        _hold_fold(call, found, inputs, comm.rank)
+    return _Folded(error, seconds, bool(failed))
+
+
+def _hold_fold(call: str, found: Any, inputs: list[Any], rank: int) -> None:
+    """Hold that a rank has the right result of a call of :data:`_FOLDING`."""
+    total = expected("sum", inputs)
+    part = list(regions(total.size, len(inputs)))[rank]
+    wanted = {
+        "all_reduce": total,
+        "reduce": None if rank else total,
+        "reduce_scatter": total[part],
+        "scan": expected("sum", inputs[: rank + 1]),
+    }[call]
+    if wanted is None:
+        assert found is None, f"{call}: rank {rank} got {found!r}"
+    else:
+        assert_same(found, wanted, call)
