@@ -137,18 +137,15 @@ class _Extreme:
         self._signs, self._only, self._rest = both if name == "max" else either
 
     def __call__(self, a: Array, b: Array, /, *, out: Array) -> None:
-        if 0 < out.size <= _BLOCK:
-            self._fold(a, b, out)
+        if not 0 < out.size <= _BLOCK:
+            for start in range(0, out.size, _BLOCK):
+                part = slice(start, start + _BLOCK)
+                self(a[part], b[part], out=out[part])
             return
-        for start in range(0, out.size, _BLOCK):
-            part = slice(start, start + _BLOCK)
-            self._fold(a[part], b[part], out[part])
-
-    def _fold(self, a: Array, b: Array, out: Array) -> None:
-        """Fold a block; ``out`` is not written to before both inputs have been looked at."""
         signed = self._signed
         left, right = a.view(signed), b.view(signed)
-        # Of all that finds one element NumPy's argmin and argmax take the least time.
+        # Of all that finds one element NumPy's argmin and argmax take the least time. Both
+        # inputs are looked at before out, which may be one of them, is written to.
         if self._minus_zero in (left.item(left.argmin()), right.item(right.argmin())):
             signs = self._signs(left, right)
             self._only(signs, self._rest, out=signs)

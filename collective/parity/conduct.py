@@ -157,17 +157,17 @@ def _failing(comm: Communicator) -> None:
             raise ArithmeticError("no such sum")
         return a + b
 
-    told: Exception
+    raised: Exception
     try:
         found = comm.scan(np.array([comm.rank]), op=user_op(add))
     except (ArithmeticError, PeerFailedError) as error:
-        told = error
+        raised = error
     else:
         raise AssertionError(
             f"failing: rank {comm.rank} was not told of an operator that raised, and got {found}"
         )
-    own = isinstance(told, ArithmeticError)
-    assert own == (comm.rank == last), f"failing: rank {comm.rank} got {told!r}"
+    own = isinstance(raised, ArithmeticError)
+    assert own == (comm.rank == last), f"failing: rank {comm.rank} got {raised!r}"
 
 
 def _leaving(comm: Communicator) -> None:
