@@ -98,12 +98,16 @@ def _release() -> Iterator[None]:
     broken.released.set()
 
 
+# What shows in the words of an error alone, which parity does not read.
+WORDS = {"Laconic"}
+
+
 def test_every_broken_transport_is_here() -> None:
     known = {
         name for name, kind in vars(broken).items()
         if isinstance(kind, type) and kind.__module__ == broken.__name__
     }  # fmt: skip
-    assert {fault.kind.__name__ for fault in FAULTS} == known
+    assert {fault.kind.__name__ for fault in FAULTS} == known - WORDS
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)
