@@ -16,7 +16,6 @@ from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
-    PeerLostError,
 )
 from collective.recorder import Recorder
 
@@ -73,6 +72,8 @@ class Channel:
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
         self._left_at: dict[int, tuple[float, int]] = {}
+        # How many calls the rank that broke it had finished; None where it is no matter.
+        self._failed_after: int | None = None
         self._told = False
         self._closed = False
         self._reported = threading.Condition()
@@ -115,6 +116,13 @@ class Channel:
         if self._left_at:
             self._check_left(where, awaited, any_of, sequence)
 
+    def refuse_unfinished(self, where: object) -> None:
+        """Raise if whoever broke the communicator did so before the end of its running call."""
+        if self.failure is not None:
+            after = self._failed_after
+            if after is not None and after < self._running(None):
+                raise self._error(where)
+
     def _error(self, where: object) -> Exception:
         assert self.failure is not None
         error = self.failure.error(str(where), self.rank)
@@ -146,7 +154,8 @@ class Channel:
             return
         if gone:
             text = "; ".join(f"rank {rank} has closed its communicator" for rank in gone)
-            raise PeerLostError(f"{where}: {text} [rank {self.rank}]", tuple(gone))
+            self.abort(Failure("lost", self.rank, text, tuple(gone)))
+            raise self._error(where)
 
     def _running(self, sequence: int | None) -> int:
         """Return the number of the call in question: the last one, if it is not given."""
@@ -205,7 +214,9 @@ class Channel:
                 return
             # First said, then known here: the call that raises it may be this rank's last,
             # and close the link.
-            self._say({"kind": "failure", "failure": _packed(failure)})
+            finished = self._finished()
+            self._say({"kind": "failure", "failure": _packed(failure), "finished": finished})
+            self._failed_after = finished
             self._break(failure)
 
     def close(self) -> None:
@@ -233,6 +244,8 @@ class Channel:
         kind = message["kind"]
         if kind == "failure":
             told = message["failure"]
+            if self.failure is None:
+                self._failed_after = message.get("finished")
             self._break(Failure(told["kind"], told["rank"], told["text"], tuple(told["ranks"])))
         elif kind == "left":
             rank = self.members.index(message["rank"])
@@ -384,6 +397,10 @@ class Monitored(Backend):
 
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder
+
+    def refuse_broken(self, where: object) -> None:
+        if self.channel.failure is not None:
+            self.channel.check(where, ())
 
     def abort(self, failure: Failure) -> None:
         self.channel.abort(failure)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -124,7 +125,8 @@ class OneSided(Backend):
         outputs = self._outputs(out.dtype, count)
         if outputs is not None:
             others = [array for rank, array in enumerate(outputs) if rank != self.rank]
-            fold.run(regions, start, stop, out[start:stop], others)
+            check = partial(self.refuse_broken, call)
+            fold.run(regions, start, stop, out[start:stop], others, check)
             self._sync(timeout)
             return
         fold.run(regions, start, stop, out[start:stop])
@@ -332,13 +334,15 @@ class _Fold:
         stop: int,
         out: Array,
         copies: Sequence[Array] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Fold elements ``start`` to ``stop`` of ``regions`` into ``out``.
 
         Args:
             regions: one a rank, in rank order.
             out: ``stop - start`` elements; may be the same memory as a region's.
-            copies: arrays that get the result at ``start`` too.
+            copies: arrays that get the result at ``start`` too, of peers.
+            check: raises when a peer may have its array back, as it has given up.
         """
         fold: Callable[..., Any] = self._fold
         post = self._post
@@ -363,5 +367,7 @@ class _Fold:
                 result[:] = value
             if post is not None:
                 post(result, result)
+            if copies:
+                check()
             for copy in copies:
                 copy[low:high] = result

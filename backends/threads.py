@@ -112,12 +112,14 @@ class ThreadsBackend(OneSided):
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         hub = self._hub
         message = _Message(src.array)
+        what = f"send(tag={tag})"
         with hub.condition:
+            self.refuse_broken(what)
             box = hub.mail.setdefault((dst, self.rank, tag), deque())
             box.append(message)
             hub.condition.notify_all()
             try:
-                self._wait(lambda: message.taken, lambda: (dst,), f"send(tag={tag})", timeout)
+                self._wait(lambda: message.taken, lambda: (dst,), what, timeout)
             finally:
                 if not message.taken and message in box:
                     box.remove(message)
@@ -128,6 +130,7 @@ class ThreadsBackend(OneSided):
             r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
         ]
         found: list[tuple[int, deque[_Message]]] = []
+        what = f"recv(tag={tag})"
 
         def arrived() -> bool:
             for rank in sources:
@@ -138,11 +141,14 @@ class ThreadsBackend(OneSided):
             return False
 
         with hub.condition:
-            self._wait(arrived, lambda: sources, f"recv(tag={tag})", timeout, all_needed=False)
+            self.refuse_broken(what)
+            self._wait(arrived, lambda: sources, what, timeout, all_needed=False)
             rank, box = found[0]
             message = box.popleft()
         dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
         with hub.condition:
+            # A sender that has given up meanwhile may have written to its array.
+            self.refuse_broken(what)
             message.taken = True
             hub.condition.notify_all()
         return rank
@@ -153,6 +159,7 @@ class ThreadsBackend(OneSided):
         hub = self._hub
         message = _Message(src.array)
         with hub.condition:
+            self.refuse_broken(f"sendrecv(tag={tag})")
             hub.mail.setdefault((to, self.rank, tag), deque()).append(message)
             hub.condition.notify_all()
         self.recv(dst, source, tag, timeout)
@@ -187,8 +194,9 @@ class ThreadsBackend(OneSided):
 
     def _step(self, timeout: float, call: Call | None) -> None:
         hub = self._hub
-        if hub.failure is not None:
-            raise hub.failure.error(str(call), self.rank)
+        # Before this rank's arrival, without which no other has ended the operation: one that
+        # has failed since the last step has left it, and its arrays may be in use again.
+        self.refuse_broken(call)
         self._steps = step = self._steps + 1
         hub.arrived[self.rank] = step
         if min(hub.arrived) >= step:
@@ -247,19 +255,18 @@ class ThreadsBackend(OneSided):
         hub = self._hub
         end = time.monotonic() + timeout
         while not ready():
-            if hub.failure is not None:
-                raise hub.failure.error(str(what), self.rank)
+            self.refuse_broken(what)
             absent = awaited()
             left = tuple(r for r in absent if hub.closed[r])
             if left and (all_needed or len(left) == len(absent)):
-                raise PeerLostError(f"{what}: {self._left(left)} [rank {self.rank}]", left)
+                self.abort(Failure("lost", self.rank, self._left(left), left))
+                continue
             remaining = end - time.monotonic()
             if remaining <= 0:
                 told = "; ".join(f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent)
                 missing = f"rank {', '.join(map(str, absent))}: {told}"
-                failure = Failure.timed_out(self.rank, timeout, missing, absent)
-                self.abort(failure)
-                raise failure.error(str(what), self.rank)
+                self.abort(Failure.timed_out(self.rank, timeout, missing, absent))
+                continue
             hub.condition.wait(min(remaining, threading.TIMEOUT_MAX))
 
     def _left(self, ranks: Sequence[int]) -> str:
@@ -267,6 +274,11 @@ class ThreadsBackend(OneSided):
             f"rank {r} has closed its communicator (its last call: {self._hub.last[r] or 'none'})"
             for r in ranks
         )
+
+    def refuse_broken(self, where: object) -> None:
+        failure = self._hub.failure
+        if failure is not None:
+            raise failure.error(str(where), self.rank)
 
     def abort(self, failure: Failure) -> None:
         hub = self._hub
@@ -284,8 +296,9 @@ class ThreadsBackend(OneSided):
 
     def group(self, ranks: Sequence[int], timeout: float) -> ThreadsBackend:
         key = tuple(ranks)
-        self._made[key] = nth = self._made.get(key, 0) + 1
         with self._hub.condition:
+            self.refuse_broken("group")
+            self._made[key] = nth = self._made.get(key, 0) + 1
             hub = self._hub.groups.setdefault((key, nth), _Hub(len(key)))
             hub.joined.add(self.rank)
             if len(hub.joined) == len(key):

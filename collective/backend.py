@@ -198,6 +198,13 @@ class Backend(ABC):
         valid until they are dropped.
         """
 
+    def refuse_broken(self, where: object) -> None:  # noqa: B027  an offer, not a duty
+        """Raise why the communicator is broken, if it is known to be; sends nothing.
+
+        For what has no message that would find out. By default nothing is known, beyond
+        what the communicator remembers of its own calls.
+        """
+
     def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
         """Be told where the communicator over this transport records its calls.
 
@@ -341,6 +348,7 @@ class Backend(ABC):
 
         Called by those ranks only, all of them; ``self.rank`` is one of them.
         """
+        self.refuse_broken("group")
         return Group(self, ranks)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
@@ -351,6 +359,7 @@ class Backend(ABC):
         Raises:
             AllocationError: some rank has not that much; on every rank, and nothing is broken.
         """
+        self.refuse_broken(call)
         raw, problem = np.empty(0, np.uint8), None
         try:
             raw = np.empty(nbytes + 63, np.uint8)
@@ -372,6 +381,7 @@ class Backend(ABC):
         ``move`` puts it into POSIX shared memory and returns a descriptor of that. What is
         returned is the same memory (uint8), mapped once more.
         """
+        self.refuse_broken(call)
         return None
 
     # -- GPUs ---------------------------------------------------------------------------
@@ -453,6 +463,9 @@ class Group(Backend):
         self._parent.sendrecv(
             src, self._ranks[to], dst, self._ranks[source], self._context + tag, timeout
         )
+
+    def refuse_broken(self, where: object) -> None:
+        self._parent.refuse_broken(where)
 
     def abort(self, failure: Failure) -> None:
         # Its messages share the parent's connections, so there is no breaking one alone.

@@ -19,6 +19,8 @@ from collective.call import Call, Disagreement, differing
 from collective.dtypes import DType
 from collective.errors import (
     CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
     DeviceError,
     InvalidArgumentError,
     MismatchError,
@@ -88,6 +90,8 @@ class Calls:
         self._repeated = Repeated()
         self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
         self._lanes: dict[Any, Lane] = {}
+        # What a call of this rank's said when it found the communicator broken.
+        self._broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
         backend.observe(self.recorder)
 
@@ -114,7 +118,9 @@ class Calls:
             adapter: that array's.
             others: streams of further arrays of the call's.
         """
-        if adapter is not None and self._enqueues and type(near) is not np.ndarray:
+        if self._broken is not None:
+            run = functools.partial(self._refuse_broken, what)
+        elif adapter is not None and self._enqueues and type(near) is not np.ndarray:
             return self._enqueue(what, run, async_op, near, adapter, others)
         if async_op or not self._lane.idle:
             if adapter is not None and type(near) is not np.ndarray:
@@ -193,11 +199,27 @@ class Calls:
             work = method(*args)
             if work is not None:
                 work.wait()
-        except (CollectiveError, Disagreement):
+        except CollectiveError as error:
+            self._note_broken(error)
+            raise
+        except Disagreement:
             raise
         except BaseException:
             self._half_done()
             raise
+
+    def _note_broken(self, error: CollectiveError) -> None:
+        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
+            self._broken = self._broken or error
+
+    def _refuse_broken(self, what: str) -> NoReturn:
+        """Raise why the communicator is broken, as an earlier call of this rank has found.
+
+        A call that sends nothing would not find out by itself, and one whose message has been
+        there before would succeed: with what its sender has put in its place since, maybe.
+        """
+        self._backend.refuse_broken(what)
+        raise CommunicatorAbortedError(f"{what}: {self._broken} (that was an earlier call)")
 
     def _half_done(self) -> None:
         """Break the communicator: nobody can tell what the peers still expect of this rank."""
@@ -218,7 +240,8 @@ class Calls:
         except Disagreement as difference:
             recorder.end()
             self._mismatch(difference.headers)
-        except CollectiveError:
+        except CollectiveError as error:
+            self._note_broken(error)
             raise
         except BaseException:
             self._half_done()

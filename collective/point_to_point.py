@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,8 @@ class PointToPoint(Calls):
         Args:
             near, adapter: an array on a GPU, if the message has one, and its adapter.
         """
+        if self._broken is not None:
+            run, adapter = partial(self._refuse_broken, f"{key[0]}(tag={key[-1]})"), None
         if not async_op and not self._busy(key):
             return run()
         lane = self._lanes.get(key)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # What is used of it is not in its type stubs.
 _dist: Any = torch.distributed
 
-__all__ = ["CUT_TAG", "Meeting", "cut", "device", "process_group", "seconds"]
+__all__ = ["CUT_TAG", "Meeting", "cut", "device", "ended", "process_group", "seconds"]
 
 #: The tag of the receive that :func:`cut` posts; nobody sends to it.
 CUT_TAG = 2**31 - 1
@@ -208,6 +208,15 @@ def cut(group: Any, rank: int, size: int) -> None:
             # Those that are closed already raise at once, and the next one is tried.
             with contextlib.suppress(RuntimeError):
                 group.recv([nothing], peer, CUT_TAG).wait(seconds(_CUT_S))
+
+
+def ended(work: Any) -> bool:
+    """Tell whether a collective of Gloo's that was cut has ended, as it should at once."""
+    for _ in range(100):
+        if work.is_completed():
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def _first_line(error: BaseException) -> str:

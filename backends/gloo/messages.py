@@ -16,7 +16,7 @@ from collective.buffer import Buffer
 from collective.dtypes import BY_NAME
 from collective.errors import CollectiveError
 
-from .engine import CUT_TAG, cut, seconds
+from .engine import CUT_TAG, cut, ended, seconds
 from .tensors import as_bytes
 from .waiting import Blocked, Elsewhere, watched
 
@@ -78,11 +78,13 @@ class Messenger(Monitored):
         meet: Gloo ends the process when a message is longer than its receiver expects. They
         wait instead, and after a second the monitor has the calls compared.
         """
+        self.refuse_broken(call)
         self._running = call
         self._slot = _hashed(call.digest)
 
     def _begin_comparing(self, call: Call) -> None:
         """Take note that ``call`` is about to be compared with the others'."""
+        self.refuse_broken(call)
         self._running = call
         self._slot = _COMPARED
 
@@ -198,6 +200,7 @@ class Messenger(Monitored):
     # -- waiting --------------------------------------------------------------------------
 
     def _blocked(self, what: str, peers: Sequence[int], tag: int, timeout: float) -> Blocked:
+        self.refuse_broken(f"{what}(tag={tag})")
         if tag == COLLECTIVE_TAG:
             # Whether a peer that has left did its part is a question of the whole call.
             return Blocked(self.channel, self._running, timeout, None)
@@ -221,17 +224,21 @@ class Messenger(Monitored):
             return
         elsewhere = Elsewhere(lambda: [work.wait(until) for work in works])
         pause, wait = min(blocked.timeout, _FIRST_S), None
-        while not elsewhere.over.acquire(timeout=pause):
-            wait = wait or blocked.wait()
-            wait.check()
-            pause = wait.slice()
+        try:
+            while not elsewhere.over.acquire(timeout=pause):
+                wait = wait or blocked.wait()
+                wait.check()
+                pause = wait.slice()
+        except CollectiveError:
+            self._cut()  # or Gloo goes on with an array that its owner has back
+            raise
         if elsewhere.error is not None:
             raise elsewhere.error
 
     def _explained(self, blocked: Blocked, error: RuntimeError) -> BaseException:
-        if blocked.error is not None:
-            return blocked.error
-        return self.channel.explain(blocked.where, error, blocked.awaited)
+        found = blocked.error or self.channel.explain(blocked.where, error, blocked.awaited)
+        self._cut()
+        return found
 
     def _meet(self, timeout: float) -> float:
         """Make sure that all ranks are in one call; return what is left of ``timeout``.
@@ -255,6 +262,11 @@ class Messenger(Monitored):
             raise
         except RuntimeError as error:
             raise self.channel.explain(self._running, error) from error
+        except CollectiveError:
+            # Gloo works with an array that its owner has back when this is raised.
+            self._cut()
+            ended(self._work)
+            raise
         self._work = None
 
     def _complete(self, work: Any, timeout: float) -> None:

@@ -27,7 +27,7 @@ from collective.capabilities import Capabilities
 from collective.errors import CollectiveError, RendezvousError
 
 from . import rounds
-from .engine import Meeting, device, process_group
+from .engine import Meeting, device, ended, process_group
 from .messages import Messenger, limit
 from .tensors import Native, as_bytes, native
 
@@ -85,6 +85,7 @@ class GlooBackend(Messenger):
         return self
 
     def group(self, ranks: Sequence[int], timeout: float) -> GlooBackend:
+        self.refuse_broken("group")
         child = type(self)(self._world, self.channel.group(ranks), self._listening)
         child._connect(self.channel, ranks, "group", timeout)
         return child
@@ -124,7 +125,7 @@ class GlooBackend(Messenger):
         # First the word, then the deed: peers that see the connections end ask why.
         self.channel.close()
         self._cut()
-        if self._work is not None and not _over(self._work):
+        if self._work is not None and not ended(self._work):
             _keep(*self._groups)
         self._groups = ()
 
@@ -339,15 +340,6 @@ def _cutter(backend: GlooBackend) -> Callable[[], None]:
             found._cut()
 
     return function
-
-
-def _over(work: Any) -> bool:
-    """Tell whether a collective of Gloo's that was cut has ended, as it should at once."""
-    for _ in range(100):
-        if work.is_completed():
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def _keep(*things: Any) -> None:

@@ -91,7 +91,7 @@ class Arrival:
     def _refuse(self, call: Call) -> NoReturn:
         """Raise what a call raises when its communicator is broken."""
         self._channel.check(call)
-        # A member has left: to the others that is no failure, but the end of collectives here.
+        # It was interrupted, and its communicator is only about to be broken.
         raise CommunicatorAbortedError(f"{call}: {self._over} (that was an earlier call)")
 
     def _disagree(self, call: Call, timeout: float) -> None:

@@ -80,6 +80,8 @@ class Carrying(Monitored):
         else:
             request = getattr(self._comm, f"I{name.lower()}")(*arguments)
             settle([request], lambda: self.channel.wait(call, left(end)))
+            # A rank that gave up has its array back, and MPI may have read it later.
+            self.channel.refuse_unfinished(call)
 
     def _send_or_in_place(self, given: Array, out: Array | None, kind: Any) -> Any:
         """Return MPI's first argument: the input, or that it is where the result goes."""

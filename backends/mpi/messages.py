@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.errors import CollectiveError
 
 from .library import leave_unfinished
 from .polling import finish, settle, spin
+from .watchdog import TELL_S
 
 if TYPE_CHECKING:
     from collective.backends.channel import Channel, Wait
@@ -30,6 +34,9 @@ MOST_BYTES = 2**31 - 1
 _ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
 # A message that is longer is not received before it is known to be there.
 _LONG_BYTES = 64 << 10
+# What is shorter has left the sender's array when it is sent, with every implementation: Open
+# MPI's limit is the lowest, 4 KiB with its own header.
+_EAGER_BYTES = 2 << 10
 
 
 class Messages:
@@ -55,26 +62,31 @@ class Messages:
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         """Send ``src``; return when it may be changed."""
         self._refuse_broken("send", tag)
-        self._settle(self._post(src, dst, tag), "send", tag, timeout, (dst,))
+        with _kept_until_told(src):
+            self._settle(self._post(src, dst, tag), "send", tag, timeout, (dst,))
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         """Receive ``dst``; return the sender."""
         self._refuse_broken("recv", tag)
-        return self._receive(dst, src, tag, "recv", timeout)
+        source = self._receive(dst, src, tag, "recv", timeout)
+        self._refuse_stale(dst, "recv", tag)
+        return source
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
         """Do both at once; whoever polls for the one makes the other progress, too."""
         self._refuse_broken("sendrecv", tag)
-        sending = self._post(src, to, tag)
-        try:
-            self._receive(dst, source, tag, "sendrecv", timeout)
-        except BaseException:
-            for request in sending:
-                leave_unfinished(request)
-            raise
-        self._settle(sending, "sendrecv", tag, timeout, (to,))
+        with _kept_until_told(src):
+            sending = self._post(src, to, tag)
+            try:
+                self._receive(dst, source, tag, "sendrecv", timeout)
+            except BaseException:
+                for request in sending:
+                    leave_unfinished(request)
+                raise
+            self._refuse_stale(dst, "sendrecv", tag)
+            self._settle(sending, "sendrecv", tag, timeout, (to,))
 
     # -- sending --------------------------------------------------------------------------
 
@@ -193,6 +205,25 @@ class Messages:
     def _refuse_broken(self, what: str, tag: int) -> None:
         if self._channel.failure is not None:
             self._channel.check(f"{what}(tag={tag})")
+
+    def _refuse_stale(self, dst: Buffer, what: str, tag: int) -> None:
+        """Raise if what came may not be what was sent: its sender has given up, maybe."""
+        if dst.nbytes > _EAGER_BYTES:
+            self._refuse_broken(what, tag)
+
+
+@contextlib.contextmanager
+def _kept_until_told(src: Buffer) -> Iterator[None]:
+    """Keep a message from its owner, if the body fails, until peers have heard of that.
+
+    MPI cannot take back what it has begun to send, and reads it when the receiver comes.
+    """
+    try:
+        yield
+    except CollectiveError:
+        if src.nbytes > _EAGER_BYTES:
+            time.sleep(TELL_S)
+        raise
 
 
 def _any(module: Any, src: int) -> int:

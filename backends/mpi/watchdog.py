@@ -20,15 +20,15 @@ from collective.backend import Failure
 if TYPE_CHECKING:
     from collective.backends.channel import Channel
 
-__all__ = ["Blocking", "watch"]
+__all__ = ["TELL_S", "Blocking", "watch"]
 
 # How often it is looked at the calls, and how long one may take once the communicator is
 # broken: by a death, which it cannot survive, or otherwise, when it may yet end by itself.
 _LOOK_S = 0.25
 _LOST_S = 1.0
 _BROKEN_S = 10.0
-# How long this rank's peers may take to hear why it goes.
-_TELL_S = 0.1
+#: How long this rank's peers may take to hear why it goes.
+TELL_S = 0.1
 
 
 class Blocking:
@@ -70,7 +70,7 @@ class Blocking:
             text = "timed out: waited for MPI, in the middle of its operation, until the deadline"
             late = Failure("timeout", self.channel.rank, text)
             self.channel.abort(late)
-            time.sleep(_TELL_S)
+            time.sleep(TELL_S)
             self._exit(call, end, late)
 
     def _revoke(self) -> None:

@@ -15,7 +15,7 @@ from collective.errors import RendezvousError, UnsupportedError
 
 from .segment import Segment
 
-__all__ = ["SLOT_BYTES", "Control", "Layout", "fence"]
+__all__ = ["BROKEN", "SLOT_BYTES", "Control", "Layout", "fence"]
 
 #: Messages up to here are copied through a slot: below it two copies in cache cost less
 #: than a second wait.
@@ -28,7 +28,8 @@ _STEP = 0
 _DIGEST = 1  # + parity
 _PLACE = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH = range(32, 38)
-_BROKEN = 0  # the first word of all: some rank has failed
+#: The first word of all: not 0 when some rank has failed.
+BROKEN = 0
 
 _JOINED, _LEFT = 1, 2
 
@@ -108,7 +109,7 @@ class Control:
         self.step = 0
         self._line = (1 + rank) * _LINE
         self._peers = [(1 + r) * _LINE for r in range(size) if r != rank]
-        self._call: Call | None = None
+        self._call: Call | str = "connect"
         self._told: dict[Call, int] = {}
         self._told_count = 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -187,12 +188,13 @@ class Control:
     def arrive(self, call: Call, timeout: float) -> None:
         """Make the first step of ``call``: wait for all ranks and compare what they do.
 
+        The caller has looked at :data:`BROKEN` before it wrote anything that a peer may read:
+        one that is late in the last call but one may still be there.
+
         Raises:
             Disagreement: on every rank, if two digests differ.
         """
         words, line = self.words, self._line
-        if words[_BROKEN]:
-            raise self.failure(call)
         self._call = call
         told = self._told.get(call)
         words[line + _LAST] = self._tell(call) if told is None else told
@@ -213,8 +215,15 @@ class Control:
                 raise Disagreement(self.exchange(call.header(), timeout))
 
     def sync(self, timeout: float) -> None:
-        """Make a further step of the same operation."""
+        """Make a further step of the same operation.
+
+        Without this rank's step no other can have come to the end of the operation: one that
+        has failed since the last step has left it, and its memory may be in use again. So
+        what has been read of it is not to be had.
+        """
         words = self.words
+        if words[BROKEN]:
+            raise self.failure(self._call)
         self.step = step = self.step + 1
         if not _ORDERED:
             fence()
@@ -291,7 +300,7 @@ class Control:
         check_at = start
         while not ready():
             now = time.monotonic()
-            if self.words[_BROKEN]:
+            if self.words[BROKEN]:
                 # A peer that broke it afterwards may have done its part before.
                 if ready():
                     return
@@ -306,8 +315,7 @@ class Control:
 
     def watch(self, ranks: Sequence[int], what: str) -> None:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
-        if self.words[_BROKEN]:
-            raise self.failure(what)
+        self.refuse_broken(what)
         self._check_peers(lambda: False, lambda: ranks, what, True)
 
     def _check_peers(
@@ -389,7 +397,12 @@ class Control:
             fence()
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
-        words[_BROKEN] = 1
+        words[BROKEN] = 1
+
+    def refuse_broken(self, what: object) -> None:
+        """Raise if the communicator is broken."""
+        if self.words[BROKEN]:
+            raise self.failure(what)
 
     def unanimous(self, mine: bool, timeout: float) -> bool:
         """Return whether all ranks say yes; every rank hears the same."""

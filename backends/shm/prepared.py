@@ -20,7 +20,7 @@ from collective.call import Call
 from collective.dtypes import DType
 from collective.ops import ReduceOp
 
-from .control import Control
+from .control import BROKEN, Control
 from .symmetric import Heap
 
 __all__ = ["FLOATING", "PREPARED_BYTES", "Prepared", "one_ufunc", "prepare"]
@@ -79,14 +79,22 @@ class Prepared:
             Disagreement: the ranks' calls or places differ; nothing was written.
         """
         control = self._control
+        words = control.words
+        if words[BROKEN]:
+            raise control.failure(self._call)
         control.arrive(self._call, timeout)
         if self._pre is not None and self._whole is not None:
             with np.errstate(all="ignore"):
                 self._pre(self._whole, self._whole)
             control.sync(timeout)
+        # A peer that has given up may use its memory again: little is written to it then.
         for slices, targets in self._pieces:
+            if words[BROKEN]:
+                raise control.failure(self._call)
             self._fold_piece(slices, targets)
         for to, source in self._copies:
+            if words[BROKEN]:
+                raise control.failure(self._call)
             to[:] = source
         control.sync(timeout)
 

@@ -251,6 +251,8 @@ class Receiving:
         self._message: _Arrived | None = None
         self._streaming = self.over = False
         self.source = -1
+        #: Whether it was read from the sender's memory.
+        self.fetched = False
 
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether the message is complete."""
@@ -274,6 +276,7 @@ class Receiving:
         if self._streaming:
             message.ring.receiving.release()
         else:
+            self.fetched = bool(message.place[0])
             message.deliver(self._out)
         self.over = True
         return True

@@ -25,7 +25,7 @@ from collective.errors import (
 )
 from collective.reduction import Fold, Scale
 
-from .control import SLOT_BYTES, Control, Layout
+from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
 from .ring import Receiving, Ring, Sending
 from .segment import Segment, process_vm_readv
@@ -206,6 +206,9 @@ class ShmBackend(OneSided):
         del probe
         return works
 
+    def refuse_broken(self, where: object) -> None:
+        self._control.refuse_broken(where)
+
     def abort(self, failure: Failure) -> None:
         self._control.fail(failure)
 
@@ -215,6 +218,7 @@ class ShmBackend(OneSided):
             self._control.leave()
 
     def group(self, ranks: Sequence[int], timeout: float) -> ShmBackend:
+        self._control.refuse_broken("group")
         me = list(ranks).index(self.rank)
         note = np.zeros(_PATH_BYTES, np.uint8)
         # Everybody comes by here first, where it is noticed who is late, lost or failed.
@@ -241,33 +245,43 @@ class ShmBackend(OneSided):
         return self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
+        self._control.refuse_broken(call)
         self._control.arrive(call, timeout)
         return self._heap.empty(nbytes, timeout)
 
     def adopt(
         self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
     ) -> Array | None:
+        self._control.refuse_broken(call)
         self._control.arrive(call, timeout)
         return self._heap.adopt(nbytes, move, self._wanted.adopting, timeout)
 
     # -- point to point -----------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        if self._control.words[BROKEN]:
+            raise self._control.failure(f"send(tag={tag})")
         sending = self._sending(src, dst, tag)
         if not self._spin(sending.advance):
             self._control.wait(sending.advance, lambda: (dst,), f"send(tag={tag})", timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        if self._control.words[BROKEN]:
+            raise self._control.failure(f"recv(tag={tag})")
         receiving = self._receiving(dst, src, tag)
         if not self._spin(receiving.advance):
             sources = [r for r in range(self.size) if r != self.rank and src in (ANY_SOURCE, r)]
             what = f"recv(tag={tag})"
             self._control.wait(receiving.advance, lambda: sources, what, timeout, all_needed=False)
+        if receiving.fetched:
+            self._refuse_stale(f"recv(tag={tag})")
         return receiving.source
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
+        if self._control.words[BROKEN]:
+            raise self._control.failure(f"sendrecv(tag={tag})")
         if to == self.rank and source == self.rank:
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
             return
@@ -283,6 +297,16 @@ class ShmBackend(OneSided):
 
         if not self._spin(advance):
             self._control.wait(advance, awaited, f"sendrecv(tag={tag})", timeout)
+        if receiving.fetched:
+            self._refuse_stale(f"sendrecv(tag={tag})")
+
+    def _refuse_stale(self, what: str) -> None:
+        """Raise if what was fetched from the sender's memory may not be what it sent.
+
+        The sender waits for the receiver until it gives up, which is known here before it goes on.
+        """
+        fence()
+        self._control.refuse_broken(what)
 
     def _spin(self, advance: Any) -> bool:
         return any(advance() for _ in range(self._control.polls))
@@ -349,6 +373,8 @@ class ShmBackend(OneSided):
         # The general path does the same in 3 µs more: it matters below a few KiB only.
         small = self._small.get(call) or self._prepare_small(call, op, src)
         control = self._control
+        if control.words[BROKEN]:
+            raise control.failure(call)
         views = small.views[control.step + 1 & 1]
         if small.pre is None:
             views[self.rank][:] = source
@@ -391,6 +417,8 @@ class ShmBackend(OneSided):
         self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
     ) -> bool:
         control = self._control
+        if control.words[BROKEN]:
+            raise control.failure(call)
         parity = self._parity = control.step + 1 & 1
         self._in_slots = largest <= SLOT_BYTES
         if self._in_slots:

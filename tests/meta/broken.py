@@ -299,3 +299,16 @@ class MixedUp(Loopback):
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         return super().recv(dst, src, 0 if tag == -1 else tag, timeout)
+
+
+class Forgiving(Loopback):
+    """Hands out what waits for a receiver when the communicator is broken."""
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        hub = self._hub
+        with hub.lock:
+            found = self._next(src, tag)
+        if found is None:
+            return super().recv(dst, src, tag, timeout)
+        np.copyto(dst.bytes().array, found[1].data)
+        return found[0]

@@ -1,0 +1,176 @@
+"""Checks of broken communicators: every call raises, on every rank, and tells the first cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collective import dtypes
+from collective.backend import ANY_SOURCE
+from collective.buffer import Buffer
+from collective.call import Call
+from collective.communicator import Communicator
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    UnsupportedError,
+)
+from collective.testing.checks import Case, RankFactory, check
+from collective.testing.samples import LARGE
+
+# Tags of the messages that wait when the communicator breaks: short, long, and one that times out.
+_SHORT, _LONG, _LATE = 3, 4, 5
+_REASON = "out of coffee"
+# Whoever sends a message that nobody asks for gives up after this time.
+_GIVES_UP_S = 0.05
+
+_Call = Callable[[Communicator, Any], Any]
+
+
+def _next(comm: Communicator) -> int:
+    return (comm.rank + 1) % comm.size
+
+
+def _before(comm: Communicator) -> int:
+    return (comm.rank - 1) % comm.size
+
+
+def _no_descriptor() -> int:
+    raise OSError("nothing to adopt")
+
+
+#: Every call of a communicator, given an array of few elements; the messages that are received
+#: have been sent before it broke.
+CALLS: dict[str, _Call] = {
+    "send": lambda comm, x: comm.send(x, _next(comm)),
+    "send a long one": lambda comm, x: comm.send(np.resize(x, LARGE), _next(comm)),
+    "recv": lambda comm, x: comm.recv(None, _before(comm), tag=_SHORT),
+    "recv a long one": lambda comm, x: comm.recv(None, _before(comm), tag=_LONG),
+    "recv into out": lambda comm, x: comm.recv(np.empty(LARGE), _before(comm), tag=_LONG),
+    "recv from anybody": lambda comm, x: comm.recv(None, ANY_SOURCE, tag=_SHORT),
+    "sendrecv": lambda comm, x: comm.sendrecv(x, _next(comm), _before(comm)),
+    "sendrecv with itself": lambda comm, x: comm.sendrecv(x, comm.rank, comm.rank),
+    "barrier": lambda comm, x: comm.barrier(),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=comm.size - 1),
+    "reduce": lambda comm, x: comm.reduce(x, root=comm.size - 1),
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "all_reduce of nothing": lambda comm, x: comm.all_reduce(x[:0]),
+    "all_reduce in rank order": lambda comm, x: comm.all_reduce(x, order="rank"),
+    "all_reduce in place": lambda comm, x: comm.all_reduce(x, out=x),
+    "all_reduce of a list": lambda comm, x: comm.all_reduce([x, x]),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "scan": lambda comm, x: comm.scan(x),
+    "scatter": lambda comm, x: comm.scatter(x if comm.rank == 0 else None),
+    "gather": lambda comm, x: comm.gather(x),
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "all_to_all": lambda comm, x: comm.all_to_all(x),
+    "broadcast_object": lambda comm, x: comm.broadcast_object(1),
+    "gather_object": lambda comm, x: comm.gather_object(1),
+    "all_gather_object": lambda comm, x: comm.all_gather_object(1),
+    "scatter_object": lambda comm, x: comm.scatter_object([1] * comm.size),
+    "send_object": lambda comm, x: comm.send_object(1, _next(comm)),
+    "recv_object": lambda comm, x: comm.recv_object(_before(comm), tag=_SHORT),
+    "all_reduce in the background": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),
+    "recv in the background": lambda comm, x: comm.recv(
+        None, _before(comm), tag=_SHORT, async_op=True
+    ).wait(),
+    "split": lambda comm, x: comm.split(0),
+    "split_by_host": lambda comm, x: comm.split_by_host(),
+    "group": lambda comm, x: comm.group([comm.rank]),
+    "dup": lambda comm, x: comm.dup(),
+    "empty": lambda comm, x: comm.empty(4),
+    "adopt": lambda comm, x: comm.adopt(4096, _no_descriptor),
+}  # fmt: skip
+
+# What differs with the cause, or with the number of ranks; and what a transport has to refuse by
+# itself, on a rank whose communicator has not met the failure yet.
+_FEW = ("send", "recv", "recv a long one", "all_reduce", "dup")
+_TRANSPORTS = ("send", "recv", "recv a long one", "sendrecv", "barrier", "all_reduce")
+
+
+def _calls(size: int) -> Sequence[Case]:
+    return [{"call": call} for call in (CALLS if size == 2 else _FEW)]
+
+
+@check(_calls, at_least=2)
+def check_broken_by_abort(factory: RankFactory, size: int, *, call: str) -> None:
+    """After abort() every call raises on every rank, and tells the reason."""
+    _hold_broken(factory, size, call, "abort", _REASON)
+
+
+@check([{"call": call} for call in _TRANSPORTS], at_least=2)
+def check_broken_by_a_late_receiver(factory: RankFactory, size: int, *, call: str) -> None:
+    """After a send that nobody answered in time every call raises, on every rank.
+
+    Its owner may use the array again: what a late receiver would find is not what was sent.
+    The transport itself refuses, as a rank that hears of it in no call of its own relies on.
+    """
+    _hold_broken(factory, size, call, "send", "")
+
+
+@check([{"call": call} for call in _FEW], at_least=3)
+def check_broken_by_a_rank_that_left(factory: RankFactory, size: int, *, call: str) -> None:
+    """After a rank was missed that had closed, every call of the others raises."""
+    _hold_broken(factory, size, call, "leave", rf"\branks? {size - 1}\b")
+
+
+def _hold_broken(factory: RankFactory, size: int, call: str, cause: str, word: str) -> None:
+    """Hold that ``call`` raises on every rank that is left, with ``word`` in the text."""
+    able = factory.capabilities
+    if call == "recv from anybody" and not able.any_source:
+        return
+    found = factory.run(size, _after_the_end, call, cause, fresh=True)
+    for rank, told in enumerate(found):
+        if cause == "leave" and rank == size - 1:
+            continue
+        what = f"{call} of rank {rank} on a communicator that is broken ({cause})"
+        if not isinstance(told, CollectiveError):
+            raise AssertionError(f"{what} returned {told!r}")
+        if not isinstance(told, (CommunicatorAbortedError, CollectiveTimeoutError)):
+            raise AssertionError(f"{what} raised {type(told).__name__}: {told}")
+        if not re.search(word, str(told)):
+            raise AssertionError(f"{what} does not tell {word!r}: {told}")
+
+
+def _after_the_end(comm: Communicator, call: str, cause: str) -> Any:
+    """Break the communicator, and return what ``call`` then raises, or else returns."""
+    x, long = np.ones(2 * comm.size), np.ones(LARGE)
+    if cause == "leave" and comm.rank == comm.size - 1:
+        comm.close()
+        return None
+    waiting = [
+        comm.send(array, _next(comm), tag=tag, async_op=True)
+        for array, tag in ((x, _SHORT), (long, _LONG))
+    ]
+    hear = comm.barrier
+    if cause == "send":
+        hear = partial(comm._backend.barrier, Call("barrier"), comm.timeout)
+    if cause != "leave":
+        _outcome(hear)
+    if comm.rank == 0 and cause == "send":
+        buffer = Buffer(long, dtypes.BY_NAME["float64"])
+        if _outcome(lambda: comm._backend.send(buffer, 1, _LATE, _GIVES_UP_S)) is None:
+            comm.abort(_REASON)  # this transport keeps messages until they are asked for
+    elif comm.rank == 0 and cause == "abort":
+        comm.abort(_REASON)
+    while not isinstance(_outcome(hear), CollectiveError):
+        pass  # whoever waits here hears of it
+    for work in waiting:
+        _outcome(work.wait)
+    long[:] = 99.0  # its owner has it back
+    return _outcome(lambda: CALLS[call](comm, x))
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns, or one of our errors if it raises that."""
+    try:
+        return call()
+    except UnsupportedError:
+        raise
+    except CollectiveError as error:
+        return error
