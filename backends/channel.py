@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,12 +21,15 @@ from collective.errors import (
 )
 from collective.recorder import Recorder
 
-from .link import Message
+from .link import Link, Message
 
 if TYPE_CHECKING:
     from .monitor import Monitor
 
-__all__ = ["WORLD", "Channel", "Monitored", "Wait"]
+__all__ = ["WORLD", "Channel", "Monitored", "Unclosed", "Wait", "tell_dropped"]
+
+#: The communicators that a process has not closed, by name: their members, and their calls.
+Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
@@ -53,7 +58,6 @@ class Channel:
         rank, size: this rank among how many.
         failure: why the communicator is broken, None as long as it is not.
         left: the ranks that have closed it.
-        recorder: the communicator's calls; the communicator sets it.
         unfinished: returns the number of the oldest call that still runs on a device, after it
             has returned to the program; None if there is none, or no such transport.
         on_failure: called, in whatever thread, when ``failure`` has been set.
@@ -66,12 +70,13 @@ class Channel:
         self.size = len(members)
         self.failure: Failure | None = None
         self.left: set[int] = set()
-        self.recorder: Recorder | None = None
+        # Apart, for the finalizer.
+        self._calls: list[Recorder] = []
         self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
-        self._left_at: dict[int, tuple[float, int]] = {}
+        self._left_at: dict[int, tuple[float, int, str]] = {}
         # How many calls the rank that broke it had finished; None where it is no matter.
         self._failed_after: int | None = None
         self._told = False
@@ -80,6 +85,19 @@ class Channel:
         self._late_ranks: dict[int, Message | None] = {}
         self._rounds = 0
         monitor._enter(self)
+        monitor._unclosed[name] = list(members), self._calls
+        weakref.finalize(
+            self, tell_dropped, monitor._link, monitor._unclosed, [name], os.getpid()
+        ).atexit = False
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The communicator's calls; the communicator sets it."""
+        return self._calls[0] if self._calls else None
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._calls[:] = [recorder]
 
     def group(self, ranks: Sequence[int]) -> Channel:
         """Return the channel of a communicator among ``ranks``; they alone call this."""
@@ -144,7 +162,7 @@ class Channel:
         collective = awaited is None
         running = self._running(sequence)
         gone = []
-        for rank, (since, finished) in sorted(self._left_at.items()):
+        for rank, (since, finished, _) in sorted(self._left_at.items()):
             if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
                 continue
             if collective and finished >= running > 0:
@@ -153,7 +171,7 @@ class Channel:
         if any_of and awaited is not None and len(gone) < len(awaited):
             return
         if gone:
-            text = "; ".join(f"rank {rank} has closed its communicator" for rank in gone)
+            text = "; ".join(f"rank {rank} {self._left_at[rank][2]}" for rank in gone)
             self.abort(Failure("lost", self.rank, text, tuple(gone)))
             raise self._error(where)
 
@@ -223,7 +241,8 @@ class Channel:
         """Leave this communicator, with that of all ranks the monitor; twice does nothing."""
         if not self._closed:
             self._closed = True
-            self._say({"kind": "left", "finished": self._finished()})
+            self._monitor._unclosed.pop(self.name, None)
+            self._say({"kind": "left", "finished": self._finished(), "dropped": False})
             if self.name == WORLD:
                 self._monitor._leave()
 
@@ -245,12 +264,15 @@ class Channel:
         if kind == "failure":
             told = message["failure"]
             if self.failure is None:
-                self._failed_after = message.get("finished")
+                self._failed_after = message["finished"]
             self._break(Failure(told["kind"], told["rank"], told["text"], tuple(told["ranks"])))
         elif kind == "left":
             rank = self.members.index(message["rank"])
             self.left.add(rank)
-            self._left_at[rank] = time.monotonic(), message["finished"]
+            how = "has closed its communicator"
+            if message["dropped"]:
+                how = "has dropped its communicator without closing it"
+            self._left_at[rank] = time.monotonic(), message["finished"], how
         elif kind == "report":
             self._report()
         else:
@@ -404,6 +426,25 @@ class Monitored(Backend):
 
     def abort(self, failure: Failure) -> None:
         self.channel.abort(failure)
+
+
+def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
+    """Tell the peers of communicators that were collected, and that their rank had not closed.
+
+    Args:
+        unclosed: those of this process.
+        names: of the communicators.
+        owner: the process; a forked child of it tells nothing.
+    """
+    if link is None or os.getpid() != owner:
+        return
+    for name in names:
+        members, calls = unclosed.pop(name, ((), ()))
+        if members:
+            finished = calls[0].finished if calls else 0
+            left = {"kind": "left", "finished": finished, "dropped": True}
+            with contextlib.suppress(OSError):
+                link.send_when_free({**left, "channel": name, "members": members})
 
 
 def _packed(failure: Failure) -> dict[str, Any]:

@@ -170,7 +170,9 @@ class Hub:
         text = disagreement(known.members, known.reports)
         if text is not None:
             failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
-            message = {"kind": "failure", "channel": channel, "failure": failure}
+            message = {
+                "kind": "failure", "channel": channel, "failure": failure, "finished": None,
+            }  # fmt: skip
             self._tell(known.members, message)
             return
         # Not everything to everybody: a thousand ranks may stall at once.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collective.backend import Failure
 from collective.call import Disagreement
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     MismatchError,
-    PeerLostError,
 )
 
 from .channel import Channel
@@ -53,8 +51,4 @@ def told(
             wait.check()
         except Exception as known:
             return known
-    found = channel.explain(where, error, awaited)
-    if channel.failure is None and isinstance(found, PeerLostError):
-        gone = "; ".join(f"rank {rank} has closed its communicator" for rank in found.ranks)
-        channel.abort(Failure("lost", channel.rank, gone, found.ranks))
-    return found
+    return channel.explain(where, error, awaited)

@@ -13,11 +13,14 @@ import contextlib
 import errno
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
+import weakref
+from collections import deque
 from typing import Any
 
 __all__ = ["Challenge", "Link", "Message", "ProofError", "connect", "listen", "parse"]
@@ -43,14 +46,19 @@ class ProofError(ConnectionError):
     """The other side has not proved that it knows the key."""
 
 
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
 class Link:
     """One end of a connection. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        _sockets.add(sock)
         self._received = bytearray()
         self._unread: list[Message] = []
         self._sending = threading.Lock()
+        self._deferred: deque[Message] = deque()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_S))
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,11 +97,26 @@ class Link:
                 # A part may be on its way, so that nothing after it can be read.
                 self.cut()
                 raise
+        self._send_deferred()
 
     def send(self, message: Message) -> None:
         """Send ``message``; raises as :meth:`write`."""
         text = json.dumps(message).encode()
         self.write(_LENGTH.pack(len(text)) + text)
+
+    def send_when_free(self, message: Message) -> None:
+        """Send ``message`` now, or as soon as whoever is sending has done so; never waits for that.
+
+        Raises:
+            OSError: as :meth:`send`.
+        """
+        self._deferred.append(message)
+        self._send_deferred()
+
+    def _send_deferred(self) -> None:
+        with contextlib.suppress(IndexError):  # nothing is left, or another thread took it
+            while not self._sending.locked():
+                self.send(self._deferred.popleft())
 
     def receive(self) -> list[Message]:
         """Return the messages that are complete after one read, which may wait.
@@ -259,6 +282,7 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
     else:
         family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family)
+    _sockets.add(sock)
     try:
         sock.bind(bound)
         sock.listen(1024)
@@ -307,3 +331,16 @@ def _connected_here(name: str, timeout: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _disown() -> None:
+    """Let go, in a forked child, of the parent's connections, without ending them.
+
+    As long as somebody has them open, whoever is at the other end does not see that the
+    parent has died.
+    """
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_disown)

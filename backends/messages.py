@@ -43,6 +43,10 @@ def _with(**tests: _Test) -> _Test:
     return test
 
 
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 _ranks = _list_of(_count)
 _failure = _with(kind=_text, rank=_integer, text=_text, ranks=_ranks)
 # A call, as collective.call.Call.header() has it.
@@ -54,7 +58,7 @@ _header = _with(
 
 def _entry(value: Any) -> bool:
     # Sequence, digest, whether it compares, the call.
-    tests = (_count, _integer, lambda flag: isinstance(flag, bool), _header)
+    tests = (_count, _integer, _flag, _header)
     return (
         isinstance(value, list)
         and len(value) == len(tests)
@@ -62,6 +66,9 @@ def _entry(value: Any) -> bool:
     )
 
 
+# How many calls the rank had finished; None where whoever breaks it is not in a call.
+_broken = {"failure": _failure, "finished": _or_none(_integer)}
+_left = {"finished": _integer, "dropped": _flag}
 _report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
 
 
@@ -79,8 +86,8 @@ ENROLMENT: Mapping[str, Mapping[str, _Test]] = {
 #: What it says later.
 FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "bye": {},
-    "failure": {"channel": _text, "members": _ranks, "failure": _failure},
-    "left": {"channel": _text, "members": _ranks, "finished": _integer},
+    "failure": {"channel": _text, "members": _ranks, **_broken},
+    "left": {"channel": _text, "members": _ranks, **_left},
     "stall": {"channel": _text, "members": _ranks, "asks": _or_none(_ranks)},
     "report": {"channel": _text, **_report},
 }
@@ -88,8 +95,8 @@ FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
 FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
     "complete": {"hosts": _list_of(_text)},
     "refused": {"why": _text},
-    "failure": {"channel": _text, "failure": _failure},
-    "left": {"channel": _text, "rank": _count, "finished": _integer},
+    "failure": {"channel": _text, **_broken},
+    "left": {"channel": _text, "rank": _count, **_left},
     "report": {"channel": _text},
     "late": {"channel": _text, "late": _late},
     "lost": {"rank": _count, "why": _text},

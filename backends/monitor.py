@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from collective.errors import RendezvousError
 
-from .channel import WORLD, Channel
+from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
 from .link import Link, Message, connect, parse
 from .messages import FROM_HUB, check
@@ -61,8 +61,10 @@ class Monitor:
         self._early: dict[str, list[Message]] = {}
         self._lost: set[int] = set()
         self._lock = threading.RLock()
-        # A communicator that is dropped without being closed looks to its peers like a death.
-        weakref.finalize(self, _close_unless_forked, link, os.getpid()).atexit = False
+        # When the last of its communicators has been dropped without being closed.
+        self._unclosed: Unclosed = {}
+        drop = weakref.finalize(self, _drop, link, self._unclosed, os.getpid())
+        drop.atexit = False
         self.channel = Channel(self, WORLD, tuple(range(world.size)))
         threading.Thread(
             target=_watch, args=(weakref.ref(self), link), name="collective-monitor", daemon=True
@@ -104,9 +106,7 @@ class Monitor:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            with contextlib.suppress(OSError):
-                link.send({"kind": "bye"})
-            link.close()
+            _say_goodbye(link)
 
     def _enter(self, channel: Channel) -> None:
         with self._lock:
@@ -221,10 +221,18 @@ def _join(world: World, address: str, key: bytes, deadline: float) -> tuple[Link
         raise
 
 
-def _close_unless_forked(link: Link, owner: int) -> None:
+def _say_goodbye(link: Link) -> None:
+    with contextlib.suppress(OSError):
+        link.send({"kind": "bye"})
+    link.close()
+
+
+def _drop(link: Link, unclosed: Unclosed, owner: int) -> None:
+    # Their own finalizers may not have run, which are in no order.
+    tell_dropped(link, unclosed, list(unclosed), owner)
     # A forked child has the same connection: ending it would end the parent's.
     if os.getpid() == owner:
-        link.close()
+        _say_goodbye(link)
 
 
 def _refused(world: World, why: str) -> RendezvousError:

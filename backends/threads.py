@@ -5,8 +5,10 @@ Nothing is copied that need not be: peers read each other's arrays where they ar
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,8 @@ Array = np.ndarray[Any, Any]
 # Where the threads of one world meet: job -> hub. A hub leaves it when it is full.
 _hubs: dict[str, _Hub] = {}
 _hubs_lock = threading.Lock()
+# How often a wait looks for what nobody wakes it for.
+_LOOK_S = 0.5
 
 
 class _Hub:
@@ -42,7 +46,7 @@ class _Hub:
         self.size = size
         self.condition = threading.Condition()
         self.arrived = [0] * size  # how many steps each rank has made
-        self.closed = [False] * size
+        self.gone = [""] * size  # what a rank has done that will not come again
         self.last: list[Call | None] = [None] * size
         # Exposed by each rank, for even and odd steps: a fast rank may open its next
         # operation while a slow one still reads this one's digests.
@@ -84,6 +88,7 @@ class ThreadsBackend(OneSided):
         self._hub = hub
         self._steps = 0
         self._made: dict[tuple[int, ...], int] = {}
+        weakref.finalize(self, _drop, hub, rank, os.getpid()).atexit = False
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Self:
@@ -257,7 +262,7 @@ class ThreadsBackend(OneSided):
         while not ready():
             self.refuse_broken(what)
             absent = awaited()
-            left = tuple(r for r in absent if hub.closed[r])
+            left = tuple(r for r in absent if hub.gone[r])
             if left and (all_needed or len(left) == len(absent)):
                 self.abort(Failure("lost", self.rank, self._left(left), left))
                 continue
@@ -267,11 +272,11 @@ class ThreadsBackend(OneSided):
                 missing = f"rank {', '.join(map(str, absent))}: {told}"
                 self.abort(Failure.timed_out(self.rank, timeout, missing, absent))
                 continue
-            hub.condition.wait(min(remaining, threading.TIMEOUT_MAX))
+            hub.condition.wait(min(remaining, _LOOK_S))
 
     def _left(self, ranks: Sequence[int]) -> str:
         return "; ".join(
-            f"rank {r} has closed its communicator (its last call: {self._hub.last[r] or 'none'})"
+            f"rank {r} {self._hub.gone[r]} (its last call: {self._hub.last[r] or 'none'})"
             for r in ranks
         )
 
@@ -290,7 +295,7 @@ class ThreadsBackend(OneSided):
     def close(self) -> None:
         hub = self._hub
         with hub.condition:
-            hub.closed[self.rank] = True
+            hub.gone[self.rank] = "has closed its communicator"
             hub.sources[self.rank] = hub.outputs[self.rank] = None
             hub.condition.notify_all()
 
@@ -304,3 +309,20 @@ class ThreadsBackend(OneSided):
             if len(hub.joined) == len(key):
                 del self._hub.groups[key, nth]
         return ThreadsBackend(hub, key.index(self.rank))
+
+
+def _drop(hub: _Hub, rank: int, owner: int) -> None:
+    """Tell the peers of a rank whose transport was collected that it will not come again."""
+    # Without waiting for the lock: this may run in the middle of anything, and waits look again.
+    if os.getpid() == owner and not hub.gone[rank]:
+        hub.gone[rank] = "has dropped its communicator without closing it"
+
+
+def _forget() -> None:
+    """In a forked child, begin anew: the threads that would come are its parent's."""
+    global _hubs_lock
+    _hubs_lock = threading.Lock()
+    _hubs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

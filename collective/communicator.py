@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from collective.store import Store
 from collective.world import World
 
 __all__ = ["Communicator", "connect"]
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Communicator(Reductions, Exchanging, ObjectCalls):
@@ -73,6 +76,9 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # The store in which the ranks met, if this communicator is all that uses it.
         self._store: Store | None = None
+        # In a forked child, why it is not this process's.
+        self._foreign = ""
+        _alive.add(self)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -306,6 +312,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
         reason. May be called from any thread.
         """
+        if self._foreign:
+            raise CommunicatorClosedError(f"abort: {self._foreign}")
         self._abort(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
 
     def _abort(self, failure: Failure) -> None:
@@ -327,10 +335,23 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         for lane in (self._lane, *self._lanes.values()):
             lane.close(self.timeout)
         self._closed = True
-        backend, self._backend = self._backend, _Closed(self._backend)  # type: ignore[assignment]
+        backend, self._backend = self._backend, _Closed(self._backend, _CLOSED)  # type: ignore[assignment]
         backend.close()
         if self._store is not None:
             self._store.close()
+
+    def _disown(self) -> None:
+        """Refuse every call in a forked child, and have nothing there reach the peers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._foreign = (
+            f"this process (pid {os.getpid()}) was forked from that of rank {self.rank} of "
+            f"{self.size} (pid {os.getppid()}), which alone may use the communicator. Start "
+            "processes with the method 'spawn', or call collective.init() in all children, for "
+            "a communicator of their own."
+        )
+        self._backend = _Closed(self._backend, self._foreign)  # type: ignore[assignment]
 
     def _leave(self) -> None:
         """Close the transports, waiting for nothing."""
@@ -370,16 +391,28 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             self._abort(Failure("failed", self.rank, text))
 
 
-class _Closed:
-    """Stands where the transport was: every use says that the communicator is closed."""
+_CLOSED = "this communicator is closed. Make another with collective.init()."
 
-    def __init__(self, backend: Backend) -> None:
-        object.__setattr__(self, "name", backend.name)
+
+class _Closed:
+    """Stands where the transport was: every use says why it is there no more."""
+
+    def __init__(self, backend: Backend, why: str) -> None:
+        self.name = backend.name
+        self._why = why
+        # In a forked child it stays as it is: its end would be the parent's as well.
+        self._kept = backend if why is not _CLOSED else None
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        raise CommunicatorClosedError(
-            f"{attribute}: this communicator is closed. Make another with collective.init()."
-        )
+        raise CommunicatorClosedError(f"{attribute}: {self._why}")
+
+
+def _disown() -> None:
+    for comm in list(_alive):
+        comm._disown()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def connect(

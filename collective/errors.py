@@ -13,7 +13,7 @@
     ├ BackendNotFoundError (LookupError)     lists the known names
     ├ BackendUnavailableError (ImportError)  carries the install command
     ├ RendezvousError                        somebody did not arrive; says who
-    ├ CommunicatorClosedError                you closed it
+    ├ CommunicatorClosedError                you closed it, or it is your parent process's
     ├ CommunicatorAbortedError               it broke, or somebody aborted it; says who
     │ ├ PeerLostError                        a peer's process is gone, or left early
     │ └ PeerFailedError                      a peer's code raised; carries its traceback
@@ -119,7 +119,7 @@ class RendezvousError(CollectiveError):
 
 
 class CommunicatorClosedError(CollectiveError):
-    """The communicator was used after this rank closed it."""
+    """The communicator was used after this rank closed it, or in a forked child of the rank's."""
 
 
 class CommunicatorAbortedError(CollectiveError):

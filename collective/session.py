@@ -34,8 +34,6 @@ __all__ = [
 _of_thread = threading.local()
 _of_process: Communicator | None = None
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# A forked child is no rank, and must not take leave for its parent.
-os.register_at_fork(after_in_child=_open.clear)
 _DECIDED_BY_COMM = ("rank", "size", "local_rank", "local_size", "store")
 
 
@@ -181,9 +179,8 @@ def current() -> Communicator:
     if comm is None:
         comm = _of_process
     if comm is None or comm.closed:
-        raise CommunicatorClosedError(
-            "collective: there is no open communicator; call collective.init() first."
-        )
+        why = "there is no open communicator; call collective.init() first."
+        raise CommunicatorClosedError(f"collective: {(comm and comm._foreign) or why}")
     return comm
 
 
@@ -226,3 +223,13 @@ def _leave() -> None:
         if isinstance(error, BaseException) and not comm.closed:
             comm._tell(error)
         comm._leave()
+
+
+def _forget() -> None:
+    """A forked child is no rank: it takes no leave for its parent, nor joins the parent's world."""
+    _open.clear()
+    _of_thread.world = None
+    _of_thread.opened = []
+
+
+os.register_at_fork(after_in_child=_forget)

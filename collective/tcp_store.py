@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from collective.errors import BackendUnavailableError, RendezvousError
+from collective.forking import keep_in_children
 from collective.install import hint
 from collective.meeting import Place
 from collective.network import interfaces, is_loopback
@@ -71,7 +72,8 @@ class TcpStore(Store):
         deadline = time.monotonic() + timeout
         kind = _tcp_store()
         if serve and not place.served and (place.host, place.port) not in _serving:
-            _serving[place.host, place.port] = _serve(kind, place, spans_hosts)
+            _serving[place.host, place.port] = served = _serve(kind, place, spans_hosts)
+            keep_in_children(served)
         address = _reach(place, deadline, timeout)
         self._calls = _Calls()
         weakref.finalize(self, self._calls.end)
@@ -81,6 +83,7 @@ class TcpStore(Store):
                 lambda: kind(address, place.port, is_master=False, timeout=left),
                 left.total_seconds(),
             )
+            keep_in_children(self._client)
         except LateError:
             raise RendezvousError(
                 f"rendezvous: what listens at {place} ({place.origin}) is no store of torch's: it "

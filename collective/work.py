@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from collective.errors import CollectiveTimeoutError
+from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
 
 __all__ = ["Lane", "Work"]
 
@@ -86,6 +88,8 @@ class Work(Generic[T]):
 # loop does not start one a step.
 _LINGER_S = 5.0
 
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
 
 class Lane:
     """Runs functions one after the other, in the order of submission, in a thread.
@@ -97,6 +101,10 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._begin()
+        _lanes.add(self)
+
+    def _begin(self) -> None:
         self._condition = threading.Condition()
         self._queue: list[tuple[Work[Any], Callable[[], Any]]] = []
         self._running: Work[Any] | None = None
@@ -162,3 +170,26 @@ class Lane:
                 with self._condition:
                     self._running = None
                 del work, function
+
+    def _disown(self) -> None:
+        """Begin anew in a forked child: what runs is the parent's, as are thread and lock."""
+        works = [work for work, _ in self._queue]
+        if self._running is not None:
+            works.append(self._running)
+        self._begin()
+        for work in works:
+            work._error = CommunicatorClosedError(
+                f"{work._what}: it runs in the process that this one (pid {os.getpid()}) was "
+                "forked from, which alone can wait for it. Start processes with the method "
+                "'spawn', or wait before they are forked."
+            )
+            # Not _end(): a thread of the parent's may have held its lock.
+            work._over = True
+
+
+def _disown() -> None:
+    for lane in list(_lanes):
+        lane._disown()
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -360,12 +360,22 @@ def test_an_engine_s_error_that_nobody_explains_breaks_the_communicator(monitors
     assert "RuntimeError: out of order" in str(wait_for_error(monitors[1].channel)[0])
 
 
-def test_a_dropped_monitor_is_a_lost_rank(tmp_path):
+@pytest.mark.parametrize("group", [False, True], ids=["all", "a group"])
+def test_a_communicator_that_is_collected_says_so(tmp_path, group):
     first, second = start(range(2), 2, tmp_path)
-    del second
+    channels = [first.channel, second.channel]
+    if group:
+        channels = [channel.group([0, 1]) for channel in channels]
+    kept = channels[0]
+    kept.recorder = Recorder()
+    kept.recorder.begin(Call("barrier"), depth=1)
+    del channels
+    if not group:
+        del second
     gc.collect()
-    error, _ = wait_for_error(first.channel)
+    error, _ = wait_for_error(kept)
     assert isinstance(error, PeerLostError)
+    assert "rank 1 has dropped its communicator without closing it" in str(error)
     first.channel.close()
 
 

@@ -392,3 +392,30 @@ def told(launcher: str, rank: int) -> dict[str, str]:
     place = {"COLLECTIVE_LOCAL_RANK": str(rank % 2), "COLLECTIVE_LOCAL_SIZE": "2"}
     ranks = {"COLLECTIVE_RANK": str(rank), "COLLECTIVE_SIZE": "4"}
     return {**ranks, **place, "COLLECTIVE_STORE": "tcp://host0:29500"}
+
+
+FORKING = """
+    import gc
+    import os
+    import sys
+    from collective import tcp_store
+    from collective.meeting import Place
+
+    place = Place("127.0.0.1", int(sys.argv[1]), "test")
+    store = tcp_store.TcpStore(place, "job/", serve=True, spans_hosts=False, timeout=30.0)
+    child = os.fork()
+    if child == 0:
+        del store
+        tcp_store._serving.clear()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    store.set("key", b"served")
+    print(store.try_get("key").decode())
+    """
+
+
+def test_the_end_of_a_forked_child_is_not_the_server_s() -> None:
+    with process(FORKING, free_port()) as running:
+        output, errors = running.communicate(timeout=DEADLINE_S)
+    assert output == "served\n", errors

@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
+from collective.forking import keep_in_children
 from collective.install import hint
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _made(make: Callable[..., Any], world: World, what: str, **where: str) -> An
             f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the interface "
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
+    keep_in_children(made)
     if known is not None:
         _let_it_queue(known)
     return made
@@ -184,7 +186,9 @@ def process_group(
     options._threads = threads
     options._timeout = seconds(timeout)
     try:
-        return _dist.ProcessGroupGloo(meeting, rank, size, options)
+        made = _dist.ProcessGroupGloo(meeting, rank, size, options)
+        keep_in_children(made)
+        return made
     except BaseException as error:
         if meeting.raised is not None:
             raise meeting.raised from None

@@ -7,8 +7,6 @@ measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from collective.backends.monitor import Monitor
 from collective.buffer import Buffer
 from collective.capabilities import Capabilities
 from collective.errors import CollectiveError, RendezvousError
+from collective.forking import keep
 
 from . import rounds
 from .engine import Meeting, device, ended, process_group
@@ -50,8 +49,6 @@ _COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
 # From here on Gloo's broadcast is the faster one.
 _BROADCAST_BYTES = 256 << 10
 
-_alive: weakref.WeakSet[GlooBackend] = weakref.WeakSet()
-
 
 class GlooBackend(Messenger):
     """Ranks on any hosts; see the package's docstring."""
@@ -64,7 +61,6 @@ class GlooBackend(Messenger):
         self._world = world
         self._listening = listening
         self._small: dict[Call, rounds.Small] = {}
-        _alive.add(self)
 
     # -- life -----------------------------------------------------------------------------
 
@@ -126,7 +122,7 @@ class GlooBackend(Messenger):
         self.channel.close()
         self._cut()
         if self._work is not None and not ended(self._work):
-            _keep(*self._groups)
+            keep(*self._groups)  # their destructors would wait for threads that do not end
         self._groups = ()
 
     # -- collectives ----------------------------------------------------------------------
@@ -340,18 +336,3 @@ def _cutter(backend: GlooBackend) -> Callable[[], None]:
             found._cut()
 
     return function
-
-
-def _keep(*things: Any) -> None:
-    """Keep ``things`` for ever: their destructors would wait for threads that do not end."""
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _forked() -> None:
-    """Keep, in a forked child, what its parent's threads belong to."""
-    for backend in _alive:
-        _keep(*backend._groups, backend._listening)
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from collective.backend import Failure
-from collective.errors import PeerLostError
-
 if TYPE_CHECKING:
     from collective.backends.channel import Channel, Wait
 
@@ -65,9 +62,6 @@ class Blocked:
         try:
             self._wait = self._wait or self.wait()
             self._wait.check()
-        except PeerLostError as error:  # it has left, and the engine has not noticed
-            self.error = error
-            self._channel.abort(Failure("lost", self._channel.rank, str(error), error.ranks))
         except Exception as error:  # broken; raised by whoever waits
             self.error = error
 

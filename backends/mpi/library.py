@@ -46,6 +46,8 @@ _users: weakref.WeakSet[User] = weakref.WeakSet()
 _waiting: set[object] = set()
 _ending = threading.Event()
 _lost = threading.Event()
+# The process that has started MPI, if this is a forked child of it.
+_parent = 0
 # How long threads in the background may take to notice that MPI ends.
 _END_S = 0.5
 _SETTLE_S = 0.05
@@ -154,6 +156,12 @@ def start(timeout: float) -> Any:
     global _started
     module = load()
     with _lock:
+        if _parent:
+            raise BackendUnavailableError(
+                f"mpi: this process (pid {os.getpid()}) was forked from another (pid {_parent}) in "
+                "which MPI runs; MPI cannot be used in both. Start processes with the method "
+                "'spawn', before collective.init(), or use another transport in them."
+            )
         if module.Is_finalized():
             raise BackendUnavailableError(
                 "mpi: MPI has been finalised in this process, and cannot be started twice. Call "
@@ -365,3 +373,19 @@ def _cuda_aware(path: str) -> bool:
     offload, mode = (os.environ.get(f"I_MPI_OFFLOAD{name}", "") for name in ("", "_MODE"))
     # Without a mode the GPUs are Intel's.
     return offload not in ("", "0") and mode.lower() == "cuda"
+
+
+def _disown() -> None:
+    """Leave MPI, in a forked child, to the parent."""
+    global _parent, _lock
+    _lock = threading.Lock()  # another thread may have held it
+    _users.clear()
+    _waiting.clear()
+    atexit.unregister(_finalize)
+    atexit.unregister(_abandon)
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized() and not _parent:
+        _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_disown)

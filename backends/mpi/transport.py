@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +65,6 @@ class MpiBackend(Moves, Reductions):
         library.enrol(self)
         channel.on_failure.append(functools.partial(_note_loss, channel))
         _note_loss(channel)
-        # One that is dropped without being closed has left; its process is not gone.
-        weakref.finalize(self, channel.close).atexit = False
 
     # -- life -----------------------------------------------------------------------------
 

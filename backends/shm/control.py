@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from collective.backend import Failure
@@ -31,7 +32,12 @@ _STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH = range(32, 38)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
 
-_JOINED, _LEFT = 1, 2
+_JOINED, _LEFT, _DROPPED = 1, 2, 3
+# What a rank has done that will not come again, by its state.
+_GONE = {
+    _LEFT: "has closed its communicator",
+    _DROPPED: "has dropped its communicator without closing it",
+}
 
 _NOTE_BYTES = 64 << 10
 _FAILURE_BYTES = 32 << 10
@@ -112,6 +118,10 @@ class Control:
         self._call: Call | str = "connect"
         self._told: dict[Call, int] = {}
         self._told_count = 0
+        # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
+        # it is said.
+        drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
+        drop.atexit = False
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.yield_s = _YIELD_S
         self.polls = _POLLS if size <= (cores or 1) else _POLLS_CROWDED
@@ -330,14 +340,12 @@ class Control:
         for rank in ranks:
             if rank == self.rank:
                 continue
-            if self.words[(1 + rank) * _LINE + _STATE] == _LEFT:
-                gone[rank] = "has closed its communicator"
+            if (state := self.words[(1 + rank) * _LINE + _STATE]) in _GONE:
+                gone[rank] = _GONE[state]
             elif not self.segment.alive(rank):
                 # It may have left between the two looks.
-                left = self.words[(1 + rank) * _LINE + _STATE] == _LEFT
-                gone[rank] = (
-                    "has closed its communicator" if left else f"(pid {self.pid(rank)}) has died"
-                )
+                state = self.words[(1 + rank) * _LINE + _STATE]
+                gone[rank] = _GONE.get(state, f"(pid {self.pid(rank)}) has died")
         if not gone or not (all_needed or len(gone) == len(ranks)) or ready():
             return
         # ready() may have taken what they left behind: then they have done their part.
@@ -432,6 +440,13 @@ class Control:
                 # A rank whose own code raised is a cause; the others may be its echo.
                 found.append((kind != "failed", at, failure))
         return min(found, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
+
+
+def _drop(segment: Segment, state: int, owner: int) -> None:
+    """Tell the peers that a rank has lost its communicator and lives on; a child tells nothing."""
+    words = memoryview(segment.map).cast("q")
+    if os.getpid() == owner and words[state] == _JOINED:
+        words[state] = _DROPPED
 
 
 def _clip(text: str, nbytes: int) -> bytes:

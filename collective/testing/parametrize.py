@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from collective.backend import Backend
@@ -105,6 +107,8 @@ def parametrize_with_checks(
     factory = RankFactory(backend, timeout=timeout, mpiexec=mpiexec)
     # If the last test does not run, nobody else would end the ranks.
     atexit.register(factory.close)
+    # They are not a forked child's to end.
+    os.register_at_fork(after_in_child=partial(atexit.unregister, factory.close))
     bound = [
         BoundCheck(found, factory, size, case, expected)
         for size, found, case in cases_of(factory, sizes, chosen_checks(checks, expected))

@@ -1,0 +1,123 @@
+"""Checks of forked children: they are no ranks, and nothing that they do reaches the ranks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collective import session
+from collective.communicator import Communicator
+from collective.errors import CommunicatorClosedError
+from collective.testing.checks import RankFactory, check
+from collective.testing.checks_broken import CALLS
+from collective.testing.samples import assert_same
+
+_PARTNER = 11  # the tag of a message that is awaited meanwhile
+
+
+#: What a child does, given its parent's communicator, a group of it and a call in the background.
+_DOES: dict[str, Callable[[Communicator, Communicator, Any], list[str]]] = {
+    "nothing": lambda comm, group, work: [],
+    "calls": lambda comm, group, work: _accepted(
+        {
+            **{
+                name: partial(call, comm, np.ones(4))
+                for name, call in CALLS.items()
+                if comm.capabilities.any_source or name != "recv from anybody"
+            },
+            "all_reduce of a group": lambda: group.all_reduce(np.ones(4)),
+            "wait": work.wait,
+            "abort": comm.abort,
+        }
+    ),
+    "leaves": lambda comm, group, work: _leave(comm, group),
+}
+
+
+@check([{"child": child} for child in _DOES], at_least=2)
+def check_fork(factory: RankFactory, size: int, *, child: str) -> None:
+    """A forked child's calls raise and say what to do, and the ranks do not notice it.
+
+    Where ranks are threads of one process, rank 0 forks it.
+    """
+    in_process = factory.capabilities.in_process
+    for rank, (code, accepted) in enumerate(factory.run(size, _fork, child, in_process)):
+        assert code == 0, f"rank {rank}: the child that does {child} ended with {code}"
+        assert not accepted, f"rank {rank}: in a forked child {accepted}"
+
+
+def _fork(comm: Communicator, child: str, in_process: bool) -> tuple[int, list[str]]:
+    group = comm.dup()
+    x = np.full(5, comm.rank + 1.0)
+    total = np.full(5, comm.size * (comm.size + 1) / 2)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    work = comm.recv(None, left, tag=_PARTNER, async_op=True)
+    assert_same(comm.all_reduce(x), total, "all_reduce before the fork")
+    outcome: tuple[int, list[str]] = 0, []
+    if comm.rank == 0 or not in_process:
+        outcome = _outcome(lambda: _DOES[child](comm, group, work))
+    # Afterwards everything goes on, the call that was in the background as well.
+    for each, name in ((comm, "the communicator"), (group, "a group")):
+        assert_same(each.all_reduce(x), total, f"all_reduce in {name} after the fork")
+    comm.send(x, right, tag=_PARTNER)
+    assert_same(work.wait(), np.full(5, left + 1.0), "a message in the background")
+    group.close()
+    return outcome
+
+
+def _outcome(does: Callable[[], list[str]]) -> tuple[int, list[str]]:
+    """Return how a forked child ended, and what it told."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns of what is held here: that a process with threads is forked.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            told = does()
+        except BaseException as error:  # nothing may leave the child
+            told = [f"{type(error).__name__}: {error}"]
+        os.write(writing, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), json.loads(answer) if answer else []
+
+
+def _accepted(calls: dict[str, Callable[[], Any]]) -> list[str]:
+    """Make ``calls``; return those that did not raise what they should."""
+    found = []
+    for name, call in calls.items():
+        try:
+            result = call()
+        except CommunicatorClosedError as error:
+            if "forked" not in str(error) or "spawn" not in str(error):
+                found.append(f"{name} raised {error}")
+        except Exception as error:  # anything else is wrong, and told
+            found.append(f"{name} raised {type(error).__name__}: {error}")
+        else:
+            found.append(f"{name} returned {result!r}")
+    return found
+
+
+def _leave(comm: Communicator, group: Communicator) -> list[str]:
+    """End as a program does: out of the ``with`` body, at exit, and with all objects."""
+    try:
+        with comm, group:
+            raise ValueError("the child's own")
+    except ValueError:
+        pass
+    group.close()
+    session._leave()
+    del comm, group
+    gc.collect()
+    return []

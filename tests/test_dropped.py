@@ -1,0 +1,50 @@
+"""A communicator that is collected, and was never closed, is not taken for a rank's death."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mpi_launches import VENDORS, launch_of, needs
+from pretended import Pairs
+
+from collective.communicator import Communicator
+from collective.errors import PeerLostError
+from collective.testing import run_ranks
+
+
+def _lost(comm: Communicator) -> str:
+    """Return what the others hear when the last rank drops a communicator, and see it live on."""
+    group: Any = comm.dup()
+    group.barrier()
+    if comm.rank == comm.size - 1:
+        del group
+        gc.collect()
+        comm.barrier()
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        _repeat(group.barrier)
+    comm.barrier()
+    return str(caught.value)
+
+
+def _repeat(call: Callable[[], Any]) -> None:
+    while True:
+        call()
+
+
+@pytest.mark.parametrize(
+    "transport",
+    ["threads", "shm", "gloo", Pairs, *(pytest.param(v, marks=needs(v)) for v in VENDORS)],
+)
+def test_who_dropped_it_is_said_to_have_done_so(transport: Any) -> None:
+    if transport in ("gloo", Pairs):
+        pytest.importorskip("torch", reason="Gloo stands on PyTorch")
+    if transport in VENDORS:
+        *told, _ = run_ranks(3, _lost, backend="mpi", mpiexec=launch_of(transport))
+    else:
+        *told, _ = run_ranks(3, _lost, backend=transport)
+    for text in told:
+        assert "rank 2 has dropped its communicator without closing it" in text
