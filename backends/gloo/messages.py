@@ -258,15 +258,13 @@ class Messenger(Monitored):
         try:
             self._work = start(*args)
             self._complete(self._work, timeout)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise self.channel.explain(self._running, error) from error
-        except CollectiveError:
+        except CollectiveError:  # before RuntimeError, which it is too
             # Gloo works with an array that its owner has back when this is raised.
             self._cut()
             ended(self._work)
             raise
+        except RuntimeError as error:
+            raise self.channel.explain(self._running, error) from error
         self._work = None
 
     def _complete(self, work: Any, timeout: float) -> None:
