@@ -91,6 +91,7 @@ class Gradients:
             others when the buckets are laid out anew: see ``moved``.
         moved: called with nothing when that has happened. What was in the old ``views`` has
             been copied to the new ones.
+        begun: whether a backward pass has begun, by the first :meth:`ready`, and is not finished.
 
     Raises:
         MismatchError: the ranks' parameters differ.
@@ -125,7 +126,7 @@ class Gradients:
         self._settled = False
         self._counts: list[int] | None = [0] * len(self.parameters) if counts else None
         self._place(range(len(self.parameters)))
-        self._begun = False
+        self.begun = False
         self._arrived: list[int] = []
         self._left: list[int] = []
         self._next = 0
@@ -227,11 +228,6 @@ class Gradients:
 
     # -- a backward pass ------------------------------------------------------------------
 
-    @property
-    def begun(self) -> bool:
-        """Whether a backward pass has begun, by the first :meth:`ready`, and is not finished."""
-        return self._begun
-
     def ready(self, number: int) -> None:
         """Take note that a gradient is in its place, and nothing will be added in this pass.
 
@@ -239,7 +235,8 @@ class Gradients:
             GradientError: it was ready already.
             CollectiveError: of a reduction that it has started.
         """
-        self._begin()
+        if not self.begun:
+            self._begin()
         if self._counts is not None and not self._settled:
             self._counts[number] += 1
             if self._counts[number] == 1:
@@ -262,8 +259,12 @@ class Gradients:
             self._launch(all_of_them=False)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the gradients that this pass still waits for."""
-        return [number for number, left in enumerate(self._left) if left > 0] if self._begun else []
+        """Return the numbers of the gradients that this pass, or else the next, waits for."""
+        if not self.begun:
+            return list(range(len(self.parameters)))
+        if self._counts is not None and not self._settled:
+            return [number for number, count in enumerate(self._counts) if not count]
+        return [number for number, left in enumerate(self._left) if left > 0]
 
     def finish(self) -> None:
         """Wait until all gradients are reduced. Every rank calls it, after the same pass.
@@ -272,13 +273,14 @@ class Gradients:
             GradientError: gradients are missing; the pass is over nevertheless, on this rank.
             CollectiveError: what went wrong in a reduction.
         """
-        self._begin()
+        if not self.begun:
+            self._begin()
         if self._counts is not None and not self._settled:
             for number, count in enumerate(self._counts):
                 if count:
                     self._left[number] = 0
                     self._bucket_of[number].missing -= 1
-        missing = [number for number, left in enumerate(self._left) if left > 0]
+        missing = self.missing()
         if missing:
             self.drop()
             names = [self.parameters[number].name for number in missing]
@@ -293,7 +295,8 @@ class Gradients:
 
     def shadow(self) -> None:
         """Take part, with zeros, in a pass that only other ranks make."""
-        self._begin()
+        if not self.begun:
+            self._begin()
         for slab in self._slabs.values():
             slab[...] = 0
         for bucket in self.buckets:
@@ -308,7 +311,7 @@ class Gradients:
                 for work in self._works:
                     work.wait()
         finally:
-            self._begun = False
+            self.begun = False
             self._works = []
         if not self._settled:
             self._settle()
@@ -322,14 +325,12 @@ class Gradients:
     def drop(self) -> None:
         """Give up a pass that has begun: what is on its way is waited for, and nothing begun."""
         self._trace_arrived()
-        works, self._works, self._begun = self._works, [], False
+        works, self._works, self.begun = self._works, [], False
         for work in works:
             work.wait()
 
     def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
+        self.begun = True
         # From the first gradient to the last: what of a backward pass is seen from here.
         self._arriving = trace.interval("backward")
         self._arrived = []
@@ -339,6 +340,8 @@ class Gradients:
         self._left = list(self._counts or ()) if known else [1] * len(self.parameters)
         if known:
             self._left = [max(1, left) for left in self._left]
+        elif self._counts is not None:
+            self._counts = [0] * len(self.parameters)  # a first pass that broke off has counted
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 

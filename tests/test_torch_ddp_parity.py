@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool
+from tests import test_torch_ddp_passes as passes
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,46 @@ def train(wrapped: Any, kind: Any, rank: int, accumulate: bool) -> None:
         functional.cross_entropy(wrapped(x, step), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+# Orders of passes for which PyTorch's wrapper is made: in others it reduces by what was called
+# last, or by no means twice. Ours are in tests/test_torch_ddp_passes.py.
+ORDERS = [
+    "unreduced while one to reduce is pending", "an unreduced one later", "accumulated",
+    "a sum, unreduced last", "a sum, unreduced first", "backward within no_sync",
+    "without a backward pass", "autograd.grad",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gradients(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return for each rank, by order of passes, the gradients of both wrappers."""
+    return pool.run(in_orders, str(tmp_path_factory.mktemp("orders") / "store"))
+
+
+def in_orders(comm: Any, store: str) -> dict[str, list[Any]]:
+    files = dist.FileStore(store, comm.size)
+    dist.init_process_group("gloo", store=files, rank=comm.rank, world_size=comm.size)
+    try:
+        return {name: [in_order(comm, name, ours) for ours in (True, False)] for name in ORDERS}
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def in_order(comm: Any, name: str, ours: bool) -> list[Any]:
+    net = passes.Net("plain")
+    wrapped: Any = DistributedDataParallel(net, comm) if ours else Torchs(net)
+    replica = passes.Replica(net, wrapped, comm.rank)
+    found = []
+    for step in passes.PROGRAMS[name]:
+        replica.do(step)
+        found.append(replica.gradients())
+    return found
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_same_gradients_after_each_pass(gradients: Any, name: str) -> None:
+    for rank in gradients:
+        ours, theirs = rank[name]
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -7,16 +7,21 @@ the rest of the backward pass. What is not PyTorch's own is in :mod:`collective.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from collective.adapters.torch.joining import Attendance
+from collective.adapters.torch.passes import (
+    BackwardPass,
+    ForwardPass,
+    Passes,
+    leaves_behind,
+    tensors_in,
+)
 from collective.adapters.torch.sparse import all_reduce_sparse, empty_sparse
 from collective.errors import GradientError, InvalidArgumentError
 from collective.gradients import Bucket, Gradients, Parameter
@@ -40,6 +45,10 @@ class DistributedDataParallel(nn.Module):
     samples (if each rank has as many). Gradients become the same bits on all ranks, so that
     the replicas stay equal as long as the optimizers do the same.
 
+    Forward and backward passes may come in any order; all ranks make the same. A backward pass
+    reduces if one of the forward passes that it goes back through was outside of
+    :meth:`no_sync`.
+
     ``state_dict()`` is that of the bare module; ``load_state_dict`` also takes one with
     ``module.`` before each name, as PyTorch's own wrapper writes it.
 
@@ -49,9 +58,9 @@ class DistributedDataParallel(nn.Module):
         comm: connects the ranks.
         bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB
             at most, so that it is on its way early.
-        find_unused_parameters: look in each pass for parameters that the outputs do not depend
-            on. Their gradients count as zeros where another rank has some, and stay as they
-            are where nobody has.
+        find_unused_parameters: there are passes in which the outputs, or the loss, do not depend
+            on all parameters. A gradient that does not come counts as zeros where another rank
+            has one, and stays None where nobody has.
         broadcast_buffers: whether rank 0's buffers (running statistics) go to all ranks before
             each forward pass that is followed by a reduction.
         static_graph: the same parameters are used in every pass, equally often. Then they may
@@ -103,7 +112,6 @@ class DistributedDataParallel(nn.Module):
         self._sparse = [parameter for _, parameter in named if parameter in sparse]
         named = [(name, parameter) for name, parameter in named if parameter not in sparse]
         self._trained = [parameter for _, parameter in named]
-        self._numbers = {parameter: number for number, parameter in enumerate(self._trained)}
         self._gradients = Gradients(
             comm,
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
@@ -114,21 +122,20 @@ class DistributedDataParallel(nn.Module):
             counts=static_graph,
         )
         broadcast_state(module, comm)
-        self._sync = True  # whether the next forward pass is one whose gradients are reduced
-        self._syncing = True  # whether that of the backward pass under way was
-        self._queued = False  # whether the backward pass will call _end
-        self._came = False  # whether a gradient has come in it
-        self._unused: list[int] = []
+        self._static = static_graph
+        self._sync = True  # whether gradients of the next forward pass are reduced
         self._attendance: Attendance | None = None  # inside of join()
+        self._passes = Passes(
+            _weakly(self._refuse_broken), _weakly(self._reached), _weakly(self._ended)
+        )
         self._gradients.moved = _weakly(self._point)
-        arrived = _weakly(self._arrived)
+        weak = weakref.ref(self)
         untyped: Any
         for number, untyped in enumerate(self._trained):
-            untyped.register_post_accumulate_grad_hook(_hook(arrived, number))
+            untyped.register_post_accumulate_grad_hook(_hook(weak, number))
         sparse_arrived = _weakly(self._sparse_arrived)
         for untyped in self._sparse:
             untyped.register_post_accumulate_grad_hook(sparse_arrived)
-        self._reached = _weakly(self._expect_end)
         untyped = self
         untyped.register_state_dict_post_hook(_without_prefix)
         untyped.register_load_state_dict_pre_hook(_with_prefix)
@@ -137,43 +144,40 @@ class DistributedDataParallel(nn.Module):
         """Call the module.
 
         Raises:
-            GradientError: the backward pass before broke off.
+            GradientError: the backward pass before broke off; or, inside of :meth:`join`, the
+                forward pass before had none.
         """
-        if not torch.is_grad_enabled():
+        # Within a backward pass a checkpoint computes once again what has been computed before.
+        if not torch.is_grad_enabled() or self._passes.under_way:
             return self.module(*args, **kwargs)
-        self._syncing, self._queued, self._came = self._sync, False, False
-        if not self._syncing:
-            return self.module(*args, **kwargs)
-        if self._gradients.begun:
-            self._gradients.drop()
-            raise GradientError(
-                "DistributedDataParallel: the backward pass before this forward pass did not come "
-                f"to its end [rank {self.comm.rank} of {self.comm.size}]. With "
-                "find_unused_parameters=True each forward pass needs a backward pass; put those "
-                "without one under torch.no_grad() or no_sync()."
-            )
-        root = 0
-        if self._attendance is not None:
-            self._attendance.step(True)
-            root = self._attendance.root
-        if self.broadcast_buffers:
-            _broadcast(list(self.module.buffers()), self.comm, root)
+        self._refuse_broken()
+        reduced = self._sync
+        if reduced:
+            root = 0
+            if self._attendance is not None:
+                self._attendance.forward()
+                root = self._attendance.root
+            if self.broadcast_buffers:
+                _broadcast(list(self.module.buffers()), self.comm, root)
         outputs = self.module(*args, **kwargs)
-        # A backward pass comes by here before it comes to a reentrant checkpoint, whose gradients
-        # arrive in a pass of its own that ends before this one.
-        untyped: Any
-        for untyped in _tensors(outputs):
-            if untyped.grad_fn is not None:
-                untyped.register_hook(self._reached)
-        if self.find_unused_parameters:
-            self._leave_out(outputs)
+        tensors = list(tensors_in(outputs))
+        unused: Sequence[int] = ()
+        if reduced and self.find_unused_parameters:
+            used = leaves_behind(tensors)
+            unused = [number for number, p in enumerate(self._trained) if p not in used]
+            if len(unused) == len(self._trained) and not used.intersection(self._sparse):
+                self._finish()  # no gradient will come
+            if self._static:
+                unused = ()  # what it uses is counted in its first pass
+        self._passes.add(tensors, reduced, unused)
         return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients of the forward passes in the body add up on this rank alone.
 
-        The next pass outside of it reduces the sum.
+        It is the forward pass that counts, wherever its backward pass is. The next backward pass
+        through one from outside reduces the sum.
         """
         before, self._sync = self._sync, False
         try:
@@ -190,15 +194,21 @@ class DistributedDataParallel(nn.Module):
         last; optimizers of others have made fewer steps.
 
         Collective: every rank enters it; inside, every forward pass whose gradients are
-        reduced has one backward pass.
+        reduced has one backward pass, before the next forward pass.
 
         Args:
             by_all: averages stay over all ranks, so that samples count alike; else they are
-                over those that still have batches.
+                over those that still have batches. Then gradients have to be zeroed between
+                passes that are reduced: what one has left is averaged once more, with the zeros
+                of those that are through.
+
+        Raises:
+            GradientError: passes came in another order.
         """
         attendance = self._attendance = Attendance(self.comm, by_all)
         try:
             yield
+            attendance.leave()
             for _ in attendance.rest():
                 if self.broadcast_buffers:
                     _broadcast(list(self.module.buffers()), self.comm, attendance.root)
@@ -212,6 +222,21 @@ class DistributedDataParallel(nn.Module):
 
     # -- the backward pass ----------------------------------------------------------------
 
+    def _refuse_broken(self) -> None:
+        """Refuse a pass while that before is half done."""
+        if self._gradients.begun:
+            self._gradients.drop()
+            raise GradientError(
+                "DistributedDataParallel: the backward pass before this pass did not come to its "
+                f"end [rank {self.comm.rank} of {self.comm.size}]. Its gradients are void: call "
+                "zero_grad(), and begin with a forward pass, on all ranks."
+            )
+
+    def _reached(self, forward: ForwardPass, gradient: torch.Tensor) -> None:
+        """Take note that a backward pass comes by an output."""
+        for number in self._passes.reach(forward):
+            self._ready(number)
+
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
         """Have a gradient in its place; called when autograd has added to it."""
         view, grad = self._gradients.views[number], parameter.grad
@@ -221,36 +246,46 @@ class DistributedDataParallel(nn.Module):
             grad = grad.detach()
             view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
             parameter.grad = view
-        if self._syncing:
-            self._came = True
-            self._expect_end()
-            self._gradients.ready(number)
+        if self._passes.arrive(number, self._sync):
+            self._ready(number)
 
     def _sparse_arrived(self, parameter: nn.Parameter) -> None:
-        self._came = True
-        self._expect_end()
+        self._passes.arrive(None, self._sync)
 
-    def _expect_end(self, gradient: torch.Tensor | None = None) -> None:
-        """Have autograd call :meth:`_end` at the end of this backward pass."""
-        if self._syncing and not self._queued:
-            self._queued = True
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(self._end)
+    def _ready(self, number: int) -> None:
+        if not self._gradients.begun and self.find_unused_parameters:
+            for other in self._passes.unused():
+                self._stand_in(other)
+        self._gradients.ready(number)
 
-    def _end(self) -> None:
+    def _stand_in(self, number: int) -> None:
+        """Have in its place what counts for a gradient that does not come in this pass."""
+        view, parameter = self._gradients.views[number], self._trained[number]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self._gradients.ready(number)
+
+    def _ended(self, backward: BackwardPass) -> None:
         """Finish, unless the pass was ``torch.autograd.grad`` of something else."""
-        self._queued = False
-        if self._came:
+        if backward.reduced and backward.came:
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the reductions."""
-        self._came = False
+        """Reduce what is not on its way yet, and wait."""
+        if self._attendance is not None:
+            self._attendance.backward()
+        if self.find_unused_parameters:
+            for number in self._gradients.missing():
+                self._stand_in(number)
         self._gradients.finish()
         self._reduce_sparse()
         if self.find_unused_parameters:
-            used = self._agree_on_unused(self._unused)
-            for number in self._unused:
+            without = [n for n, p in enumerate(self._trained) if p.grad is None]
+            used = self._agree_on_unused(without)
+            for number in without:
                 if used[number]:
                     self._trained[number].grad = self._gradients.views[number]
         if self._attendance is not None and self._attendance.factor != 1:
@@ -274,25 +309,8 @@ class DistributedDataParallel(nn.Module):
             if parameter.grad is not None:
                 parameter.grad = view
 
-    # -- unused parameters ----------------------------------------------------------------
-
-    def _leave_out(self, outputs: Any) -> None:
-        """Find the parameters on which no output depends; their gradients are there already."""
-        used = _used(outputs)
-        self._unused = [n for n, p in enumerate(self._trained) if p not in used]
-        for number in self._unused:
-            view, grad = self._gradients.views[number], self._trained[number].grad
-            if grad is None:
-                view.zero_()
-            elif grad is not view:
-                view.copy_(grad)
-            self._gradients.ready(number)
-        if len(self._unused) == len(self._trained) and not used.intersection(self._sparse):
-            # No hook will be called.
-            self._finish()
-
     def _agree_on_unused(self, unused: Sequence[int]) -> list[int]:
-        """Return for each parameter whether it was used on any rank."""
+        """Return for each parameter whether it has a gradient on any rank."""
         used = torch.ones(len(self._trained), dtype=torch.uint8)
         used[list(unused)] = 0
         found: list[int] = self.comm.all_gather_object(used.tolist())
@@ -314,38 +332,6 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -
         comm.broadcast(tensors, root=root, out=tensors)
 
 
-def _used(outputs: Any) -> set[Any]:
-    """Return the leaves of the graph behind some tensors."""
-    todo = [tensor.grad_fn for tensor in _tensors(outputs) if tensor.grad_fn is not None]
-    found = {tensor for tensor in _tensors(outputs) if tensor.grad_fn is None}
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(leaf)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return found
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module has returned."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, dict):
-        for value in outputs.values():
-            yield from _tensors(value)
-    elif isinstance(outputs, (list, tuple, set)):
-        for value in outputs:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        for each in dataclasses.fields(outputs):
-            yield from _tensors(getattr(outputs, each.name))
-
-
 def _weakly(method: Any) -> Callable[..., Any]:
     """Return a call of ``method`` that does not keep its object alive, as hooks would."""
     weak = weakref.WeakMethod(method)
@@ -357,9 +343,13 @@ def _weakly(method: Any) -> Callable[..., Any]:
     return call
 
 
-def _hook(arrived: Callable[..., Any], number: int) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        arrived(number, parameter)
+def _hook(
+    weak: weakref.ref[DistributedDataParallel], number: int
+) -> Callable[[nn.Parameter], None]:
+    def hook(parameter: nn.Parameter) -> None:
+        found = weak()
+        if found is not None:
+            found._arrived(number, parameter)
 
     return hook
 

@@ -1,0 +1,503 @@
+"""``DistributedDataParallel`` where forward and backward passes do not take turns.
+
+A program is a list of steps, such as two forward passes, one of them in ``no_sync()``, and then
+the backward pass of either. What its gradients have to be is computed without the wrapper: by one
+replica a rank, in this process, and averages where a backward pass goes through a forward pass
+outside of ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import collective
+from collective.adapters.torch import DistributedDataParallel
+from collective.testing import RankPool
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(SIZE, "threads", timeout=60.0) as made:
+        yield made
+
+
+class Net(nn.Module):
+    """Layers of which one is left out by turns, or computed again in the backward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4).double()
+        self.arms = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.kind = kind
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).double()
+
+    def forward(self, x: torch.Tensor, arm: int) -> dict[str, Any]:
+        x = torch.tanh(self.first(x))
+        if self.kind == "unused":
+            x = self.arms[arm % 3](x)
+        else:
+            for layer in self.arms:
+                x = torch.tanh(self._layer(layer, x))
+        return {"out": [x * self.scale]}
+
+    def _layer(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.kind in ("plain", "unused") or not x.requires_grad:
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
+
+
+OPTIONS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "non-reentrant": {},
+    "reentrant": {"static_graph": True},
+}
+
+
+def input_of(number: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+
+class Replica:
+    """One rank's part in a program.
+
+    Attributes:
+        pending: of each forward pass whose graph is not spent, its loss and whether it counts.
+    """
+
+    def __init__(self, net: Net, wrapped: Any, rank: int) -> None:
+        self.net, self.wrapped, self.rank = net, wrapped, rank
+        self.pending: list[tuple[torch.Tensor, bool]] = []
+        self._passes = 0
+
+    def do(self, step: tuple[Any, ...]) -> bool:
+        """Make a step; return whether it is one whose gradients are to be reduced."""
+        return bool(getattr(self, step[0])(*step[1:]))
+
+    def _forward(self, reduced: bool, sign: int = 1) -> torch.Tensor:
+        self._passes += 1
+        unreduced = self.wrapped is not self.net and not reduced
+        with self.wrapped.no_sync() if unreduced else contextlib.nullcontext():
+            x = input_of(self._passes, self.rank)
+            return sign * self.wrapped(x, self._passes + self.rank)["out"][0].sum()
+
+    def forward(self, reduced: bool) -> None:
+        self.pending.append((self._forward(reduced), reduced))
+
+    def dropped(self, reduced: bool) -> None:
+        self._forward(reduced)
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self._forward(True)
+
+    def _take(self, which: list[int], retain: bool) -> list[tuple[torch.Tensor, bool]]:
+        numbers = {number % len(self.pending) for number in which} if self.pending else set()
+        found = [self.pending[number] for number in sorted(numbers)]
+        if not retain:
+            self.pending = [each for each in self.pending if each not in found]
+        return found
+
+    def backward(self, which: list[int], retain: bool, within: bool) -> bool:
+        found = self._take(which, retain)
+        if not found:
+            return False
+        no_sync = within and self.wrapped is not self.net
+        with self.wrapped.no_sync() if no_sync else contextlib.nullcontext():
+            sum(loss for loss, _ in found).backward(retain_graph=retain)
+        return any(reduced for _, reduced in found)
+
+    def derivative(self, which: int) -> None:
+        for loss, _ in self._take([which], True):
+            torch.autograd.grad(loss, list(self.net.parameters()), retain_graph=True,
+                                allow_unused=True)  # fmt: skip
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.wrapped.zero_grad(set_to_none=set_to_none)
+
+    def descend(self) -> None:
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.net.parameters()]
+
+
+def average(replicas: list[Replica]) -> None:
+    for every in zip(*(replica.net.parameters() for replica in replicas)):
+        known = [p.grad for p in every if p.grad is not None]
+        if known:
+            mean = sum(known) / len(every)
+            for parameter in every:
+                parameter.grad = mean.clone()
+
+
+def expected(kind: str, program: list[Any], size: int = SIZE) -> list[list[Any]]:
+    """Return the gradients of each rank after each step."""
+    nets = [Net(kind) for _ in range(size)]
+    replicas = [Replica(net, net, rank) for rank, net in enumerate(nets)]
+    found: list[list[Any]] = [[] for _ in replicas]
+    for step in program:
+        reduced = [replica.do(step) for replica in replicas]
+        if any(reduced):
+            average(replicas)
+        for mine, replica in zip(found, replicas, strict=True):
+            mine.append(replica.gradients())
+    return found
+
+
+def run(comm: Any, kind: str, program: list[Any]) -> list[Any]:
+    net = Net(kind)
+    # Several buckets.
+    ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, **OPTIONS[kind])
+    replica = Replica(net, ddp, comm.rank)
+    found = []
+    for step in program:
+        replica.do(step)
+        found.append(replica.gradients())
+    return found
+
+
+def check(two: RankPool, kind: str, program: list[Any]) -> None:
+    for rank, found in enumerate(two.run(run, kind, program)):
+        for step, mine, theirs in zip(program, found, expected(kind, program)[rank], strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a is None) == (b is None), step
+                if a is not None:
+                    torch.testing.assert_close(
+                        a, b, rtol=1e-10, atol=1e-10, msg=lambda text, at=step: f"{at}: {text}"
+                    )
+
+
+def forward(reduced: bool) -> tuple[Any, ...]:
+    return "forward", reduced
+
+
+def backward(*which: int, retain: bool = False, within: bool = False) -> tuple[Any, ...]:
+    return "backward", list(which), retain, within
+
+
+# Which of the pending graphs a backward pass is of is counted without those that are spent.
+PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
+    "unreduced while one to reduce is pending": [
+        forward(True), forward(False), backward(0), backward(0),
+    ],
+    "the unreduced one first": [forward(True), forward(False), backward(1), backward(0)],
+    "an unreduced one later": [forward(False), forward(True), backward(1), backward(0)],
+    "accumulated": [
+        forward(False), backward(0), forward(False), backward(0), forward(True), backward(0),
+    ],
+    "two to reduce": [forward(True), forward(True), backward(1), backward(0)],
+    "twice": [forward(True), backward(0, retain=True), backward(0)],
+    "a sum, unreduced last": [forward(True), forward(False), backward(0, 1)],
+    "a sum, unreduced first": [forward(False), forward(True), backward(0, 1)],
+    "backward within no_sync": [forward(True), backward(0, within=True)],
+    "without a backward pass": [("dropped", True), forward(True), backward(0)],
+    "unreduced after one without": [("dropped", True), forward(False), backward(0)],
+    "autograd.grad": [forward(True), ("derivative", 0), backward(0)],
+}  # fmt: skip
+# Reentrant checkpoints are for one backward pass at a time, and not for autograd.grad.
+NOT_REENTRANT = ("a sum, unreduced last", "a sum, unreduced first", "autograd.grad")
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients(two: RankPool, kind: str, name: str) -> None:
+    if kind != "reentrant" or name not in NOT_REENTRANT:
+        check(two, kind, PROGRAMS[name])
+
+
+_number = st.integers(0, 5)
+_forward = st.tuples(st.just("forward"), st.booleans())
+_backward = st.tuples(
+    st.just("backward"), st.lists(_number, min_size=1, max_size=1), st.booleans(), st.booleans()
+)
+_sum = st.tuples(
+    st.just("backward"), st.lists(_number, min_size=2, max_size=3), st.booleans(), st.booleans()
+)
+_others = [
+    st.tuples(st.just("dropped"), st.booleans()),
+    st.tuples(st.just("evaluate")),
+    st.tuples(st.just("zero_grad"), st.booleans()),
+    st.tuples(st.just("descend")),
+]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_gradients_in_any_order_of_passes(two: RankPool, kind: str) -> None:
+    steps = 4 * [_forward] + 4 * [_backward] + _others
+    if kind != "reentrant":
+        steps += [_sum, _sum, st.tuples(st.just("derivative"), _number)]
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(st.one_of(steps), min_size=4, max_size=15))
+    def search(program: list[Any]) -> None:
+        check(two, kind, program)
+
+    search()
+
+
+# -- what comes by no output, or by none that goes into the loss --------------------------------
+
+
+class Stashing(nn.Module):
+    """Keeps its loss to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.loss = self.layer(x).sum()
+
+
+def differ(comm: Any, module: nn.Module) -> bool:
+    """Tell whether the ranks' gradients differ."""
+    flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+    every = comm.all_gather(flat[None])
+    return not bool((every == every[0]).all())
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_loss_that_is_no_output(two: RankPool, unused: bool) -> None:
+    two.run(stashed, unused)
+
+
+def stashed(comm: Any, unused: bool) -> None:
+    net = Stashing()
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=unused)
+    for reduced in (True, False, True, True, False):
+        ddp.zero_grad()
+        with contextlib.nullcontext() if reduced else ddp.no_sync():
+            ddp(input_of(1, comm.rank))
+        net.loss.backward()
+        assert differ(comm, net) == (not reduced)
+    # It cannot be told of which it is: it is reduced, and what it is in the end is right.
+    ddp.zero_grad()
+    ddp(input_of(1, comm.rank))
+    one = net.loss
+    with ddp.no_sync():
+        ddp(input_of(2, comm.rank))
+    net.loss.backward()
+    one.backward()
+    expect = sum(input_of(number, rank).sum(0) for number in (1, 2) for rank in (0, 1)) / 2
+    torch.testing.assert_close(net.layer.weight.grad, expect[None])
+
+
+def test_a_derivative_of_second_order_alone(two: RankPool) -> None:
+    two.run(second_order)
+
+
+def second_order(comm: Any) -> None:
+    """The output is not in the loss, and is gone."""
+    net = Net("unused")
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
+    for reduced in (True, False, True):
+        ddp.zero_grad()
+        x = input_of(1, comm.rank).requires_grad_()
+        with contextlib.nullcontext() if reduced else ddp.no_sync():
+            (slope,) = torch.autograd.grad(ddp(x, 0)["out"][0].sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        assert differ(comm, net) == (not reduced)
+
+
+def test_the_module_called_without_its_wrapper(two: RankPool) -> None:
+    two.run(unwrapped)
+
+
+def unwrapped(comm: Any) -> None:
+    net = Net("plain")
+    ddp = DistributedDataParallel(net, comm)
+    for reduced in (True, False, True):
+        ddp.zero_grad()
+        loss = net(input_of(1, comm.rank), 0)["out"][0].sum()
+        with contextlib.nullcontext() if reduced else ddp.no_sync():
+            loss.backward()
+        assert differ(comm, net) == (not reduced)
+
+
+def test_a_checkpoint_around_the_wrapper(two: RankPool) -> None:
+    for reentrant in (True, False):
+        two.run(around, reentrant)
+
+
+class Last(nn.Module):
+    """Its bias has its gradient before anything is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4, bias=False).double()
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square() + self.bias
+
+
+def around(comm: Any, reentrant: bool) -> None:
+    net, alone = Last(), Last()
+    ddp = DistributedDataParallel(net, comm)
+    for _ in range(2):
+        x = input_of(1, comm.rank).requires_grad_()
+        checkpoint(ddp, x, use_reentrant=reentrant).sum().backward()
+    for _ in range(2):
+        (alone(torch.cat([input_of(1, rank) for rank in range(SIZE)])).sum() / SIZE).backward()
+    for a, b in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+# -- unused parameters ----------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> list[torch.Tensor]:
+        return [(self.weights[number] * x).sum() for number in which]
+
+
+def test_outputs_that_do_not_all_go_into_the_loss(two: RankPool) -> None:
+    two.run(half)
+
+
+def half(comm: Any) -> None:
+    net = Two()
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((3,), comm.rank + 1.0), [0, 1])[0].backward()
+        assert net.weights[0].grad.tolist() == [1.5] * 3
+        assert net.weights[1].grad is None
+
+
+def test_what_was_used_in_no_sync_alone_is_reduced_on_all_ranks(two: RankPool) -> None:
+    two.run(used_before)
+
+
+def used_before(comm: Any) -> None:
+    net = Two()
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
+    x = torch.full((3,), 4.0)
+    if comm.rank == 0:
+        with ddp.no_sync():
+            ddp(x, [1])[0].backward()
+    ddp(x, [0])[0].backward()
+    assert net.weights[1].grad.tolist() == [2.0] * 3
+
+
+def test_a_rank_that_uses_no_parameter(two: RankPool) -> None:
+    two.run(none_used)
+
+
+def none_used(comm: Any) -> None:
+    net = Two()
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        x = torch.ones(3, requires_grad=True)
+        found = ddp(x, [0] * comm.rank)
+        if comm.rank:
+            found[0].backward()
+        else:
+            assert found == []
+        assert net.weights[0].grad.tolist() == [0.5] * 3
+        assert net.weights[1].grad is None
+
+
+def test_a_parameter_of_the_loss_beside_the_forward_pass(two: RankPool) -> None:
+    two.run(regularised)
+
+
+def regularised(comm: Any) -> None:
+    """Its gradient comes before the backward pass comes by the output."""
+    net = Two()
+    ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
+    for reduced in (True, False, True):
+        ddp.zero_grad()
+        x = torch.full((3,), comm.rank + 1.0)
+        with contextlib.nullcontext() if reduced else ddp.no_sync():
+            (loss,) = ddp(x, [0])
+        (loss + (net.weights[1] * x).sum()).backward()
+        assert differ(comm, net) == (not reduced)
+
+
+# -- passes that break off ------------------------------------------------------------------------
+
+
+def test_a_pass_that_breaks_off_is_not_taken_for_the_next(two: RankPool) -> None:
+    for static in (False, True):
+        two.run(broken_off, static)
+
+
+def broken_off(comm: Any, static: bool) -> None:
+    net = Net("plain")
+    ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, static_graph=static)
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = ddp(input_of(1, comm.rank), 0)["out"][0].sum()
+        return found
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    kept = loss()
+    for again in (loss, lambda: kept.backward(retain_graph=True)):
+        handle = net.first.weight.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose") as caught:
+            kept.backward(retain_graph=True)
+        handle.remove()
+        with pytest.raises(collective.GradientError, match="did not come to its end"):
+            again()
+        ddp.zero_grad()
+        loss().backward()
+        assert not differ(comm, net)
+        assert caught.value.__traceback__ is not None  # it keeps what its frames refer to
+
+
+# -- join -----------------------------------------------------------------------------------------
+
+JOINS = {
+    "two forward passes": ("FFBB", "a forward pass has had no backward pass"),
+    "two backward passes": ("FBB", "a second backward pass"),
+    "no backward pass": ("FBF", "a forward pass has had no backward pass"),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_join_refuses_what_the_others_could_not_follow(two: RankPool, name: str) -> None:
+    two.run(joined, *JOINS[name])
+
+
+def joined(comm: Any, steps: str, text: str) -> None:
+    net = Two()
+    ddp = DistributedDataParallel(net, comm)
+
+    def train() -> None:
+        losses: list[Any] = []
+        with ddp.join():
+            for step in steps:
+                if step == "F":
+                    losses.append(sum(ddp(torch.ones(3), [0, 1])))
+                else:
+                    losses[-1].backward(retain_graph=True)
+
+    with pytest.raises(collective.GradientError, match=text):
+        train()
