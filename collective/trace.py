@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import itertools
 import json
 import os
-import stat
 import sys
 import threading
 import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = [
-    "FIRST_LANE",
-    "Interval",
-    "Tracer",
-    "current",
-    "interval",
-    "now",
-    "open_file",
-    "span",
-    "step",
-]
+from collective.trace_file import HEAD, open_file
+
+__all__ = ["FIRST_LANE", "Interval", "Tracer", "current", "interval", "now", "span", "step"]
 
 # Tracks are numbered apart from ranks, which are the processes here: Perfetto takes a track with
 # its process's number for the main thread, and shows what is on track 0 there, too.
@@ -41,7 +30,6 @@ FIRST_LANE = 2_000_000
 # How old what is not in the file may get, and how much of it there may be, in lines.
 _AGE_S = 0.2
 _LINES = 1 << 14
-_HEAD = '{"displayTimeUnit": "ns", "otherData": {'
 _TAIL = b"\n]}\n"
 
 #: The clock of all times here, in seconds; one for all processes of a host.
@@ -112,7 +100,7 @@ class Tracer:
             about: what a reader should know of the run.
         """
         self._zero = zero
-        head = _HEAD + json.dumps({**about, "rank": self.rank})[1:]
+        head = HEAD + json.dumps({**about, "rank": self.rank})[1:]
         first = self._named("process_name", _FIRST_THREAD, f"rank {self.rank}")
         os.ftruncate(self._file, 0)
         self._write(f'{head}, "traceEvents": [\n{first}'.encode())
@@ -275,44 +263,6 @@ class Tracer:
             if self._file >= 0:
                 os.close(self._file)
             self.ended, self._file = True, -1
-
-
-def open_file(path: str) -> int:
-    """Return a descriptor of a new trace, or of one of this user's from an earlier run.
-
-    The directory may be one in which others can put files, such as /tmp: what is there already
-    is not followed, not waited for, and not overwritten unless it is such a trace.
-
-    Raises:
-        OSError: it cannot be written, is being written, or is something else; with the path.
-    """
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        if os.path.islink(path):
-            raise FileExistsError(
-                errno.EEXIST, "a link is there; it is not followed", path
-            ) from None
-        file = os.open(path, flags)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(0, "another process is writing it", path) from None
-        except OSError:
-            pass  # a file system without locks
-        status = os.fstat(file)
-        head = _HEAD.encode()
-        # Of a run that was killed or had no room left there may be a part.
-        if not stat.S_ISREG(status.st_mode) or not head.startswith(os.pread(file, len(head), 0)):
-            raise FileExistsError(errno.EEXIST, "it is there and is no trace; it stays", path)
-        if status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to uid {status.st_uid}", path)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 # -- what a program says ------------------------------------------------------------------------

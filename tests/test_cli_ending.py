@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launches import DEADLINE_S, Launches, launches
+from tests.launches import DEADLINE_S, ROOT, Launches, launches
 
 __all__ = ["launches"]  # a fixture
 
@@ -170,6 +172,17 @@ def test_a_program_that_is_none_has_no_traceback_of_ours(
     assert "Traceback" not in error
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_doctor_runs_nothing_that_lies_in_the_working_directory(launches: Launches) -> None:
+    for name in ("json", "numpy", "torch"):
+        (launches.directory / f"{name}.py").write_text("open('ran', 'w')")
+    # As the installed command, whose working directory is not where it imports from.
+    command = [sys.executable, "-P", "-m", "collective", "doctor"]
+    environment = {**launches.environment(), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=launches.directory, env=environment, capture_output=True)
+    assert not (launches.directory / "ran").exists()
+
+
 # -- signals ------------------------------------------------------------------------------------
 
 
@@ -196,9 +209,18 @@ def test_doctor_leaves_nothing(launches: Launches, number: signal.Signals) -> No
     assert list(launches.temporary.iterdir()) == []
 
 
+def connected(launches: Launches) -> int:
+    """Return how many processes of these launches share memory."""
+    found = 0
+    for pid in launches.living():
+        with contextlib.suppress(OSError):
+            found += "/memfd:" in Path(f"/proc/{pid}/maps").read_text()
+    return found
+
+
 def test_parity_leaves_nothing(launches: Launches) -> None:
-    process = start(launches, "parity", "--backend", "shm", "--framework", "numpy")
-    launches.until(lambda: list(launches.temporary.glob("collective-testing-*/*")))
+    process = start(launches, "parity", "--backend", "shm", "--framework", "numpy", "--ranks", "2")
+    launches.until(lambda: connected(launches) == 2)
     assert ended(launches, process, signal.SIGTERM) == (143, "")
     assert list(launches.temporary.iterdir()) == []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ __all__ = ["main"]
 
 #: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
 _COMMANDS = (bench, config, doctor, parity, profile, run, trace)
+# Those that start processes of ours, and no program of the user's.
+_WITHOUT_PROGRAM = (bench.execute, doctor.execute, parity.execute)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.is_program = arguments is None  # and not a call within another one
         if options.is_program:
             raise_on_signals()
+            if options.execute in _WITHOUT_PROGRAM:
+                _import_nothing_from_here()
         code: int = options.execute(options)
         sys.stdout.flush()
     except CollectiveError as error:
@@ -44,6 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _refuse(reason) if reason else 128 + signal.SIGPIPE
     return code
+
+
+def _import_nothing_from_here() -> None:
+    """Keep the working directory out of what child processes import, if it is out of ours.
+
+    Python puts it first for ``-c`` and ``-m``, so that anybody's ``json.py`` in /tmp would run.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        if not {"", os.getcwd()} & set(sys.path):
+            os.environ.setdefault("PYTHONSAFEPATH", "1")  # heeded from Python 3.11 on
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from collective.errors import ConfigError
-from collective.trace import FIRST_LANE, open_file
+from collective.trace import FIRST_LANE
+from collective.trace_file import open_file
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 

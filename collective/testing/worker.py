@@ -52,7 +52,7 @@ def serve(rank: int, jobs: Connection, control: Connection, foreign: bool = Fals
             jobs.send_bytes(LOADED)
             if jobs.recv_bytes() == GO:
                 jobs.send_bytes(_dump(seat.run(job)))
-    except (EOFError, BrokenPipeError):  # the pool is closed, perhaps in the middle of a job
+    except (EOFError, ConnectionError):  # the pool is closed, perhaps in the middle of a job
         seat.leave()
 
 
