@@ -80,12 +80,14 @@ class Hub:
     # -- for the server's thread ----------------------------------------------------------
 
     def pause(self) -> float | None:
+        """Return how many seconds may pass until :meth:`turn` has something to do; None: any."""
         ends = [each.ends for each in self._rounds.values()]
         if not self._complete:
             ends.append(self._ends)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def turn(self) -> bool:
+        """Do what is due by now; return whether there is anybody left to serve."""
         now = time.monotonic()
         for channel in [name for name, each in self._rounds.items() if each.ends <= now]:
             self._conclude(channel)
@@ -98,6 +100,7 @@ class Hub:
         return not self._over
 
     def heard(self, link: Link, message: Message) -> None:
+        """Act on a message of somebody who knows the key."""
         if link in self._ranks:
             self._hear(link, message)
         else:
@@ -105,6 +108,7 @@ class Hub:
             self._enrol(link, message["rank"], message["size"], message["host"])
 
     def gone(self, link: Link, why: str) -> None:
+        """Tell the others that a rank has gone, and why."""
         if link in self._ranks:
             rank = self._ranks[link]
             self._forget(rank)
