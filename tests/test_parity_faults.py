@@ -98,8 +98,8 @@ def _release() -> Iterator[None]:
     broken.released.set()
 
 
-# What shows in the words of an error alone, which parity does not read.
-WORDS = {"Laconic"}
+# What shows in the words of an error alone, or after one: parity looks at results.
+UNSEEN = {"Laconic", "Forgiving"}
 
 
 def test_every_broken_transport_is_here() -> None:
@@ -107,7 +107,7 @@ def test_every_broken_transport_is_here() -> None:
         name for name, kind in vars(broken).items()
         if isinstance(kind, type) and kind.__module__ == broken.__name__
     }  # fmt: skip
-    assert {fault.kind.__name__ for fault in FAULTS} == known - WORDS
+    assert {fault.kind.__name__ for fault in FAULTS} == known - UNSEEN
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)

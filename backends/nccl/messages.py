@@ -46,9 +46,11 @@ from collective.buffer import Buffer
 from collective.dtypes import BY_NAME
 from collective.errors import (
     BackendError,
+    BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    DeviceError,
     MismatchError,
 )
 from collective.work import Lane
@@ -187,12 +189,17 @@ class Messages:
         try:
             self._send(src, to, tag, going)
         except Exception:
-            # What keeps one half from its end has broken the transport, or the deadline does.
+            # What keeps one half from its end keeps the other, or the deadline does.
             with contextlib.suppress(CollectiveError):
                 work.wait()
             raise
-        work.wait()
-        self._lanes.append(lane)
+        else:
+            work.wait()
+        finally:
+            if lane.idle:
+                self._lanes.append(lane)
+            else:  # interrupted
+                lane.close(0.0)
 
     def close(self) -> None:
         """Let the threads of ``sendrecv`` end."""
@@ -295,6 +302,10 @@ class Messages:
     def _open(self, direction: _Direction, asked: _Call) -> None:
         try:
             comm = self._open_pair(*direction.pair, asked.where, asked.left())
+        except (BackendUnavailableError, DeviceError):
+            # Both ranks are refused, and neither sends: what comes behind may be, or may not.
+            direction.end_turn()
+            raise
         except CollectiveError as error:
             # The message has its number, and what comes behind it waits for that.
             self._channel.abort(failure_of(error, self._rank))
