@@ -403,6 +403,9 @@ class _Closed:
         # In a forked child it stays as it is: its end would be the parent's as well.
         self._kept = backend if why is not _CLOSED else None
 
+    def refuse_broken(self, where: object) -> NoReturn:
+        raise CommunicatorClosedError(f"{where}: {self._why}")
+
     def __getattr__(self, attribute: str) -> NoReturn:
         raise CommunicatorClosedError(f"{attribute}: {self._why}")
 

@@ -17,6 +17,7 @@ from collective.config import load
 from collective.errors import (
     BackendNotFoundError,
     CollectiveTimeoutError,
+    CommunicatorAbortedError,
     CommunicatorClosedError,
     ConfigError,
     InvalidArgumentError,
@@ -114,6 +115,16 @@ def test_every_call_of_a_closed_communicator_says_that_it_is_closed():
         with pytest.raises(CommunicatorClosedError, match="closed"):
             call()
     comm.abort("too late")
+
+
+def test_a_call_of_a_broken_communicator_that_was_closed_says_which_call_it_is():
+    comm = collective.init()
+    comm.abort("enough")
+    with pytest.raises(CommunicatorAbortedError, match="enough"):
+        comm.all_reduce(np.ones(2))
+    comm.close()
+    with pytest.raises(CommunicatorClosedError, match=r"^all_reduce: this communicator is closed"):
+        comm.all_reduce(np.ones(2))
 
 
 # -- the choice ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from collective.backends.shm.control import Control, Layout
 from collective.backends.shm.ring import Receiving, Ring, Sending
 from collective.backends.shm.segment import Segment
+from collective.errors import BackendError, CommunicatorAbortedError
 
 
 def _fetch(rank: int, place: tuple[int, int, int], out: np.ndarray) -> None:
@@ -25,8 +26,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.segment = Segment.create(Layout(2).nbytes)
-        ends = [Control(self.segment, rank, 2) for rank in (0, 1)]
-        self.sender, self.receiver = (Ring(control, 0, 1, _fetch) for control in ends)
+        self.ends = [Control(self.segment, rank, 2) for rank in (0, 1)]
+        self.sender, self.receiver = (Ring(control, 0, 1, _fetch) for control in self.ends)
 
     def send(self, data: np.ndarray, tag: int = 0, remote: bool = False) -> Sending:
         address = data.__array_interface__["data"][0]
@@ -168,6 +169,45 @@ def test_of_several_rings_the_one_with_a_message_is_taken():
     assert pairs[1].send(_data(4)).advance()
     assert receive.advance()
     np.testing.assert_array_equal(receive._out, _data(4))
+
+
+# Length, tag, address (or 0), segment, offset, acknowledgement; the tag that is asked for is 0.
+_MEMORY = np.zeros(64, np.uint8)
+_ADDRESS = _MEMORY.ctypes.data
+DAMAGED = {
+    "negative length": [-1, 0, 0, 0, 0, 0],
+    "negative length of another tag": [-8, 1, 0, 0, 0, 0],
+    "length of another tag that no memory has": [1 << 60, 1, 0, 0, 0, 0],
+    "shorter than what is asked for": [8, 0, 0, 0, 0, 0],
+    "longer than what is asked for": [24, 0, 0, 0, 0, 0],
+    "longer in the sender's memory": [24, 0, _ADDRESS, 0, 0, 0],
+    "acknowledgement": [16, 0, _ADDRESS, 0, 0, 64],
+    "negative acknowledgement": [16, 0, _ADDRESS, 0, 0, -1],
+}
+
+
+@pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED)
+def test_a_header_that_no_sender_writes_breaks_the_communicator(header):
+    pair = Pair()
+    assert pair.sender.announce(header)
+    with pytest.raises(BackendError, match="rank 0's messages to rank 1 are damaged"):
+        pair.receive(16).advance()
+    with pytest.raises(CommunicatorAbortedError, match="are damaged"):
+        pair.ends[0].refuse_broken("send")
+
+
+@pytest.mark.parametrize("after", [0, 48], ids=["before a header", "after one"])
+def test_a_ring_that_holds_more_than_it_can_breaks_the_communicator(after):
+    pair = Pair()
+    if after:
+        assert pair.sender.announce([16, 0, 0, 0, 0, 0])
+        receive = pair.receive(16)
+        assert not receive.advance()
+    else:
+        receive = pair.receive(16)
+    pair.sender.words[0] = after + pair.sender.capacity + 8
+    with pytest.raises(BackendError, match="bytes in a ring of"):
+        receive.advance()
 
 
 MESSAGES = st.lists(

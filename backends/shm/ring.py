@@ -13,9 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+
+from collective.backend import Failure
+from collective.errors import BackendError
 
 from .control import Control, fence
 
@@ -32,6 +35,8 @@ _ACK_SLOTS = 64
 # A message begins with: length, tag, address or 0, segment or 0, offset, acknowledgement.
 # Everything in the ring is a multiple of a word long, so that headers can be read as words.
 _HEADER = 6
+# No message is as long: what says so is damaged.
+_NO_LENGTH = 1 << 47
 
 
 class Ring:
@@ -40,6 +45,7 @@ class Ring:
     def __init__(self, control: Control, src: int, dst: int, fetch: Fetch) -> None:
         layout = control.layout
         start = layout.ring(src, dst)
+        self._control = control
         self.capacity = layout.ring_bytes
         self.words = control.words[start // 8 : (start + 4096) // 8]
         self.data = np.frombuffer(control.segment.map, np.uint8, self.capacity, start + 4096)
@@ -71,8 +77,11 @@ class Ring:
         """Take a header off the ring if there is one."""
         words, cells = self.words, self.cells
         tail = words[_TAIL]
-        if words[_HEAD] - tail < 8 * _HEADER:
+        filled = words[_HEAD] - tail
+        if filled < 8 * _HEADER:
             return None
+        if filled > self.capacity:
+            self.refuse(f"{filled} bytes in a ring of {self.capacity}")
         fence()
         at, length = tail // 8, len(cells)
         header = [cells[(at + index) % length] for index in range(_HEADER)]
@@ -100,7 +109,10 @@ class Ring:
         """Copy as much from the ring to ``out`` (bytes) as there is; return that."""
         words = self.words
         tail = words[_TAIL]
-        count = min(out.size, words[_HEAD] - tail)  # a last piece may have padding after it
+        filled = words[_HEAD] - tail
+        if not 0 <= filled <= self.capacity:
+            self.refuse(f"{filled} bytes in a ring of {self.capacity}")
+        count = min(out.size, filled)  # a last piece may have padding after it
         if count:
             fence()
             at = tail % self.capacity
@@ -138,6 +150,8 @@ class Ring:
                 if header is None:
                     return None
                 nbytes, found, address, segment, offset, slot = header
+                if not (0 <= nbytes < _NO_LENGTH and 0 <= slot < _ACK_SLOTS):
+                    self.refuse(f"the header {', '.join(map(str, header))}")
                 message = _Arrived(self, nbytes, (address, segment, offset), slot)
                 if found == tag:
                     kept = not message.complete
@@ -147,6 +161,21 @@ class Ring:
         finally:
             if not kept:
                 self.receiving.release()
+
+    def refuse(self, what: str) -> NoReturn:
+        """Break the communicator: of a ring that is damaged nothing more can be read.
+
+        Raises:
+            BackendError: always.
+        """
+        control = self._control
+        text = f"rank {self.src}'s messages to rank {control.rank} are damaged: {what}"
+        control.fail(Failure("aborted", control.rank, text))
+        raise BackendError(
+            f"shm: {text}. That rank has another version of this package, or something writes "
+            "to memory that is not its own.",
+            "shm",
+        )
 
 
 class Sending:
@@ -262,6 +291,8 @@ class Receiving:
             for ring in self._rings:
                 message = ring.match(self._tag)
                 if message is not None:
+                    if message.nbytes != self._out.size:
+                        ring.refuse(f"{message.nbytes} bytes in place of {self._out.size}")
                     self._message, self.source = message, ring.src
                     self._streaming = not message.complete
                     if self._streaming:
