@@ -23,6 +23,7 @@ from tests import (
     test_chainer_evaluator,
     test_chainer_functional,
     test_chainer_optimizer,
+    test_chainer_pipeline,
     test_chainer_snapshot,
     test_chainermn_calls,
     test_chainermn_gradients,
@@ -61,6 +62,18 @@ def test_batch_normalization(pool: RankPool, name: str) -> None:
 
 def test_differentiable_collectives(pool: RankPool) -> None:
     pool.run(test_chainer_functional.check_directions)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pipeline(pool: RankPool, schedule: str) -> None:
+    how = {"schedule": schedule, "microbatches": 5}
+    found = pool.run(test_chainer_pipeline.piped, test_chainer_pipeline.plain, 12, **how)
+    expected = test_chainer_pipeline.whole(test_chainer_pipeline.plain, pool.size, 12)
+    test_chainer_pipeline.assert_close(found, expected)
+
+
+def test_a_stage_of_a_pipeline_that_raises(pool: RankPool) -> None:
+    test_chainer_pipeline.check_failure(pool.run(test_chainer_pipeline.failing))
 
 
 def test_an_evaluator(pool: RankPool) -> None:

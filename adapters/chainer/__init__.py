@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         create_multi_node_optimizer,
     )
     from collective.adapters.chainer.parallel_updater import ParallelUpdater, Replicas
+    from collective.adapters.chainer.pipeline import Pipeline
     from collective.adapters.chainer.snapshot import (
         MultiNodeSnapshot,
         SnapshotError,
@@ -41,6 +42,7 @@ __all__ = [
     "MultiNodeSnapshot",
     "MultiNodeUpdater",
     "ParallelUpdater",
+    "Pipeline",
     "Replicas",
     "ShardedIterator",
     "SnapshotError",
@@ -62,6 +64,7 @@ _MODULES = {
     "MultiNodeSnapshot": "snapshot",
     "MultiNodeUpdater": "updaters",
     "ParallelUpdater": "parallel_updater",
+    "Pipeline": "pipeline",
     "Replicas": "parallel_updater",
     "ShardedIterator": "dataset",
     "SnapshotError": "snapshot",

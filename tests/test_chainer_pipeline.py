@@ -1,0 +1,430 @@
+"""Chainer links as stages of a pipeline, against the same links in one process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.functional")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+
+import collective
+from collective.adapters.chainer import Pipeline
+from collective.testing import run_ranks
+from tests.chainer_ranks import Run, ranks
+
+__all__ = ["ranks"]
+
+_CLOSE = 1e-12
+
+
+class Layer(chainer.Chain):
+    """One dense layer of float64, drawn from a generator of its own."""
+
+    def __init__(self, rank: int, width: int = 5) -> None:
+        super().__init__()
+        draw = np.random.RandomState(rank).standard_normal
+        with self.init_scope(), chainer.using_config("dtype", np.float64):
+            self.dense = L.Linear(width, width, initialW=draw((width, width)) / 2)
+
+    def forward(self, x: Any) -> Any:
+        return F.tanh(self.dense(x))
+
+
+class Front(Layer):
+    """Returns what a later stage needs beside its output, and integers."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), F.tanh(self.dense(x * 2)), np.arange(len(x)) % 3
+
+
+class Middle(Layer):
+    def forward(self, x: Any, skipped: Any, counts: Any) -> Any:
+        return super().forward(x) * scale(counts, x), skipped, counts
+
+
+class Back(Layer):
+    def forward(self, x: Any, skipped: Any, counts: Any) -> Any:
+        return super().forward(x) + skipped * scale(counts, x)
+
+
+def scale(counts: Any, x: Any) -> Any:
+    return F.broadcast_to(F.cast(F.expand_dims(counts, 1), np.float64), x.shape)
+
+
+class Shift(chainer.Chain):
+    """A gradient that Chainer hands on unchanged to the input and to the parameter."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.shift = chainer.Parameter(np.full((2, 5), rank + 1.0))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.shift
+
+
+def plain(size: int) -> list[Any]:
+    return [Layer(rank) for rank in range(size)]
+
+
+def with_tuples(size: int) -> list[Any]:
+    return [Front(0), *(Middle(rank) for rank in range(1, size - 1)), Back(size - 1)]
+
+
+def handed_on(size: int) -> list[Any]:
+    return [*(Shift(rank) for rank in range(size - 1)), Layer(size)]
+
+
+def batch(samples: int) -> tuple[Any, Any]:
+    draw = np.random.RandomState(7)
+    return draw.standard_normal((samples, 5)), draw.standard_normal((samples, 5))
+
+
+def squares(y: Any, target: Any) -> Any:
+    return F.mean_squared_error(y, target)
+
+
+def summed(y: Any, target: Any) -> Any:
+    return F.sum((y - target) ** 2)
+
+
+LOSSES = {"mean": squares, "sum": summed}
+
+
+def gradients(stage: Any) -> list[Any]:
+    return [parameter.grad for _, parameter in sorted(stage.namedparams())]
+
+
+def piped(
+    comm: Any,
+    model: Callable[[int], list[Any]],
+    samples: int,
+    steps: int = 1,
+    **how: Any,
+) -> tuple[float | None, list[Any]]:
+    """Return what a step of a pipeline gives, and the gradients of this rank's stage."""
+    stages = model(comm.size)
+    pipe = Pipeline(stages, comm, **how)
+    loss = LOSSES[how.get("reduction", "mean")]
+    pipe.stage.cleargrads()
+    # Only where they matter.
+    x, target = batch(samples)
+    for _ in range(steps):
+        found = pipe.step(
+            x if comm.rank == 0 else None,
+            target if comm.rank == comm.size - 1 else None,
+            loss,
+        )
+    return found, gradients(pipe.stage)
+
+
+def whole(
+    model: Callable[[int], list[Any]], size: int, samples: int, reduction: str = "mean"
+) -> tuple[float, list[list[Any]]]:
+    """Return the loss and the gradients of each stage, of one process on the whole batch."""
+    stages = model(size)
+    x, target = batch(samples)
+    found: Any = (chainer.Variable(x),)
+    for stage in stages:
+        found = stage(*found)
+        found = found if isinstance(found, tuple) else (found,)
+    loss = LOSSES[reduction](*found, target)
+    for stage in stages:
+        stage.cleargrads()
+    loss.backward()
+    return float(loss.array), [gradients(stage) for stage in stages]
+
+
+def assert_close(found: list[Any], expected: tuple[float, list[list[Any]]], times: int = 1) -> None:
+    loss, arrays = expected
+    assert [each for each, _ in found[:-1]] == [None] * (len(found) - 1)
+    assert found[-1][0] == pytest.approx(loss, rel=_CLOSE)
+    for (_, mine), theirs in zip(found, arrays, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == np.float64
+            assert np.abs(a - times * b).max() <= _CLOSE * max(1, np.abs(b).max())
+
+
+HOW = {"schedule": "1f1b", "microbatches": 4}
+# Ten samples in pieces of three and two; fewer pieces than stages; one stage; one piece.
+CASES = [
+    (2, HOW),
+    (3, {"schedule": "gpipe", "microbatches": 4}),
+    (4, {"schedule": "1f1b", "microbatches": 7}),
+    (4, {"schedule": "1f1b", "microbatches": 2}),
+    (1, {"schedule": "1f1b", "microbatches": 3}),
+    (2, {"schedule": "gpipe", "microbatches": 1}),
+    (3, {**HOW, "reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize(("size", "how"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_one_process(size: int, how: dict[str, Any]) -> None:
+    found = run_ranks(size, piped, plain, 10, **how)
+    assert_close(found, whole(plain, size, 10, how.get("reduction", "mean")))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_among_processes(ranks: Run, schedule: str) -> None:
+    found = ranks("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
+    assert_close(found, whole(plain, 2, 10))
+
+
+def test_stages_with_several_inputs_and_outputs() -> None:
+    # In three micro-batches of three, each with the same integers.
+    found = run_ranks(3, piped, with_tuples, 9, microbatches=3)
+    assert_close(found, whole(with_tuples, 3, 9))
+
+
+def test_a_gradient_that_is_handed_on() -> None:
+    found = run_ranks(3, piped, handed_on, 8, **HOW)
+    # Over all samples the shift is the same for each two of them.
+    x, target = batch(8)
+    stages = handed_on(3)
+    total: Any = 0
+    for start in range(0, 8, 2):
+        y = stages[2](stages[1](stages[0](x[start : start + 2])))
+        total = total + squares(y, target[start : start + 2]) / 4
+    for stage in stages:
+        stage.cleargrads()
+    total.backward()
+    assert_close(found, (float(total.array), [gradients(stage) for stage in stages]))
+
+
+def test_steps_add_to_the_gradients() -> None:
+    assert_close(run_ranks(2, piped, plain, 10, 3, **HOW), whole(plain, 2, 10), times=3)
+
+
+def last_stage_has_the_loss(comm: Any) -> Any:
+    stage: Any = Layer(comm.rank)
+    if comm.rank == 1:
+        stage = L.Classifier(stage, squares)
+        stage.compute_accuracy = False
+    pipe = Pipeline([stage if rank == comm.rank else None for rank in range(2)], comm, **HOW)
+    stage.cleargrads()
+    return pipe.step(*batch(10)), gradients(stage)
+
+
+def test_the_last_stage_may_return_the_loss() -> None:
+    assert_close(run_ranks(2, last_stage_has_the_loss), whole(plain, 2, 10))
+
+
+def predicted(comm: Any) -> Any:
+    pipe = Pipeline(plain(comm.size), comm, **HOW)
+    return [pipe.predict(batch(samples)[0]) for samples in (10, 3)]
+
+
+def test_predictions_are_those_of_one_process() -> None:
+    others, found = run_ranks(2, predicted)
+    assert others == [None, None]
+    for y, samples in zip(found, (10, 3)):
+        expected = batch(samples)[0]
+        for stage in plain(2):
+            expected = stage(expected)
+        np.testing.assert_allclose(y, expected.array, rtol=_CLOSE)
+
+
+class Counting(Layer):
+    """Counts of how many of its micro-batches the graph is still there."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.graphs: list[weakref.ref[Any]] = []
+        self.most = 0
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        self.graphs.append(weakref.ref(y.creator))
+        self.most = max(self.most, sum(graph() is not None for graph in self.graphs))
+        return y
+
+
+def kept(comm: Any, schedule: str) -> int:
+    stages = [Counting(rank) for rank in range(comm.size)]
+    pipe = Pipeline(stages, comm, schedule=schedule, microbatches=8)
+    pipe.step(*batch(16), squares)
+    assert all(graph() is None for graph in pipe.stage.graphs)
+    return int(pipe.stage.most)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [3, 2, 1]), ("gpipe", [8, 8, 8])])
+def test_of_how_many_microbatches_activations_are_kept(schedule: str, expected: list[int]) -> None:
+    assert run_ranks(3, kept, schedule) == expected
+
+
+def timelines(comm: Any) -> Any:
+    pipe = Pipeline(plain(comm.size), comm, **HOW)
+    pipe.step(*batch(10), squares)
+    return pipe.timeline
+
+
+def test_the_timeline_has_each_pass_in_its_order() -> None:
+    for spans in run_ranks(2, timelines):
+        assert len(spans) == 8
+        times = [moment for span in spans for moment in (span.start, span.end)]
+        assert times == sorted(times)
+
+
+# -- what goes wrong -------------------------------------------------------------------------
+
+
+class Failing(Layer):
+    def forward(self, x: Any) -> Any:
+        if hasattr(self, "called"):
+            raise ValueError("no weights for these")
+        self.called = True
+        return super().forward(x)
+
+
+def failing(comm: Any) -> tuple[str, int]:
+    """Return what a step raises, what the next one does, and what the communicator still does."""
+    stages = [Failing(rank) if rank == 1 else Layer(rank) for rank in range(comm.size)]
+    pipe = Pipeline(stages, comm, **HOW)
+    with pytest.raises((collective.PeerFailedError, ValueError)) as first:
+        pipe.step(*batch(10), squares)
+    assert "no weights for these" in str(first.value)
+    with pytest.raises(collective.CommunicatorClosedError, match="Make another Pipeline") as second:
+        pipe.step(*batch(10), squares)
+    assert "no weights for these" in str(second.value)
+    again = Pipeline(plain(comm.size), comm, **HOW)
+    again.step(*batch(10), squares)
+    return first.type.__name__, int(comm.all_reduce(np.array([1]))[0])
+
+
+def check_failure(found: list[Any]) -> None:
+    expected = ["PeerFailedError"] * len(found)
+    expected[1] = "ValueError"
+    assert found == [(name, len(found)) for name in expected]
+
+
+@pytest.mark.parametrize("place", ["threads-3", "shm-2"])
+def test_a_stage_that_raises_ends_the_step_on_all_ranks(ranks: Run, place: str) -> None:
+    check_failure(ranks(place, failing))
+
+
+def differing(comm: Any, option: str, values: list[Any]) -> None:
+    how = {**HOW, option: values[comm.rank]}
+    with pytest.raises(collective.MismatchError, match=f"{option}={values[0]!r}.*{values[1]!r}"):
+        Pipeline(plain(2), comm, **how)
+    assert comm.all_reduce(np.array([1]))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("microbatches", [2, 4]), ("schedule", ["1f1b", "gpipe"]), ("reduction", ["mean", "sum"])],
+)
+def test_ranks_that_disagree(option: str, values: list[Any]) -> None:
+    run_ranks(2, differing, option, values)
+
+
+def refused_step(comm: Any, error: type[Exception], match: str, given: tuple[Any, ...]) -> None:
+    pipe = Pipeline(plain(2), comm, **HOW)
+    with pytest.raises(error, match=match):
+        pipe.step(*given)
+    # It can be used as before.
+    assert (pipe.step(*batch(10), squares) is None) == (comm.rank == 0)
+
+
+_X, _T = batch(10)
+REFUSED_STEPS = {
+    "fewer samples than micro-batches": ((_X[:3], _T[:3], squares), "3 samples.*of the 4"),
+    "another number of targets": ((_X, _T[:9], squares), "10 samples on rank 0, target 9"),
+    "no batch": ((None, _T, squares), r"NoneType as x.*\[rank 0 of 2\]"),
+    "a list of examples": (([_X[0]] * 9, _T, squares), "list as x.*concat_examples"),
+    "samples that differ": (((_X, _X[:2]), _T, squares), r"\[10, 2\] samples.*of x"),
+    "no function as loss": ((_X, _T, "mse"), r"str as loss.*\[rank 1 of 2\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_a_batch_that_is_refused_on_all_ranks(name: str) -> None:
+    given, match = REFUSED_STEPS[name]
+    run_ranks(2, refused_step, collective.InvalidArgumentError, match, given)
+
+
+def calls_differ(comm: Any) -> None:
+    pipe = Pipeline(plain(2), comm, **HOW)
+    with pytest.raises(collective.MismatchError, match="rank 0 called step and rank 1 predict"):
+        pipe.step(*batch(10), squares) if comm.rank == 0 else pipe.predict()
+
+
+def test_another_call_on_another_rank() -> None:
+    run_ranks(2, calls_differ)
+
+
+def no_number(comm: Any) -> None:
+    pipe = Pipeline(plain(1), comm, **HOW)
+    with pytest.raises(collective.ShapeError, match=r"\(3, 5\) as loss.*Pass loss="):
+        pipe.step(batch(10)[0])
+
+
+def test_a_loss_that_is_no_number() -> None:
+    run_ranks(1, no_number)
+
+
+def refused(comm: Any, how: dict[str, Any], error: type[Exception], match: str) -> None:
+    how = {**HOW, "stages": plain(1), **how}
+    with pytest.raises(error, match=match):
+        Pipeline(how.pop("stages"), comm, **how)
+
+
+REFUSED = {
+    "no micro-batches": ({"microbatches": 0}, "microbatches=0; a positive integer"),
+    "half a micro-batch": ({"microbatches": 2.0}, "microbatches=2.0; a positive integer"),
+    "an unknown schedule": ({"schedule": "zb"}, "schedule='zb'; one of 1f1b, gpipe"),
+    "an unknown reduction": ({"reduction": "max"}, "reduction='max'; one of mean, sum"),
+    "too many stages": ({"stages": plain(2)}, r"2 stages; a list of 1.*Sequential"),
+    "a link alone": ({"stages": Layer(0)}, "Layer stages; a list of 1"),
+    "no stage of this rank": ({"stages": [None]}, r"NoneType as stage 0; a chainer\.Link"),
+    "a function": ({"stages": [F.relu]}, r"function as stage 0; a chainer\.Link"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    how, match = REFUSED[name]
+    run_ranks(1, refused, how, collective.InvalidArgumentError, match)
+
+
+def shared(comm: Any) -> None:
+    both = Layer(0)
+    stages = [both, chainer.Sequential(Layer(1), both)]
+    with pytest.raises(collective.UnsupportedError, match=r"/1/dense/[Wb] of stage 1 is /dense/"):
+        Pipeline(stages, comm, **HOW)
+
+
+def test_stages_that_share_a_parameter() -> None:
+    run_ranks(2, shared)
+
+
+def test_a_skip_connection_across_stages() -> None:
+    class Leaving(Layer):
+        def forward(self, x: Any) -> Any:
+            self.latest = super().forward(x)
+            return self.latest
+
+    class Taking(Layer):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + front.latest
+
+    front = Leaving(0)
+    stages = [front, Taking(1)]
+
+    def skipping(comm: Any) -> None:
+        pipe = Pipeline(stages, comm, **HOW)
+        with pytest.raises(collective.CollectiveError) as caught:
+            pipe.step(*batch(12), squares)
+        assert "of stage 0: a skip connection across stages" in str(caught.value)
+        wanted = collective.UnsupportedError if comm.rank else collective.PeerFailedError
+        assert caught.type is wanted
+
+    run_ranks(2, skipping)

@@ -1,0 +1,83 @@
+"""Schedules of pipelines: what may be promised of them without running any."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from collective.errors import InvalidArgumentError
+from collective.training.pipelines import (
+    SCHEDULES,
+    Action,
+    Span,
+    idle_share,
+    least_idle,
+    most_kept,
+    order,
+    replay,
+)
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 9), (3, 2), (4, 4), (4, 13), (7, 3), (8, 16)]
+
+pytestmark = pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+
+
+def orders(schedule: str, stages: int, microbatches: int) -> list[list[Action]]:
+    return [order(schedule, rank, stages, microbatches) for rank in range(stages)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_pass_is_there_once_and_backward_after_forward(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    for actions in orders(schedule, stages, microbatches):
+        both = itertools.product(("forward", "backward"), range(microbatches))
+        assert sorted(actions) == sorted(itertools.starmap(Action, both))
+        for each in range(microbatches):
+            forward, backward = Action("forward", each), Action("backward", each)
+            assert actions.index(forward) < actions.index(backward)
+
+
+def test_what_1f1b_keeps(stages: int, microbatches: int) -> None:
+    for rank, actions in enumerate(orders("1f1b", stages, microbatches)):
+        assert most_kept(actions) == min(microbatches, stages - rank)
+
+
+def test_what_gpipe_keeps(stages: int, microbatches: int) -> None:
+    for actions in orders("gpipe", stages, microbatches):
+        assert most_kept(actions) == microbatches
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_stages_wait_for_the_least_share(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    seconds = [{"forward": 1.0, "backward": 2.0}] * stages
+    spans = replay(orders(schedule, stages, microbatches), seconds)
+    assert idle_share(spans) == pytest.approx(least_idle(stages, microbatches), abs=1e-15)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pass_waits_for_what_it_needs(schedule: str, stages: int, microbatches: int) -> None:
+    seconds = [{"forward": 1.0 + rank, "backward": 3.0 / (1 + rank)} for rank in range(stages)]
+    spans = replay(orders(schedule, stages, microbatches), seconds)
+    at = {(rank, *span[:2]): span for rank, each in enumerate(spans) for span in each}
+    for rank, each in enumerate(spans):
+        assert all(before.end <= after.start for before, after in itertools.pairwise(each))
+        for span in each:
+            nearer = rank - 1 if span.kind == "forward" else rank + 1
+            if 0 <= nearer < stages:
+                assert at[nearer, span.kind, span.microbatch].end <= span.start
+
+
+def test_ranks_that_wait_for_each_other(stages: int, microbatches: int) -> None:
+    actions = orders("1f1b", stages, microbatches)
+    actions[-1].reverse()
+    with pytest.raises(InvalidArgumentError, match="for each other for ever"):
+        replay(actions, [{"forward": 1.0, "backward": 1.0}] * stages)
+
+
+def test_one_rank_that_never_waits(stages: int, microbatches: int) -> None:
+    busy = [Span("forward", each, each, each + 1.0, 1.0) for each in range(microbatches)]
+    assert idle_share([busy]) == 0
