@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from collective.call import differing
+from collective.descriptors import RAISE_THE_LIMIT
 from collective.errors import RendezvousError
 
 from .link import Link, Message, listen
@@ -96,6 +97,8 @@ class Hub:
             why = f"ranks {missing} of {self._size} have not arrived"
             if strangers := self._server.refusals():
                 why += f"; {strangers} did not prove to know this job's key"
+            if self._server.scarce:
+                why += f"; rank 0 could not take them in: {self._server.scarce}. {RAISE_THE_LIMIT}"
             self._refuse(why)
         return not self._over
 

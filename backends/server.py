@@ -75,11 +75,13 @@ class Server:
     Attributes:
         peers: the links of those who have proved that they know the key.
         refused: how often somebody has failed to, by address.
+        scarce: what the system said when it had no room for a connection, else empty.
     """
 
     def __init__(self, listening: socket.socket, key: bytes, service: Service) -> None:
         self.peers: set[Link] = set()
         self.refused: dict[str, int] = {}
+        self.scarce = ""
         self._listening = listening
         # Whether the selector looks at it, and if not, from when on.
         self._listens, self._listens_at = True, 0.0
@@ -164,6 +166,7 @@ class Server:
             sock, address = self._listening.accept()
         except OSError as error:
             if error.errno in _SCARCE:
+                self.scarce = str(error)
                 # The one who waits stays in the queue, and would wake us at once.
                 self._rest(0.0 if self._make_room() else _SCARCE_S)
             return

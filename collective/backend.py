@@ -346,10 +346,15 @@ class Backend(ABC):
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         """Return a transport among ``ranks``, which become 0, 1, … in that order.
 
-        Called by those ranks only, all of them; ``self.rank`` is one of them.
+        Called by those ranks only, all of them, which have agreed on it; ``self.rank`` is one
+        of them.
         """
         self.refuse_broken("group")
         return Group(self, ranks)
+
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        """Return how many file descriptors of this process a group among ``ranks`` takes."""
+        return 0
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
         """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.

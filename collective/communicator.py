@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from collective.errors import (
     ShapeError,
 )
 from collective.exchanging import Exchanging
+from collective.grouping import meet
 from collective.object_calls import ObjectCalls
 from collective.reductions import Reductions
 from collective.store import Store
@@ -211,6 +213,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
 
         Raises:
             RankError: a rank is outside, or twice there, or this one is missing.
+            MismatchError: a member names other ranks, or in another order.
+            AllocationError: a member has not enough file descriptors left; on every member.
             CollectiveTimeoutError: a member did not call it.
 
         See Also:
@@ -226,7 +230,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             made: list[Backend] = []
 
             def make() -> None:
-                made.append(self._backend.group(members, self.timeout))
+                end = time.monotonic() + self.timeout
+                meet(self._backend, members, self.timeout)
+                left = max(0.001, end - time.monotonic())
+                made.append(self._backend.group(members, left))
 
             self._transport(make)
             return self._child(made[0])

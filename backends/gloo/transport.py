@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from collective import reduction
 from collective.algorithms import barrier, pieces
+from collective.backend import Failure
 from collective.backends.channel import Channel
 from collective.backends.monitor import Monitor
 from collective.buffer import Buffer
 from collective.capabilities import Capabilities
+from collective.descriptors import shortage
 from collective.errors import CollectiveError, RendezvousError
 from collective.forking import keep
 
@@ -72,6 +74,8 @@ class GlooBackend(Messenger):
         channel = Monitor.start(world, timeout).channel
         self = cls(world, channel, listening)
         try:
+            if short := shortage(self.descriptors(range(world.size))):
+                channel.abort(Failure("aborted", world.rank, f"rank {world.rank}: {short}"))
             self._connect(channel, range(world.size), "connect", end - time.monotonic())
         except CollectiveError as error:
             raise RendezvousError(
@@ -86,6 +90,9 @@ class GlooBackend(Messenger):
         child._connect(self.channel, ranks, "group", timeout)
         return child
 
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        return 2 * (len(ranks) - 1)  # a connection a peer, for collectives and for messages
+
     def _connect(self, channel: Channel, ranks: Sequence[int], where: str, timeout: float) -> None:
         """Connect with the others of ``ranks``, who are watched through ``channel``."""
         end = time.monotonic() + timeout
@@ -93,6 +100,7 @@ class GlooBackend(Messenger):
         def wait_for(rank: int) -> Any:
             return channel.wait(where, max(0.0, end - time.monotonic()), [ranks[rank]])
 
+        channel.check(where, ())
         self._running = where
         meetings: list[Meeting] = []
         try:

@@ -185,6 +185,15 @@ class HierarchicalBackend(TwoLevel, Monitored):
             outer.close()
             raise
 
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        places = Places([self._places.hosts[rank] for rank in ranks], list(ranks).index(self.rank))
+        inner = self._inner.descriptors(places.local)
+        if len(places.members) == 1:
+            return inner
+        across = self._outer.descriptors(places.at(0))
+        outer = self._outer.descriptors(ranks)
+        return inner + across + outer if places.levels else outer
+
     def observe(self, recorder: Recorder) -> None:
         self._outer.observe(recorder)
         if self._across is not None:

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.backend import Failure
 from collective.backends.channel import Channel
 from collective.backends.monitor import Monitor
 from collective.buffer import Buffer
 from collective.capabilities import Capabilities
-from collective.dtypes import BY_NAME
-from collective.errors import BackendUnavailableError, MismatchError, RendezvousError
+from collective.errors import BackendUnavailableError, RendezvousError
 
 from . import library
 from .carrying import left, mapped, now, pause
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["MpiBackend"]
 
 Array = np.ndarray[Any, Any]
-
-_UINT8 = BY_NAME["uint8"]
-_GROUP_TAG = -2
-_NOTE_BYTES = 16
 
 
 class MpiBackend(Moves, Reductions):
@@ -116,7 +110,6 @@ class MpiBackend(Moves, Reductions):
     def group(self, ranks: Sequence[int], timeout: float) -> MpiBackend:
         end = now() + timeout
         channel = self.channel.group(ranks)
-        self._meet(ranks, channel.name, timeout)
         # Groups that are made at once by threads of their own must not take each other's part.
         tag = int(hashlib.blake2b(channel.name.encode(), digest_size=4).hexdigest(), 16) % 30_000
         what = f"group({list(ranks)})"
@@ -132,19 +125,6 @@ class MpiBackend(Moves, Reductions):
                 members.Free()
                 mine.Free()
             return type(self)(self._mpi, comm, channel, self.unlike)
-
-    def _meet(self, ranks: Sequence[int], name: str, timeout: float) -> None:
-        """Return when all members have come, and mean the same group."""
-        first, *others = ranks
-        mine = Buffer.empty(_NOTE_BYTES, _UINT8)
-        mine.array[:] = list(hashlib.blake2b(name.encode(), digest_size=_NOTE_BYTES).digest())
-        theirs = Buffer.empty(_NOTE_BYTES, _UINT8)
-        for rank in others if self.rank == first else [first]:
-            self.sendrecv(mine, rank, theirs, rank, _GROUP_TAG, timeout)
-            if (theirs.array != mine.array).any():
-                text = f"group: rank {self.rank} makes {list(ranks)}, rank {rank} another one"
-                self.abort(Failure("mismatch", self.rank, text))
-                raise MismatchError(f"{text} [rank {self.rank} of {self.size}]")
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self.agree(call, timeout)

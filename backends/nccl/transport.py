@@ -138,6 +138,9 @@ class NcclBackend(Collectives, Monitored):
             host.close()
             raise
 
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        return self._plane.descriptors(ranks)
+
     def shrink(self, excluded: Sequence[int], timeout: float) -> NcclBackend:
         """Return a transport among the ranks that are not ``excluded``, which alone call it.
 

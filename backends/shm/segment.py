@@ -19,12 +19,16 @@ import tempfile
 import weakref
 from collections.abc import Callable
 
+from collective.descriptors import RAISE_THE_LIMIT
 from collective.errors import BackendUnavailableError
 
-__all__ = ["SHARED_MEMORY", "Segment", "map_shared", "process_vm_readv"]
+__all__ = ["SHARED_MEMORY", "TOO_MANY_FILES", "Segment", "map_shared", "process_vm_readv"]
 
 #: Where POSIX shared memory, shm_open(3), is on Linux.
 SHARED_MEMORY = "/dev/shm"
+
+#: What open(2) says when the process or the system has no descriptor left.
+TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 _NAME = "collective"
 _MEMFD = f"/memfd:{_NAME}"  # how /proc/PID/fd shows one
@@ -70,9 +74,10 @@ class Segment:
         except (OSError, ValueError) as error:
             if descriptor >= 0:
                 os.close(descriptor)
+            few = isinstance(error, OSError) and error.errno in TOO_MANY_FILES
+            remedy = RAISE_THE_LIMIT if few else "Free memory, or start fewer ranks"
             raise BackendUnavailableError(
-                f"shm: a shared segment of {nbytes} bytes cannot be made: {error}. Free memory, "
-                "or start fewer ranks."
+                f"shm: a shared segment of {nbytes} bytes cannot be made: {error}. {remedy}."
             ) from error
 
     @classmethod

@@ -16,6 +16,7 @@ from collective.backends.onesided import OneSided, Region
 from collective.buffer import Buffer
 from collective.call import Call, Disagreement
 from collective.capabilities import Capabilities
+from collective.descriptors import RAISE_THE_LIMIT
 from collective.dtypes import BY_NAME
 from collective.errors import (
     BackendError,
@@ -28,7 +29,7 @@ from collective.reduction import Fold, Scale
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
 from .ring import Receiving, Ring, Sending
-from .segment import Segment, process_vm_readv
+from .segment import TOO_MANY_FILES, Segment, process_vm_readv
 from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
@@ -221,10 +222,7 @@ class ShmBackend(OneSided):
         self._control.refuse_broken("group")
         me = list(ranks).index(self.rank)
         note = np.zeros(_PATH_BYTES, np.uint8)
-        # Everybody comes by here first, where it is noticed who is late, lost or failed.
         if me == 0:
-            for rank in ranks[1:]:
-                self.recv(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
             try:
                 segment = Segment.create(Layout(len(ranks)).nbytes)
             except BackendUnavailableError as error:
@@ -234,7 +232,6 @@ class ShmBackend(OneSided):
             for rank in ranks[1:]:
                 self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
         else:
-            self.send(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
             self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
             segment = Segment.open(note.tobytes().rstrip(b"\0").decode())
 
@@ -243,6 +240,9 @@ class ShmBackend(OneSided):
 
         deadline = time.monotonic() + timeout
         return self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
+
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        return 2  # the segment's, and that of its mapping
 
     def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
         self._control.refuse_broken(call)
@@ -509,6 +509,11 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
         try:
             return Segment.open(world.store.get(key, deadline).decode())
         except OSError as error:
+            if error.errno in TOO_MANY_FILES:
+                raise BackendUnavailableError(
+                    f"shm: rank 0's segment cannot be opened: {error} [rank {world.rank}]. "
+                    f"{RAISE_THE_LIMIT}."
+                ) from error
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"shm: rank 0's segment cannot be opened: {error} [rank {world.rank}]. All "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.errors import MismatchError
 from collective.testing.checks import RankFactory, check
 from collective.testing.samples import assert_same, expected, values
 
@@ -95,6 +98,31 @@ def _groups_side_by_side(comm: Communicator) -> None:
     for group in (*groups, half):
         if group is not None:
             group.close()
+
+
+_OTHERS: dict[str, Callable[[int], list[int]]] = {
+    "another order": lambda size: list(range(size))[::-1],
+    "other ranks": lambda size: [0, size - 1],
+}
+
+
+@check(lambda size: [{"what": what} for what in list(_OTHERS)[: size - 1]], at_least=2)
+def check_group_mismatch(factory: RankFactory, size: int, *, what: str) -> None:
+    """Members that name other ranks, or in another order, get MismatchError; nobody waits."""
+    for rank, text in enumerate(factory.run(size, _group_mismatch, what, fresh=True)):
+        for word in (f"rank {size - 1}: group", str(_OTHERS[what](size))):
+            assert word in text, f"rank {rank}: the error does not tell {word!r}: {text}"
+
+
+def _group_mismatch(comm: Communicator, what: str) -> str:
+    odd = comm.rank == comm.size - 1
+    try:
+        comm.group(_OTHERS[what](comm.size) if odd else range(comm.size))
+    except MismatchError as error:
+        if what == "another order":
+            _hold(comm, comm, list(range(comm.size)), "the communicator after a mismatch", 99)
+        return str(error)
+    raise AssertionError(f"rank {comm.rank} got a group although another names {what}")
 
 
 @check()

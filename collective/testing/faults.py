@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from collective.algorithms.tags import GROUP_TAG
 from collective.backend import Backend, Failure
 
 if TYPE_CHECKING:
@@ -150,10 +151,21 @@ class FaultyBackend(Backend):
         return operation(*args)
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        self._after(self._inner.send, src, dst, tag, timeout)
+        if tag == GROUP_TAG:
+            self._inner.send(src, dst, tag, timeout)
+        else:
+            self._after(self._inner.send, src, dst, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        if tag == GROUP_TAG:
+            return self._inner.recv(dst, src, tag, timeout)
         return self._after(self._inner.recv, dst, src, tag, timeout)
+
+    def refuse_broken(self, where: object) -> None:
+        self._inner.refuse_broken(where)
+
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        return self._inner.descriptors(ranks)
 
     def abort(self, failure: Failure) -> None:
         if not self._killed:  # the dead tell nothing

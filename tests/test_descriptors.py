@@ -1,0 +1,99 @@
+"""Where file descriptors run out, all ranks are told so, and before anything is begun."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pretended import Pairs
+
+from collective.backends.monitor import Monitor
+from collective.communicator import Communicator
+from collective.errors import AllocationError, RendezvousError
+from collective.store import FileStore
+from collective.testing import run_ranks
+from collective.world import World
+
+ROOM = 40  # descriptors: for some groups, beside those that are left to others
+
+
+def _until_they_run_out(comm: Communicator) -> tuple[int, str]:
+    """Make groups until there is no room on the last rank; return how many, and what is said."""
+    groups: list[Any] = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if comm.rank == comm.size - 1:
+        limit = len(os.listdir("/dev/fd")) + ROOM
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        with pytest.raises(AllocationError) as caught:
+            _fill(comm, groups)
+        for each in (comm, *groups):
+            assert each.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
+        # One that is given back is enough for another.
+        groups.pop().close()
+        comm.dup().close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return len(groups), str(caught.value)
+
+
+def _fill(comm: Communicator, groups: list[Any]) -> None:
+    for _ in range(ROOM):
+        groups.append(comm.dup())
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", Pairs])
+def test_a_group_too_many_is_refused_on_every_rank(transport: Any) -> None:
+    if transport != "shm":
+        pytest.importorskip("torch", reason="Gloo stands on PyTorch")
+    outcomes = run_ranks(3, _until_they_run_out, backend=transport)
+    assert len({made for made, _ in outcomes}) == 1
+    for _, text in outcomes:
+        assert "rank 2: " in text
+        assert "file descriptors are in use" in text
+        assert "ulimit -n" in text
+
+
+def _few_at_the_start(rank: int, room: int) -> None:
+    if rank == 0:
+        limit = len(os.listdir("/dev/fd")) + room
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def _call_the_roll(comm: Communicator, directory: str) -> str:
+    _few_at_the_start(comm.rank, 5)
+    world = World(
+        comm.rank, comm.size, comm.rank, comm.size, "here", "none", "few", FileStore(directory)
+    )
+    with pytest.raises(RendezvousError) as caught:
+        Monitor.start(world, 3.0)
+    return str(caught.value)
+
+
+def test_a_roll_call_that_has_no_room_says_so(tmp_path: Path) -> None:
+    texts = run_ranks(6, _call_the_roll, str(tmp_path), backend="shm")
+    assert "have not arrived; rank 0 could not take them in: [Errno 24]" in texts[0]
+    assert "ulimit -n" in texts[0]
+
+
+def _connect(comm: Communicator, directory: str) -> str:
+    from collective.backends.gloo import GlooBackend
+
+    _few_at_the_start(comm.rank, 20)  # enough for the roll call
+    world = World(
+        comm.rank, comm.size, comm.rank, comm.size, "here", "none", "few", FileStore(directory)
+    )
+    with pytest.raises(RendezvousError) as caught:
+        GlooBackend.connect(world, 20.0)
+    return str(caught.value)
+
+
+def test_gloo_does_not_start_without_room(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="Gloo stands on PyTorch")
+    for text in run_ranks(3, _connect, str(tmp_path), backend="shm"):
+        assert "rank 0: " in text
+        assert "file descriptors are in use" in text
