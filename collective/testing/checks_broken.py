@@ -44,105 +44,119 @@ def _no_descriptor() -> int:
     raise OSError("nothing to adopt")
 
 
-#: Every call of a communicator, given an array of few elements; the messages that are received
-#: have been sent before it broke.
-CALLS: dict[str, _Call] = {
-    "send": lambda comm, x: comm.send(x, _next(comm)),
-    "send a long one": lambda comm, x: comm.send(np.resize(x, LARGE), _next(comm)),
-    "recv": lambda comm, x: comm.recv(None, _before(comm), tag=_SHORT),
-    "recv a long one": lambda comm, x: comm.recv(None, _before(comm), tag=_LONG),
-    "recv into out": lambda comm, x: comm.recv(np.empty(LARGE), _before(comm), tag=_LONG),
-    "recv from anybody": lambda comm, x: comm.recv(None, ANY_SOURCE, tag=_SHORT),
-    "sendrecv": lambda comm, x: comm.sendrecv(x, _next(comm), _before(comm)),
-    "sendrecv with itself": lambda comm, x: comm.sendrecv(x, comm.rank, comm.rank),
-    "barrier": lambda comm, x: comm.barrier(),
-    "broadcast": lambda comm, x: comm.broadcast(x, root=comm.size - 1),
-    "reduce": lambda comm, x: comm.reduce(x, root=comm.size - 1),
-    "all_reduce": lambda comm, x: comm.all_reduce(x),
-    "all_reduce of nothing": lambda comm, x: comm.all_reduce(x[:0]),
-    "all_reduce in rank order": lambda comm, x: comm.all_reduce(x, order="rank"),
-    "all_reduce in place": lambda comm, x: comm.all_reduce(x, out=x),
-    "all_reduce of a list": lambda comm, x: comm.all_reduce([x, x]),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
-    "scan": lambda comm, x: comm.scan(x),
-    "scatter": lambda comm, x: comm.scatter(x if comm.rank == 0 else None),
-    "gather": lambda comm, x: comm.gather(x),
-    "all_gather": lambda comm, x: comm.all_gather(x),
-    "all_to_all": lambda comm, x: comm.all_to_all(x),
-    "broadcast_object": lambda comm, x: comm.broadcast_object(1),
-    "gather_object": lambda comm, x: comm.gather_object(1),
-    "all_gather_object": lambda comm, x: comm.all_gather_object(1),
-    "scatter_object": lambda comm, x: comm.scatter_object([1] * comm.size),
-    "send_object": lambda comm, x: comm.send_object(1, _next(comm)),
-    "recv_object": lambda comm, x: comm.recv_object(_before(comm), tag=_SHORT),
-    "all_reduce in the background": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),
-    "recv in the background": lambda comm, x: comm.recv(
-        None, _before(comm), tag=_SHORT, async_op=True
-    ).wait(),
-    "split": lambda comm, x: comm.split(0),
-    "split_by_host": lambda comm, x: comm.split_by_host(),
-    "group": lambda comm, x: comm.group([comm.rank]),
-    "dup": lambda comm, x: comm.dup(),
-    "empty": lambda comm, x: comm.empty(4),
-    "adopt": lambda comm, x: comm.adopt(4096, _no_descriptor),
+#: Every call of a communicator by kind and name, given an array of few elements; the messages
+#: that are received have been sent before it broke.
+CALLS: dict[str, dict[str, _Call]] = {
+    "messages": {
+        "send": lambda comm, x: comm.send(x, _next(comm)),
+        "send a long one": lambda comm, x: comm.send(np.resize(x, LARGE), _next(comm)),
+        "recv": lambda comm, x: comm.recv(None, _before(comm), tag=_SHORT),
+        "recv a long one": lambda comm, x: comm.recv(None, _before(comm), tag=_LONG),
+        "recv into out": lambda comm, x: comm.recv(np.empty(LARGE), _before(comm), tag=_LONG),
+        "recv from anybody": lambda comm, x: comm.recv(None, ANY_SOURCE, tag=_SHORT),
+        "sendrecv": lambda comm, x: comm.sendrecv(x, _next(comm), _before(comm)),
+        "sendrecv with itself": lambda comm, x: comm.sendrecv(x, comm.rank, comm.rank),
+    },
+    "collectives": {
+        "barrier": lambda comm, x: comm.barrier(),
+        "broadcast": lambda comm, x: comm.broadcast(x, root=comm.size - 1),
+        "reduce": lambda comm, x: comm.reduce(x, root=comm.size - 1),
+        "all_reduce": lambda comm, x: comm.all_reduce(x),
+        "all_reduce of nothing": lambda comm, x: comm.all_reduce(x[:0]),
+        "all_reduce in rank order": lambda comm, x: comm.all_reduce(x, order="rank"),
+        "all_reduce in place": lambda comm, x: comm.all_reduce(x, out=x),
+        "all_reduce of a list": lambda comm, x: comm.all_reduce([x, x]),
+        "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+        "scan": lambda comm, x: comm.scan(x),
+        "scatter": lambda comm, x: comm.scatter(x if comm.rank == 0 else None),
+        "gather": lambda comm, x: comm.gather(x),
+        "all_gather": lambda comm, x: comm.all_gather(x),
+        "all_to_all": lambda comm, x: comm.all_to_all(x),
+    },
+    "objects": {
+        "broadcast_object": lambda comm, x: comm.broadcast_object(1),
+        "gather_object": lambda comm, x: comm.gather_object(1),
+        "all_gather_object": lambda comm, x: comm.all_gather_object(1),
+        "scatter_object": lambda comm, x: comm.scatter_object([1] * comm.size),
+        "send_object": lambda comm, x: comm.send_object(1, _next(comm)),
+        "recv_object": lambda comm, x: comm.recv_object(_before(comm), tag=_SHORT),
+    },
+    "background": {
+        "all_reduce in the background": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),
+        "recv in the background": lambda comm, x: comm.recv(
+            None, _before(comm), tag=_SHORT, async_op=True
+        ).wait(),
+    },
+    "groups": {
+        "split": lambda comm, x: comm.split(0),
+        "split_by_host": lambda comm, x: comm.split_by_host(),
+        "group": lambda comm, x: comm.group([comm.rank]),
+        "dup": lambda comm, x: comm.dup(),
+    },
+    "memory": {
+        "empty": lambda comm, x: comm.empty(4),
+        "adopt": lambda comm, x: comm.adopt(4096, _no_descriptor),
+    },
 }  # fmt: skip
 
-# What differs with the cause, or with the number of ranks; and what a transport has to refuse by
-# itself, on a rank whose communicator has not met the failure yet.
-_FEW = ("send", "recv", "recv a long one", "all_reduce", "dup")
-_TRANSPORTS = ("send", "recv", "recv a long one", "sendrecv", "barrier", "all_reduce")
+# What a transport has to refuse by itself, on a rank whose communicator has not met the failure.
+_BY_TRANSPORTS = ("send", "recv", "recv a long one", "sendrecv", "barrier", "all_reduce")
 
 
-def _calls(size: int) -> Sequence[Case]:
-    return [{"call": call} for call in (CALLS if size == 2 else _FEW)]
+def _kinds(size: int) -> Sequence[Case]:
+    # Whether a call looks does not depend on the number of ranks.
+    return [{"calls": kind} for kind in (CALLS if size == 2 else ("messages", "collectives"))]
 
 
-@check(_calls, at_least=2)
-def check_broken_by_abort(factory: RankFactory, size: int, *, call: str) -> None:
+def _by_transports(size: int) -> Sequence[Case]:
+    return [{"call": call} for call in (_BY_TRANSPORTS if size == 2 else ("recv",))]
+
+
+@check(_kinds, at_least=2)
+def check_broken_by_abort(factory: RankFactory, size: int, *, calls: str) -> None:
     """After abort() every call raises on every rank, and tells the reason."""
-    _hold_broken(factory, size, call, "abort", _REASON)
+    _hold_broken(factory, size, list(CALLS[calls]), "abort", _REASON)
 
 
-@check([{"call": call} for call in _TRANSPORTS], at_least=2)
+@check(_by_transports, at_least=2)
 def check_broken_by_a_late_receiver(factory: RankFactory, size: int, *, call: str) -> None:
     """After a send that nobody answered in time every call raises, on every rank.
 
     Its owner may use the array again: what a late receiver would find is not what was sent.
     The transport itself refuses, as a rank that hears of it in no call of its own relies on.
     """
-    _hold_broken(factory, size, call, "send", "")
+    _hold_broken(factory, size, [call], "send", "")
 
 
-@check([{"call": call} for call in _FEW], at_least=3)
-def check_broken_by_a_rank_that_left(factory: RankFactory, size: int, *, call: str) -> None:
+@check(at_least=3)
+def check_broken_by_a_rank_that_left(factory: RankFactory, size: int) -> None:
     """After a rank was missed that had closed, every call of the others raises."""
-    _hold_broken(factory, size, call, "leave", rf"\branks? {size - 1}\b")
+    calls = [*CALLS["messages"], *CALLS["collectives"]]
+    _hold_broken(factory, size, calls, "leave", rf"\branks? {size - 1}\b")
 
 
-def _hold_broken(factory: RankFactory, size: int, call: str, cause: str, word: str) -> None:
-    """Hold that ``call`` raises on every rank that is left, with ``word`` in the text."""
-    able = factory.capabilities
-    if call == "recv from anybody" and not able.any_source:
-        return
-    found = factory.run(size, _after_the_end, call, cause, fresh=True)
-    for rank, told in enumerate(found):
-        if cause == "leave" and rank == size - 1:
-            continue
-        what = f"{call} of rank {rank} on a communicator that is broken ({cause})"
-        if not isinstance(told, CollectiveError):
-            raise AssertionError(f"{what} returned {told!r}")
-        if not isinstance(told, (CommunicatorAbortedError, CollectiveTimeoutError)):
-            raise AssertionError(f"{what} raised {type(told).__name__}: {told}")
-        if not re.search(word, str(told)):
-            raise AssertionError(f"{what} does not tell {word!r}: {told}")
+def _hold_broken(
+    factory: RankFactory, size: int, calls: Sequence[str], cause: str, word: str
+) -> None:
+    """Hold that all ``calls`` raise on every rank that is left, with ``word`` in the text."""
+    found = factory.run(size, _after_the_end, calls, cause, fresh=True)
+    for rank, outcomes in enumerate(found):
+        for call, outcome in outcomes.items():
+            what = f"{call} of rank {rank} on a communicator that is broken ({cause})"
+            if not isinstance(outcome, CollectiveError):
+                raise AssertionError(f"{what} {outcome}")
+            if not isinstance(outcome, (CommunicatorAbortedError, CollectiveTimeoutError)):
+                raise AssertionError(f"{what} raised {type(outcome).__name__}: {outcome}")
+            if not re.search(word, str(outcome)):
+                raise AssertionError(f"{what} does not tell {word!r}: {outcome}")
 
 
-def _after_the_end(comm: Communicator, call: str, cause: str) -> Any:
-    """Break the communicator, and return what ``call`` then raises, or else returns."""
+def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict[str, Any]:
+    """Break the communicator, and return what each of ``calls`` then raises, or that it returns."""
     x, long = np.ones(2 * comm.size), np.ones(LARGE)
     if cause == "leave" and comm.rank == comm.size - 1:
         comm.close()
-        return None
+        return {}
     waiting = [
         comm.send(array, _next(comm), tag=tag, async_op=True)
         for array, tag in ((x, _SHORT), (long, _LONG))
@@ -154,7 +168,8 @@ def _after_the_end(comm: Communicator, call: str, cause: str) -> Any:
         _outcome(hear)
     if comm.rank == 0 and cause == "send":
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
-        if _outcome(lambda: comm._backend.send(buffer, 1, _LATE, _GIVES_UP_S)) is None:
+        lost = _outcome(lambda: comm._backend.send(buffer, 1, _LATE, _GIVES_UP_S))
+        if not isinstance(lost, CollectiveError):
             comm.abort(_REASON)  # this transport keeps messages until they are asked for
     elif comm.rank == 0 and cause == "abort":
         comm.abort(_REASON)
@@ -163,13 +178,18 @@ def _after_the_end(comm: Communicator, call: str, cause: str) -> Any:
     for work in waiting:
         _outcome(work.wait)
     long[:] = 99.0  # its owner has it back
-    return _outcome(lambda: CALLS[call](comm, x))
+    known = {name: call for kind in CALLS.values() for name, call in kind.items()}
+    return {
+        name: _outcome(partial(known[name], comm, x))
+        for name in calls
+        if comm.capabilities.any_source or name != "recv from anybody"
+    }
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
-    """Return what ``call`` returns, or one of our errors if it raises that."""
+def _outcome(call: Callable[[], Any]) -> CollectiveError | str:
+    """Return one of our errors if ``call`` raises that, else what it returned, for people."""
     try:
-        return call()
+        return f"returned {call()!r}"
     except UnsupportedError:
         raise
     except CollectiveError as error:
