@@ -6,6 +6,7 @@ import contextlib
 import gc
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,6 +124,48 @@ def check_uneven_inputs(rank: int, size: int) -> None:
             torch.testing.assert_close(found, wanted)
 
 
+def extent(array: Any) -> range:
+    start = array.__array_interface__["data"][0]
+    return range(start, start + array.nbytes)
+
+
+def is_mapped(extent: range) -> bool:
+    """Tell whether memory may be read: it is in mappings of this process."""
+    at = extent.start
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if start <= at < stop:
+            at = stop
+    return at >= extent.stop
+
+
+def check_numpy_arrays_over_memory_that_moves(rank: int, size: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    arrays: list[Any] = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        arrays += [p.grad.numpy() for p in model.parameters()]
+    assert all(in_shared_memory(model))
+    storage = next(model.parameters()).grad.untyped_storage()
+    before = weakref.ref(storage.memory_before)
+    del model, storage
+    gc.collect()
+    dist.destroy_process_group()
+    # They can be read and written, and nobody else gets the memory.
+    others = [torch.full((WIDTH * WIDTH,), 7.0, dtype=torch.float64).numpy() for _ in range(20)]
+    for array in arrays:
+        mine = extent(array)
+        assert is_mapped(mine)
+        array[:] = 1.0
+        for theirs in map(extent, others):
+            assert mine.stop <= theirs.start or theirs.stop <= mine.start
+    assert before() is not None
+    del array
+    arrays.clear()
+    assert before() is None
+
+
 def refused(*args: Any) -> Any:
     raise RuntimeError("no shared memory today")
 
@@ -148,7 +191,7 @@ def check_no_room(rank: int, size: int) -> None:
     "check",
     [
         check_buckets_are_adopted, check_other_tensors_of_its_shape, check_uneven_inputs,
-        check_a_rank_that_cannot, check_no_room,
+        check_numpy_arrays_over_memory_that_moves, check_a_rank_that_cannot, check_no_room,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 from typing import Any
 
 import torch
@@ -119,11 +122,7 @@ class Staging:
         if lowest.tolist() != [_COULD, -_COULD]:
             return
 
-        def move() -> int:
-            descriptor, _ = storage._share_fd_cpu_()
-            return int(descriptor)
-
-        adopted = comm.adopt(storage.nbytes(), move)
+        adopted = comm.adopt(storage.nbytes(), functools.partial(_move, tensor, storage))
         known = self._known[storage._cdata]
         known.address = storage.data_ptr()
         if adopted is None:
@@ -171,3 +170,43 @@ class Staging:
         """Give the memory back."""
         self._room = None
         self._known.clear()
+
+
+def _move(tensor: Tensor, storage: torch.UntypedStorage) -> int:
+    """Move a storage to shared memory, if it is not there; return a descriptor of that.
+
+    Args:
+        tensor: all of it.
+
+    Raises:
+        RuntimeError: the memory is not of torch's own allocation.
+    """
+    moves = not storage.is_shared()
+    # If it had its memory together with a copy that is only made on writing, data_ptr() makes that.
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    untyped: Any = storage
+    if moves:
+        # A NumPy array over a tensor keeps the storage alive, but points to the memory it had
+        # when the array was made, which torch is about to free. A copy that is only made on
+        # writing has that memory, too, and soon alone. It goes with the storage: after the last
+        # such array.
+        untyped.memory_before = torch._lazy_clone(tensor)
+    try:
+        descriptor, _ = storage._share_fd_cpu_()
+    except BaseException:
+        if moves:
+            del untyped.memory_before  # the storage has its memory alone again, where it was
+        raise
+    if moves:
+        _discard(address, nbytes)
+    return int(descriptor)
+
+
+def _discard(address: int, nbytes: int) -> None:
+    """Give back the pages of memory whose contents nobody needs; it can be read and written."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    if start < stop:
+        advise(start, stop - start, mmap.MADV_DONTNEED)
