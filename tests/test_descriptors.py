@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from pretended import Pairs
 
-from collective.backends.monitor import Monitor
+from collective.backends.hub import Hub
 from collective.communicator import Communicator
 from collective.errors import AllocationError, RendezvousError
 from collective.store import FileStore
@@ -64,20 +65,29 @@ def _few_at_the_start(rank: int, room: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
-def _call_the_roll(comm: Communicator, directory: str) -> str:
+def _call_the_roll(comm: Communicator) -> str:
+    from tests.test_monitor import FAR, KEY, until
+    from tests.test_strangers import knock
+
+    if comm.rank == 1:
+        address = comm.broadcast_object(None)
+        held = [knock(address) for _ in range(10)]
+        comm.barrier()
+        return f"{len(held)} have knocked"
+    hub = Hub(2, None, FAR, KEY)
     _few_at_the_start(comm.rank, 5)
-    world = World(
-        comm.rank, comm.size, comm.rank, comm.size, "here", "none", "few", FileStore(directory)
-    )
-    with pytest.raises(RendezvousError) as caught:
-        Monitor.start(world, 3.0)
-    return str(caught.value)
+    comm.broadcast_object(hub.address)
+    until(lambda: hub._server.scarce, FAR)
+    hub._ends = time.monotonic()  # the time is over
+    until(lambda: hub.refusal, FAR)
+    comm.barrier()
+    return str(hub.refusal)
 
 
-def test_a_roll_call_that_has_no_room_says_so(tmp_path: Path) -> None:
-    texts = run_ranks(6, _call_the_roll, str(tmp_path), backend="shm")
-    assert "have not arrived; rank 0 could not take them in: [Errno 24]" in texts[0]
-    assert "ulimit -n" in texts[0]
+def test_a_roll_call_that_has_no_room_says_so() -> None:
+    text = run_ranks(2, _call_the_roll, backend="shm")[0]
+    assert "have not arrived; rank 0 could not take them in: [Errno 24]" in text
+    assert "ulimit -n" in text
 
 
 def _connect(comm: Communicator, directory: str) -> str:
