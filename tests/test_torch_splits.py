@@ -377,7 +377,23 @@ def test_memory_report_counts_what_is_kept() -> None:
     x = torch.randn(1, 1, 32, 32)
     report = Split(model, data=(4,)).memory_report(x)
     assert report.whole == {"1 (ReLU)": 8 * 30 * 30 * 4, "3 (ReLU)": 8 * 28 * 28 * 4}
-    assert report.ratio < 0.01
+    assert report.split == {}
+    assert report.piece == 8 * 9 * 30 * 4 + 8 * 7 * 28 * 4  # and the two rows of the overlap
+    assert report.ratio == report.piece / sum(report.whole.values())
+
+
+def test_memory_report_counts_a_piece_within_a_piece() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3), nn.ReLU())
+    report = Split(model, data=(2,), channels=4).memory_report(torch.randn(1, 1, 32, 32))
+    # Two of the eight channels of 16 rows, and the result of the last convolution.
+    assert report.piece == 2 * 16 * 30 * 4 + 2 * 14 * 28 * 4
+
+
+def test_memory_report_counts_what_is_kept_without_recomputing() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    report = Split(model, data=(2,), recompute=False).memory_report(torch.randn(1, 1, 32, 32))
+    assert report.piece == 0
+    assert sum(report.split.values()) == 2 * 8 * 16 * 30 * 4
 
 
 def test_split_in_an_optimizer_has_the_modules_parameters() -> None:

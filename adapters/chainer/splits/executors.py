@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chainer
 import chainer.functions as F
@@ -21,11 +21,21 @@ from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_same
 from collective.training.splits.serial import Serial
 
+if TYPE_CHECKING:
+    from collective.adapters.chainer.splits.verifying import Kept
+
 __all__ = ["InTurn", "OverRanks", "VariableExchanges", "Variables"]
 
 
 class Variables:
-    """What the framework-neutral executors do with variables."""
+    """What the framework-neutral executors do with variables.
+
+    Args:
+        kept: counts what pieces keep that are computed again.
+    """
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        self._kept = kept
 
     def slice(self, array: Any, dimension: int, rows: range) -> Any:
         return array[(*(slice(None),) * dimension, slice(rows.start, rows.stop))]
@@ -38,6 +48,8 @@ class Variables:
     ) -> tuple[Any, ...]:
         if not chainer.config.enable_backprop:
             return function(*arrays)
+        if self._kept is not None:
+            self._kept.compute_piece(function, arrays)
         found = F.forget(function, *arrays)
         return found if isinstance(found, tuple) else (found,)
 
@@ -45,8 +57,15 @@ class Variables:
 class InTurn:
     """Records the functions of a forward pass, and applies them in blocks for a result."""
 
-    def __init__(self, parts: Sequence[int], channels: int, recompute: bool, xp: Any) -> None:
-        self._serial = Serial(Variables(), parts, channels, recompute)
+    def __init__(
+        self,
+        variables: Variables,
+        parts: Sequence[int],
+        channels: int,
+        recompute: bool,
+        xp: Any,
+    ) -> None:
+        self._serial = Serial(variables, parts, channels, recompute)
         self._xp = xp
 
     def enter(self, x: Any) -> Value:

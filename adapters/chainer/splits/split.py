@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chainer
 
 from collective.adapters.chainer.splits.cut import Cut, intercepting
-from collective.adapters.chainer.splits.executors import InTurn, OverRanks, VariableExchanges
+from collective.adapters.chainer.splits.executors import (
+    InTurn,
+    OverRanks,
+    VariableExchanges,
+    Variables,
+)
 from collective.adapters.chainer.splits.session import Session
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
@@ -16,6 +21,9 @@ from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
+
+if TYPE_CHECKING:
+    from collective.adapters.chainer.splits.verifying import Kept
 
 __all__ = ["Split"]
 
@@ -106,6 +114,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         kwargs: dict[str, Any],
         *,
         ends: str | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Any, tuple[str, ...], list[Any]]:
         """Compute a link in this one's pieces.
 
@@ -114,6 +123,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             x: a variable.
             args, kwargs: as of ``forward``.
             ends: what inputs and outputs are; None: what this one's are.
+            kept: counts what is kept by pieces that are computed again.
 
         Returns:
             What the link returns, the functions that took whole variables, and the masks drawn.
@@ -124,9 +134,9 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         if self._grid is None:
             check_axes(data, axes)
             parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
-            executor = InTurn(parts, channels, self._recompute, x.xp)
+            executor = InTurn(Variables(kept), parts, channels, self._recompute, x.xp)
         else:
-            grid, arrays = self._grid.reaching(axes), VariableExchanges()
+            grid, arrays = self._grid.reaching(axes), VariableExchanges(kept)
             how: Layered | Chained
             if self._halo == "layer":
                 how = Layered(arrays, grid)

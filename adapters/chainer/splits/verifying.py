@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import chainer
@@ -17,7 +17,7 @@ from collective.training.splits.report import Difference, MemoryReport, Verifica
 if TYPE_CHECKING:
     from collective.adapters.chainer.splits.split import Split
 
-__all__ = ["memory_report", "verify"]
+__all__ = ["Kept", "memory_report", "verify"]
 
 
 # -- results ---------------------------------------------------------------------------------
@@ -123,19 +123,42 @@ def memory_report(
     state = np.random.get_state()
     x = chainer.as_variable(x)
     counts = []
+    kept = Kept()
     for is_split in (False, True):
         np.random.set_state(state)
         link = copy.deepcopy(split.link)
         masks: list[Any] = []
         if is_split:
-            result, joined, masks = split.computed(link, x, args, kwargs, ends="whole")
+            result, joined, masks = split.computed(link, x, args, kwargs, ends="whole", kept=kept)
         else:
             result, joined = link(x, *args, **kwargs), ()
         there = [x.array, *(p.array for p in link.params() if p.array is not None)]
-        counts.append((_kept(result, masks, there), joined))
+        counts.append(_kept(result, masks, there))
     np.random.set_state(state)
-    (whole, _), (pieces, joined) = counts
-    return MemoryReport(whole, pieces, joined)
+    whole, pieces = counts
+    return MemoryReport(whole, pieces, kept.piece, joined)
+
+
+class Kept:
+    """Counts what is kept by pieces that are computed again.
+
+    Attributes:
+        piece: the bytes of the piece that keeps most.
+    """
+
+    def __init__(self) -> None:
+        self.piece = 0
+
+    def compute_piece(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
+    ) -> None:
+        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
+        outer, self.piece = self.piece, 0
+        # Variables of their own, or the walk would go on to what they were computed from.
+        given = [chainer.Variable(each.array) for each in arrays]
+        found = function(*given)
+        inside = sum(_kept(found, (), [each.array for each in given]).values())
+        self.piece = max(outer, inside + self.piece)
 
 
 def _kept(result: Any, masks: Sequence[Any], there: Sequence[Any]) -> dict[str, int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.serial import Serial
+
+if TYPE_CHECKING:
+    from collective.adapters.torch.splits.verifying import Kept
 
 __all__ = ["InTurn", "Tensors", "moments"]
 
@@ -20,11 +23,11 @@ class Tensors:
     """What the framework-neutral executors do with tensors.
 
     Args:
-        keep: is called with each tensor that a piece is computed from again.
+        kept: counts what is kept, and has pieces computed once, with all that they keep.
     """
 
-    def __init__(self, keep: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._keep = keep
+    def __init__(self, kept: Kept | None = None) -> None:
+        self._kept = kept
 
     def slice(self, array: Tensor, dimension: int, rows: range) -> Tensor:
         return array.narrow(dimension, rows.start, len(rows))
@@ -37,9 +40,8 @@ class Tensors:
     ) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return function(*arrays)
-        if self._keep is not None:
-            for array in arrays:
-                self._keep(array)
+        if self._kept is not None:
+            return self._kept.compute_piece(function, arrays)
         # Random masks are drawn when a call is recorded, so that there is no state to restore.
         found: tuple[Any, ...] = checkpoint(
             function, *arrays, use_reentrant=False, preserve_rng_state=False

@@ -89,7 +89,7 @@ class Session:
         executor: makes the calls.
         like: a tensor on the device where they are made.
         strict: whether functions without a rule are refused.
-        keep: is called with each tensor that steps hold, to be combined with pieces.
+        kept: is called with each tensor that steps hold, to be combined with pieces.
 
     Attributes:
         joined: the names of the functions that took whole tensors.
@@ -100,11 +100,11 @@ class Session:
         executor: Executor,
         like: Tensor,
         strict: bool,
-        keep: Callable[[Tensor], Tensor] | None = None,
+        kept: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._executor = executor
         self._strict = strict
-        self._keep = keep
+        self._kept = kept
         self._device = like.device
         self.joined: list[str] = []
 
@@ -197,8 +197,8 @@ class Session:
             if not any(isinstance(x, Cut) for x in found):
                 return None
             for x in found:
-                if self._keep is not None and isinstance(x, Tensor) and not isinstance(x, Cut):
-                    self._keep(x)
+                if self._kept is not None and isinstance(x, Tensor) and not isinstance(x, Cut):
+                    self._kept(x)
             step = row_for_row(function, name, leaves, found, like, self._executor)
         else:
             values = tuple(x.value for x in _leaves(leaves) if isinstance(x, Cut))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from collective.training.splits.chained import Chained
 from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
+
+if TYPE_CHECKING:
+    from collective.adapters.torch.splits.verifying import Kept
 
 __all__ = ["Split"]
 
@@ -133,7 +136,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         kwargs: dict[str, Any],
         *,
         ends: str | None = None,
-        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Any, tuple[str, ...]]:
         """Compute a module in this one's pieces.
 
@@ -141,7 +144,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             module: this one's, or a copy of it.
             x, args, kwargs: as of ``forward``.
             ends: what inputs and outputs are; None: what this one's are.
-            keep: is called with each tensor that is kept for recomputing.
+            kept: counts what is kept for the backward pass.
 
         Returns:
             What the module returns, and the calls that took whole tensors.
@@ -152,9 +155,9 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         if self._grid is None:
             check_axes(data, axes)
             parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
-            executor = InTurn(Tensors(keep), parts, channels, self._recompute)
+            executor = InTurn(Tensors(kept), parts, channels, self._recompute)
         else:
-            grid, arrays = self._grid.reaching(axes), TensorExchanges(keep)
+            grid, arrays = self._grid.reaching(axes), TensorExchanges(kept)
             how: Layered | Chained
             if self._halo == "layer":
                 how = Layered(arrays, grid)
@@ -162,12 +165,12 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
                 how = Chained(arrays, grid, self._recompute)
             pieces = [(ends or each) == "pieces" for each in (self._inputs, self._outputs)]
             executor = OverRanks(grid, how, list(module.parameters()), *pieces)
-        session = Session(executor, x, self._strict, keep)
+        session = Session(executor, x, self._strict, kept)
         found = session.leave(module(session.enter(x), *args, **kwargs))
         return found, tuple(session.joined)
 
     def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
-        """Count what a forward pass keeps for its backward pass, of the module and of this.
+        """Count what is kept for the backward pass, of the module and of this.
 
         Both are run, the module whole, so that ``x`` has to be small enough for that. Random
         numbers and buffers are as before afterwards.

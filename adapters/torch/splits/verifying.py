@@ -16,7 +16,7 @@ from collective.training.splits.report import Difference, MemoryReport, Verifica
 if TYPE_CHECKING:
     from collective.adapters.torch.splits.split import Split
 
-__all__ = ["memory_report", "verify"]
+__all__ = ["Kept", "memory_report", "verify"]
 
 Tensor = torch.Tensor
 
@@ -118,52 +118,66 @@ def memory_report(
     split: Split, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
-    counts = []
+    kept = []
     for is_split in (False, True):
         # Statistics and the like change in a copy.
         module = copy.deepcopy(split.module)
-        there = [x, *module.parameters(), *module.buffers()]
-        with torch.enable_grad(), _same_numbers(x), _kept(there) as kept:
+        count = Kept([x, *module.parameters(), *module.buffers()])
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with torch.enable_grad(), _same_numbers(x), hooks:
             if is_split:
-                result, joined = split.computed(module, x, args, kwargs, ends="whole", keep=kept)
+                result, joined = split.computed(module, x, args, kwargs, ends="whole", kept=count)
             else:
                 result, joined = module(x, *args, **kwargs), ()
-            sizes = kept.sizes()
+            sizes = count.sizes()
         del result
-        counts.append((sizes, joined))
-    (whole, _), (pieces, joined) = counts
-    return MemoryReport(whole, pieces, joined)
+        kept.append(sizes)
+    whole, pieces = kept
+    return MemoryReport(whole, pieces, count.piece, joined)
 
 
-class _Kept:
-    """Counts tensors, those with one memory once.
+class Kept:
+    """Counts the tensors that are kept for a backward pass, those with one memory once.
 
     Args:
         there: tensors that are not counted.
+
+    Attributes:
+        piece: the bytes of the piece that keeps most, of those that are computed again.
     """
 
     def __init__(self, there: Sequence[Tensor]) -> None:
-        self._there = {tensor.untyped_storage().data_ptr() for tensor in there}
-        self._found: dict[str, dict[int, int]] = {}
-        self._seen: set[int] = set()
+        self.piece = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self._found: dict[str, int] = {}
         self._alive: list[Tensor] = []  # or another tensor might get the memory, and not count
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
         memory = tensor.untyped_storage()
-        at = memory.data_ptr()
-        if at not in self._there and at not in self._seen and not tensor.is_meta:
-            self._seen.add(at)
+        if memory.data_ptr() not in self._seen and not tensor.is_meta:
+            self._seen.add(memory.data_ptr())
             self._alive.append(tensor.detach())
-            self._found.setdefault(names.current or "forward", {})[at] = memory.nbytes()
+            layer = names.current or "forward"
+            self._found[layer] = self._found.get(layer, 0) + memory.nbytes()
         return tensor
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes by layer."""
-        return {name: sum(each.values()) for name, each in self._found.items()}
+        return dict(self._found)
 
-
-@contextlib.contextmanager
-def _kept(there: Sequence[Tensor]) -> Iterator[_Kept]:
-    kept = _Kept(there)
-    with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
-        yield kept
+    def compute_piece(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
+        for array in arrays:
+            self(array)
+        outer = self._seen, self._found, self._alive, self.piece
+        self._seen, self._found, self._alive, self.piece = set(self._seen), {}, [], 0
+        try:
+            result = function(*arrays)
+            inside = sum(self._found.values()) + self.piece
+        finally:
+            self._seen, self._found, self._alive, self.piece = outer
+        self.piece = max(self.piece, inside)
+        return result

@@ -10,6 +10,9 @@ from collective.errors import BackendUnavailableError
 
 __all__ = ["Difference", "MemoryReport", "Verification"]
 
+# What a piece that is computed again is called among the layers.
+_PIECE = "one piece, again"
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -22,25 +25,31 @@ class MemoryReport:
     Attributes:
         whole: bytes by layer, in the order of the calls, of the module as it is.
         split: bytes by layer of the module as it is split.
+        piece: bytes that exist besides while the backward pass computes a piece again, of the piece
+            that keeps most; 0 if none is computed again.
         joined: the calls that took whole arrays: there the cut ends.
     """
 
     whole: Mapping[str, int]
     split: Mapping[str, int]
+    piece: int = 0
     joined: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
-        """The split module's bytes as a share of the whole one's."""
-        return sum(self.split.values()) / max(1, sum(self.whole.values()))
+        """The most bytes that the split module keeps at a time, as a share of the whole one's."""
+        return (sum(self.split.values()) + self.piece) / max(1, sum(self.whole.values()))
 
     def __str__(self) -> str:
         names = list(dict.fromkeys((*self.whole, *self.split)))
-        width = max(map(len, (*names, "saved for backward, MiB")))
-        rows = [("saved for backward, MiB", "whole", "split")]
+        width = max(map(len, (*names, "kept for backward, MiB")))
+        rows = [("kept for backward, MiB", "whole", "split")]
         for name in names:
             rows.append((name, _mib(self.whole.get(name, 0)), _mib(self.split.get(name, 0))))
-        rows.append(("all", _mib(sum(self.whole.values())), _mib(sum(self.split.values()))))
+        if self.piece:
+            rows.append((_PIECE, _mib(0), _mib(self.piece)))
+        most = sum(self.split.values()) + self.piece
+        rows.append(("all", _mib(sum(self.whole.values())), _mib(most)))
         lines = [f"{name:<{width}} {whole:>10} {split:>10}" for name, whole, split in rows]
         lines += [f"whole at {name}" for name in self.joined]
         return "\n".join(lines)
@@ -57,15 +66,16 @@ class MemoryReport:
             raise BackendUnavailableError(
                 f"plot: {error}. Install matplotlib: pip install matplotlib"
             ) from error
-        names = list(dict.fromkeys((*self.whole, *self.split)))
+        split = {**self.split, **({_PIECE: self.piece} if self.piece else {})}
+        names = list(dict.fromkeys((*self.whole, *split)))
         figure = Figure(figsize=(8, 1.2 + 0.3 * len(names)), layout="constrained")
         axes = figure.subplots()
-        for offset, label, sizes in ((-0.2, "whole", self.whole), (0.2, "split", self.split)):
+        for offset, label, sizes in ((-0.2, "whole", self.whole), (0.2, "split", split)):
             at = [place + offset for place in range(len(names))]
             axes.barh(at, [sizes.get(name, 0) / 2**20 for name in names], 0.4, label=label)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        axes.set_xlabel("MiB saved for the backward pass")
+        axes.set_xlabel("MiB kept for the backward pass")
         axes.set_title(f"{self.ratio:.0%} of the whole module's bytes")
         axes.legend()
         figure.savefig(path, dpi=120)
