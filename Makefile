@@ -3,6 +3,7 @@
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
 #                 transport: make demo BACKEND=gloo (mpi, threads)
 #   make demo-chainer   the same in Chainer
+#   make demo-splits    train a U-Net, each of 2 ranks computing half of every picture's rows
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
@@ -31,7 +32,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo demo-chainer test test-gpu check format lint types parity bench clean
+.PHONY: demo demo-chainer demo-splits test test-gpu check format lint types parity bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -41,6 +42,10 @@ demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 demo-chainer: .venv/.demo .venv/.chainer $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
 	--backend $(BACKEND) examples/mnist_chainer.py
+
+demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
+	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 2 \
+	--backend $(BACKEND) examples/segment.py
 
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest
@@ -77,7 +82,7 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	$(BIN)/python benchmarks/chainer_training.py
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
-	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train \
+	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
 	--json parity.json --html parity.html
 
 .venv/bin/python:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -91,3 +92,28 @@ def test_mnist_sgd_tells_when_the_ranks_part_ways(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout
     assert "ranks [1, 2] differ from rank 0" in done.stdout
     assert "NOT equal to one process" in done.stdout
+
+
+# One collage of four digits, a step or two.
+SMALL = ("--steps", "2", "--batch", "1", "--rows", "2", "--width", "2")
+
+
+@pytest.mark.parametrize(
+    ("launch", "example"),
+    [
+        ("shm", "segment.py"),
+        ("threads", "segment.py"),
+        ("shm", "segment_chainer.py"),
+        ("one rank", "segment_chainer.py"),
+    ],
+)
+def test_segment(launch: str, example: str, tmp_path: Path) -> None:
+    if not importlib.util.find_spec("chainer" if "chainer" in example else "torch"):
+        pytest.skip("its framework is not installed")
+    pytest.importorskip("mlxtend")
+    picture = tmp_path / "segment.png"
+    done = run(launch, example, *SMALL, "--output", str(picture))
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"weights equal to those of one process", done.stdout), done.stdout
+    assert re.search(r"kept for the backward pass: \d+\.\d MiB whole", done.stdout), done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import collective  # noqa: E402
-from collective.adapters.torch.splits import Split  # noqa: E402
+from collective.adapters.torch import DistributedDataParallel, Split  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 
 _CLOSE = 1e-12
@@ -401,3 +401,23 @@ def test_split_in_an_optimizer_has_the_modules_parameters() -> None:
     split = Split(module, data=(2,))
     assert {f"module.{name}" for name in module.state_dict()} == set(split.state_dict())
     assert all(a is b for a, b in zip(split.parameters(), module.parameters(), strict=True))
+
+
+def _sum_over_rows_and_average_over_columns(
+    comm: collective.Communicator, module: nn.Module, x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    module = copy.deepcopy(module)
+    model = DistributedDataParallel(Split(module, data=(2,), comm=rows), columns)
+    mine = x.chunk(2)[comm.rank // 2]
+    model(mine).square().mean().backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def test_split_within_data_parallel_training() -> None:
+    module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 2)).double()
+    x = torch.randn(4, 2, 9, 7, dtype=torch.float64)
+    module(x).square().mean().backward()
+    for found in run_ranks(4, _sum_over_rows_and_average_over_columns, module, x):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)

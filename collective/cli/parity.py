@@ -28,9 +28,9 @@ __all__ = ["add_parser"]
 
 
 _EPILOG = """\
-exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights do not
-agree; 2 if what was asked for does not exist; else 0. A transport or framework that is not here,
-and what a transport declares not to support, is no failure.
+exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights or splits
+do not agree; 2 if what was asked for does not exist; else 0. A transport or framework that is not
+here, and what a transport declares not to support, is no failure.
 """
 
 
@@ -72,7 +72,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of training (default: 8)")
     parser.add_argument(
-        "--no-matrix", action="store_true", help="only what --random, --train or --model ask for"
+        "--splits", action="store_true", help="then compare networks computed in pieces"
+    )
+    parser.add_argument(
+        "--no-matrix",
+        action="store_true",
+        help="only what --random, --train, --model or --splits ask for",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for people there")
@@ -127,6 +132,10 @@ def _run(options: argparse.Namespace, console: Console) -> Report:
             from collective.parity.training import compare, require
 
             require(plan, options.model)
+        if options.splits:
+            from collective.parity import splits
+
+            splits.require(plan)
         report = Report(plan, missing)
         if not options.no_matrix:
             plan = report.plan = _run_matrix(plan, report, progress)
@@ -138,6 +147,9 @@ def _run(options: argparse.Namespace, console: Console) -> Report:
         if options.train or options.model:
             progress.begin("training", 0)
             report.training += compare(plan, options.steps, options.model, progress.say)
+        if options.splits:
+            progress.begin("splits", 0)
+            report.splits += splits.compare(plan, progress.say)
     return report
 
 

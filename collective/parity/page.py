@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,8 +43,8 @@ details { margin: .5rem 0; } summary { cursor: pointer; }
 def page(data: Mapping[str, Any]) -> str:
     """Return the page for what :meth:`Report.as_data` returns."""
     sections = [
-        _head(data), _matrix(data), _failures(data), _random(data), _training(data), _errors(data),
-        _absent(data), _unsupported(data),
+        _head(data), _matrix(data), _failures(data), _random(data), _training(data), _splits(data),
+        _errors(data), _absent(data), _unsupported(data),
     ]  # fmt: skip
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -75,9 +75,11 @@ def _head(data: Mapping[str, Any]) -> str:
         f"{all_.passed:,} cases passed, {all_.failed:,} failed, {all_.unsupported:,} unsupported "
         "(declared)"
     )  # fmt: skip
-    wrong = sum(not each["passed"] for each in (*data["random"], *data["training"]))
+    wrong = sum(
+        not each["passed"] for each in (*data["random"], *data["training"], *data["splits"])
+    )
     told = [counts] if counts else []
-    told += [f"{wrong} of the random and training comparisons failed"] if wrong else []
+    told += [f"{wrong} of the random, training and split comparisons failed"] if wrong else []
     verdict = "; ".join(told) or "all comparisons passed"
     tone = "bad" if data["exit_code"] else "good"
     ranks = ", ".join(map(str, data["ranks"]))
@@ -187,20 +189,35 @@ def _errors(data: Mapping[str, Any]) -> str:
 
 
 def _training(data: Mapping[str, Any]) -> str:
-    if not data["training"]:
+    return _agreement(
+        "Training",
+        "The same model from the same weights on the same digits; the largest difference of any "
+        "weight, in double precision.",
+        data["training"],
+    )
+
+
+def _splits(data: Mapping[str, Any]) -> str:
+    return _agreement(
+        "Splits",
+        "Networks computed in pieces, in turn and over ranks; the largest difference of a result "
+        "or a gradient from an oracle in NumPy, relative to its largest element.",
+        data["splits"],
+    )
+
+
+def _agreement(title: str, about: str, found: Sequence[Mapping[str, Any]]) -> str:
+    if not found:
         return ""
     rows = []
-    for each in data["training"]:
+    for each in found:
         difference = "" if each["difference"] is None else f"{each['difference']:.1e}"
         allowed = f"{each['allowed']:.0e}" if each["allowed"] else "same bits"
         mark = _td("passed", "good") if each["passed"] else _td("failed", "bad")
-        told = escape(each.get("text", difference))
-        rows.append(_td(escape(each["what"]), "text") + _td(told) + _td(allowed) + mark)
-    return (
-        "<h2>Training</h2><p>The same model from the same weights on the same digits; the largest "
-        "difference of any weight, in double precision.</p>"
-        + _table(["what has to agree", "largest difference", "allowed", ""], rows)
-    )
+        text = escape(each.get("text", difference))
+        rows.append(_td(escape(each["what"]), "text") + _td(text) + _td(allowed) + mark)
+    table = _table(["what has to agree", "largest difference", "allowed", ""], rows)
+    return f"<h2>{title}</h2><p>{about}</p>{table}"
 
 
 def _absent(data: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ class Report:
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     random: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
+    splits: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     _rows: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -71,7 +72,9 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether anything is not as it should be."""
-        found = [each for each in (*self.random, *self.training) if not each["passed"]]
+        found = [
+            each for each in (*self.random, *self.training, *self.splits) if not each["passed"]
+        ]
         return bool(self.failures or found)
 
     def as_data(self) -> dict[str, Any]:
@@ -105,6 +108,7 @@ class Report:
             ],
             "random": self.random,
             "training": self.training,
+            "splits": self.splits,
             "seconds": round(self.seconds, 1),
             "exit_code": int(self.failed),
         }  # fmt: skip
@@ -200,7 +204,8 @@ def show(console: Console, data: Mapping[str, Any]) -> None:
     _show_matrix(console, data)
     _show_errors(console, data)
     _show_random(console, data)
-    _show_training(console, data)
+    _show_agreement(console, "Training", data["training"])
+    _show_agreement(console, "Splits", data["splits"])
     _show_missing(console, data)
     for failure in data["failures"][:_SHOWN]:
         where = f"{failure['transport']}, {failure['ranks']} ranks"
@@ -283,11 +288,11 @@ def _show_random(console: Console, data: Mapping[str, Any]) -> None:
             console.print(found["snippet"], markup=False, soft_wrap=True)
 
 
-def _show_training(console: Console, data: Mapping[str, Any]) -> None:
-    if not data["training"]:
+def _show_agreement(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
         return
-    table = _table("Training", "what has to agree", "largest difference", "allowed", "")
-    for found in data["training"]:
+    table = _table(title, "what has to agree", "largest difference", "allowed", "")
+    for found in rows:
         mark = "[green]passed[/]" if found["passed"] else "[red]FAILED[/]"
         difference = found["difference"]
         told = found.get("text") or ("–" if difference is None else f"{difference:.2g}")

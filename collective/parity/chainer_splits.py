@@ -1,0 +1,62 @@
+"""The networks of :mod:`collective.parity.layers` in Chainer, in pieces."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.adapters.chainer import Split
+from collective.parity.layers import Layer
+
+__all__ = ["gradients"]
+
+Array = np.ndarray[Any, Any]
+
+# Not typed. Its import works because that of its adapter has come before.
+chainer: Any = importlib.import_module("chainer")
+F = chainer.functions
+
+
+class Network(chainer.Link):  # type: ignore[misc]
+    """Layers, one after another."""
+
+    def __init__(self, layers: Sequence[Layer], arrays: Mapping[str, Array]) -> None:
+        super().__init__()
+        self._layers = layers
+        with self.init_scope():
+            for name, array in arrays.items():
+                if name != "x":
+                    setattr(self, name, chainer.Parameter(array.copy()))
+
+    def forward(self, x: Any) -> Any:
+        """Return the last layer's result."""
+        for number, layer in enumerate(self._layers):
+            if layer.kind == "tanh":
+                x = F.tanh(x)
+            elif layer.kind == "max":
+                x = F.max_pooling_2d(x, layer.kernel, layer.stride, cover_all=False)
+            else:
+                weight, bias = (getattr(self, f"{name} {number}") for name in ("weight", "bias"))
+                is_plain = layer.kind == "convolution"
+                function = F.convolution_2d if is_plain else F.deconvolution_2d
+                x = function(x, weight, bias, layer.stride, layer.padding, dilate=layer.dilation)
+        return x
+
+
+def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
+    """Do what :func:`collective.parity.layers.gradients` does, in pieces.
+
+    Args:
+        layers, arrays: as there.
+        how: arguments of ``Split``.
+    """
+    network = Network(layers, arrays)
+    x = chainer.Variable(arrays["x"].copy())
+    y = Split(network, **how)(x)
+    (F.sum(y * y) / 2).backward()
+    found = {"y": y.array, "x": x.grad}
+    found |= {parameter.name: parameter.grad for parameter in network.params()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,152 @@
+"""A U-Net that tells ink from paper, each rank computing a part of every picture's rows.
+
+::
+
+    collective run -n 2 --backend shm examples/segment.py   # one half on each rank
+    python examples/segment.py                              # eight stripes in turn
+
+The U-Net knows nothing of ranks or stripes: ``Split`` computes it in pieces, exactly. At the end
+one process trains it as it is, and the weights are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from collages import CLASSES, Collages, draw_picture, load_digits
+from torch import nn
+from torch.nn import functional
+
+import collective
+from collective.adapters.torch import Split
+
+# Enclosed paper is rare, so that its pixels count most.
+WEIGHTS = (0.3, 1.0, 3.0)
+STRIPES = 8
+# Sums of other orders differ by roundings, which training magnifies.
+TOLERANCE = 1e-10
+
+
+class UNet(nn.Module):
+    """Ronneberger et al., "U-Net" (2015), with two levels and few channels.
+
+    Args:
+        width: channels of the first level.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = block(1, width), block(width, 2 * width)
+        self.bottom = block(2 * width, 4 * width)
+        self.second_up = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.second_back = block(4 * width, 2 * width)
+        self.first_up = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.first_back = block(2 * width, width)
+        self.scores = nn.Conv2d(width, len(CLASSES), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores, ``[n, 3, rows, columns]``, of collages ``[n, 1, rows, columns]``."""
+        first = self.first(x)
+        second = self.second(functional.max_pool2d(first, 2))
+        bottom = self.bottom(functional.max_pool2d(second, 2))
+        second = self.second_back(torch.cat([self.second_up(bottom), second], 1))
+        first = self.first_back(torch.cat([self.first_up(second), first], 1))
+        return self.scores(first)
+
+
+def block(channels: int, width: int) -> nn.Module:
+    """Return two convolutions."""
+    return nn.Sequential(
+        *(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()),
+    )
+
+
+def train(model: nn.Module, digits: Any, options: argparse.Namespace) -> tuple[list[float], float]:
+    """Train; return the losses and the seconds of all steps but the first."""
+    collages = Collages(digits, options.rows, options.seed)
+    optimizer = torch.optim.SGD(model.parameters(), options.lr, options.momentum)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    losses, began = [], time.perf_counter()
+    for _ in range(options.steps):
+        x, classes = (torch.from_numpy(each) for each in collages.draw(options.batch))
+        loss = functional.cross_entropy(model(x), classes, weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not losses:
+            began = time.perf_counter()
+        losses.append(loss.item())
+    return losses, time.perf_counter() - began
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    """Return the largest difference of weights, relative to the largest weight of a tensor."""
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="A U-Net in pieces, on collages of digits.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=4, help="collages of a step")
+    parser.add_argument("--rows", type=int, default=4, help="rows of digits in a collage")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first level")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("segment.png"), help="the picture")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
+    options = arguments()
+    torch.set_num_threads(1)
+    with collective.init() as comm:
+        torch.manual_seed(options.seed)
+        whole = UNet(options.width).double()
+        for weight in whole.state_dict().values():
+            comm.broadcast(weight, out=weight)  # ranks that are threads drew from one generator
+        model = copy.deepcopy(whole)
+        if comm.size > 1:
+            split, how = Split(model, data=(comm.size,), comm=comm), "a part on each rank"
+        else:
+            split, how = Split(model, data=(STRIPES,)), "eight stripes in turn"
+        digits = load_digits(comm)
+        losses, seconds = train(split, digits, options)
+        collage, classes = Collages(digits, options.rows, options.seed + 1).draw(1)
+        x = torch.from_numpy(collage)
+        learnt = split(x).argmax(1)
+        report = split.memory_report(x.expand(options.batch, *x.shape[1:]))
+        if comm.rank:
+            comm.barrier(timeout=3600)
+            return 0
+        right = learnt.numpy() == classes
+        print(f"{comm.size} rank(s), {comm.backend}: {how}, loss {losses[options.steps - 1]:.4f}")
+        for kind, name in enumerate(CLASSES):
+            print(f"  {name}: {right[classes == kind].mean():.1%} of the pixels are right")
+        kept = {"whole": sum(report.whole.values()) / 2**20}
+        kept[how] = kept["whole"] * report.ratio
+        sizes = ", ".join(f"{mib:.1f} MiB {name}" for name, mib in kept.items())
+        print(f"  kept for the backward pass: {sizes}")
+        _, alone = train(whole, digits, options)
+        print(f"  all steps {seconds:.1f} s, of one process and the whole U-Net {alone:.1f} s")
+        far = difference(model, whole)
+        verdict = "equal" if far <= TOLERANCE else "NOT EQUAL"
+        print(f"  weights {verdict} to those of one process: {far:.1e}, relative")
+        draw_picture(options.output, collage[0, 0], classes[0], learnt[0].numpy(), losses, kept)
+        print(f"  picture in {options.output}")
+        comm.barrier(timeout=3600)
+        return int(far > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The U-Net of ``segment.py`` in Chainer, each rank computing a part of every picture's rows.
+
+::
+
+    collective run -n 2 --backend shm examples/segment_chainer.py   # one half on each rank
+    python examples/segment_chainer.py                              # eight stripes in turn
+
+NumPy's BLAS takes all cores for itself: with several ranks on a machine set
+``OPENBLAS_NUM_THREADS=1`` before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from collages import CLASSES, Collages, draw_picture, load_digits
+
+import collective
+from collective.adapters.chainer import Split
+
+import chainer  # isort: skip  # which the adapter makes importable
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+# Enclosed paper is rare, so that its pixels count most.
+WEIGHTS = (0.3, 1.0, 3.0)
+STRIPES = 8
+# Sums of other orders differ by roundings, which training magnifies.
+TOLERANCE = 1e-10
+
+
+class UNet(chainer.Chain):
+    """Ronneberger et al., "U-Net" (2015), with two levels and few channels.
+
+    Args:
+        width: channels of the first level.
+        seed: of the weights.
+    """
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        # A generator of its own: ranks that are threads share NumPy's global one.
+        drawn = chainer.initializers.HeNormal(rng=np.random.RandomState(seed))
+
+        def up(channels: int) -> L.Deconvolution2D:
+            return L.Deconvolution2D(2 * channels, channels, 2, 2, initialW=drawn)
+
+        with self.init_scope():
+            self.first, self.second = Block(1, width, drawn), Block(width, 2 * width, drawn)
+            self.bottom = Block(2 * width, 4 * width, drawn)
+            self.second_up, self.first_up = up(2 * width), up(width)
+            self.second_back = Block(4 * width, 2 * width, drawn)
+            self.first_back = Block(2 * width, width, drawn)
+            self.scores = L.Convolution2D(width, len(CLASSES), 1, initialW=drawn)
+
+    def forward(self, x: Any) -> Any:
+        """Return scores, ``[n, 3, rows, columns]``, of collages ``[n, 1, rows, columns]``."""
+        first = self.first(x)
+        second = self.second(F.max_pooling_2d(first, 2))
+        bottom = self.bottom(F.max_pooling_2d(second, 2))
+        second = self.second_back(F.concat([self.second_up(bottom), second]))
+        first = self.first_back(F.concat([self.first_up(second), first]))
+        return self.scores(first)
+
+
+class Block(chainer.Chain):
+    """Two convolutions.
+
+    Args:
+        channels, width: that come in, and that go out.
+        drawn: initializes the weights.
+    """
+
+    def __init__(self, channels: int, width: int, drawn: Any) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.first = L.Convolution2D(channels, width, 3, pad=1, initialW=drawn)
+            self.second = L.Convolution2D(width, width, 3, pad=1, initialW=drawn)
+
+    def forward(self, x: Any) -> Any:
+        """Return ``[n, width, rows, columns]`` of ``[n, channels, rows, columns]``."""
+        return F.relu(self.second(F.relu(self.first(x))))
+
+
+def train(
+    model: chainer.Link, digits: Any, options: argparse.Namespace
+) -> tuple[list[float], float]:
+    """Train; return the losses and the seconds of all steps but the first."""
+    collages = Collages(digits, options.rows, options.seed)
+    optimizer = chainer.optimizers.MomentumSGD(options.lr, options.momentum).setup(model)
+    losses, began = [], time.perf_counter()
+    for _ in range(options.steps):
+        x, classes = collages.draw(options.batch)
+        loss = F.softmax_cross_entropy(
+            model(x), classes.astype(np.int32), class_weight=np.array(WEIGHTS)
+        )
+        model.cleargrads()
+        loss.backward()
+        optimizer.update()
+        if not losses:
+            began = time.perf_counter()
+        losses.append(float(loss.array))
+    return losses, time.perf_counter() - began
+
+
+def difference(a: chainer.Link, b: chainer.Link) -> float:
+    """Return the largest difference of weights, relative to the largest weight of an array."""
+    pairs = zip(a.params(), b.params(), strict=True)
+    return max(float(abs(x.array - y.array).max() / abs(y.array).max()) for x, y in pairs)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="A U-Net in pieces, in Chainer.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=4, help="collages of a step")
+    parser.add_argument("--rows", type=int, default=4, help="rows of digits in a collage")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first level")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("segment_chainer.png"), help="the picture"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
+    options = arguments()
+    with collective.init() as comm:
+        with chainer.using_config("dtype", np.float64):
+            model, whole = (UNet(options.width, options.seed) for _ in range(2))
+        if comm.size > 1:
+            split, how = Split(model, data=(comm.size,), comm=comm), "a part on each rank"
+        else:
+            split, how = Split(model, data=(STRIPES,)), "eight stripes in turn"
+        digits = load_digits(comm)
+        losses, seconds = train(split, digits, options)
+        collage, classes = Collages(digits, options.rows, options.seed + 1).draw(1)
+        learnt = split(collage).array.argmax(1)
+        report = split.memory_report(collage.repeat(options.batch, 0))
+        if comm.rank:
+            comm.barrier(timeout=3600)
+            return 0
+        right = learnt == classes
+        print(f"{comm.size} rank(s), {comm.backend}: {how}, loss {losses[options.steps - 1]:.4f}")
+        for kind, name in enumerate(CLASSES):
+            print(f"  {name}: {right[classes == kind].mean():.1%} of the pixels are right")
+        kept = {"whole": sum(report.whole.values()) / 2**20}
+        kept[how] = kept["whole"] * report.ratio
+        sizes = ", ".join(f"{mib:.1f} MiB {name}" for name, mib in kept.items())
+        print(f"  kept for the backward pass: {sizes}")
+        _, alone = train(whole, digits, options)
+        print(f"  all steps {seconds:.1f} s, of one process and the whole U-Net {alone:.1f} s")
+        far = difference(model, whole)
+        verdict = "equal" if far <= TOLERANCE else "NOT EQUAL"
+        print(f"  weights {verdict} to those of one process: {far:.1e}, relative")
+        draw_picture(options.output, collage[0, 0], classes[0], learnt[0], losses, kept)
+        print(f"  picture in {options.output}")
+        comm.barrier(timeout=3600)
+        return int(far > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Parity of splits: both frameworks agree with the oracle in pieces, and a difference is found."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective.errors import InvalidArgumentError
+from collective.parity import splits, torch_splits
+from collective.parity.layers import NETWORKS, draw, gradients
+from collective.parity.runner import Plan
+from collective.parity.transports import survey
+
+
+def plan(backend: str, size: int, *frameworks: str) -> Plan:
+    return Plan(
+        transports=survey([backend]), frameworks=list(frameworks), operations=(), ops=(),
+        dtypes=(), shapes=(), sizes=(size,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_both_frameworks_agree_with_the_oracle(backend: str) -> None:
+    rows = splits.compare(plan(backend, 3, "torch", "chainer"), lambda text: None)
+    assert [row for row in rows if not row["passed"]] == []
+    # Four ways in turn and four over ranks, in two frameworks.
+    assert len(rows) == 16
+
+
+def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch_splits.gradients
+
+    def wrong(layers: Any, arrays: Any, **how: Any) -> Any:
+        found = right(layers, arrays, **how)
+        if how.get("batch") == 2 and "channels" not in how:
+            found["weight 0"] = found["weight 0"] + 1e-10
+        return found
+
+    monkeypatch.setattr(torch_splits, "gradients", wrong)
+    in_turn = replace(plan("threads", 2, "torch"), transports=[])
+    rows = splits.compare(in_turn, lambda text: None)
+    assert [row["what"] for row in rows if not row["passed"]] == ["torch, batch=2, in turn"]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_oracle_has_the_gradients_of_its_results(name: str) -> None:
+    layers = NETWORKS[name]
+    arrays = draw(layers, 0)
+    found = gradients(layers, arrays)
+    step = 1e-5
+    for key in arrays:
+        index = tuple(length // 2 for length in arrays[key].shape)
+        losses = []
+        for sign in (1, -1):
+            moved = {name: array.copy() for name, array in arrays.items()}
+            moved[key][index] += sign * step
+            losses.append((gradients(layers, moved)["y"] ** 2).sum() / 2)
+        slope = (losses[0] - losses[1]) / (2 * step)
+        assert slope == pytest.approx(found[key][index], rel=1e-5, abs=1e-5), key
+
+
+def test_no_framework_to_split_in() -> None:
+    with pytest.raises(InvalidArgumentError, match="--splits: neither torch nor chainer"):
+        splits.require(plan("threads", 2, "numpy"))
