@@ -35,7 +35,7 @@ from collective.backends.gloo.messages import Messenger  # noqa: E402
 class _Broken:
     """A channel whose communicator is found broken while a call waits."""
 
-    rank, size = 0, 2
+    rank, size, failure = 0, 2, None
 
     def wait(self, *_: Any) -> Any:
         return self
