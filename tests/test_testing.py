@@ -274,6 +274,17 @@ def test_ids_tell_the_transport_the_size_and_the_case() -> None:
     ]
 
 
+def test_checks_are_in_one_order_whatever_was_imported_first() -> None:
+    program = (
+        "import collective.testing.checks_fork, collective.testing.checks_p2p\n"
+        "from collective.testing import all_checks\n"
+        "print(*all_checks())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.split() == list(all_checks()), found.stderr
+    assert found.stdout.split()[-1] == "check_fork"
+
+
 def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["check_barrier", "check_scan"]
     assert main(["threads", "--sizes", "1,2", "--checks", *names]) == 0
