@@ -18,8 +18,10 @@ from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    RendezvousError,
 )
 from collective.recorder import Recorder
+from collective.secret import Secret
 
 from .link import Link, Message
 
@@ -83,6 +85,7 @@ class Channel:
         self._closed = False
         self._reported = threading.Condition()
         self._late_ranks: dict[int, Message | None] = {}
+        self._offers: dict[str, dict[int, str]] = {}
         self._rounds = 0
         monitor._enter(self)
         monitor._unclosed[name] = list(members), self._calls
@@ -246,6 +249,39 @@ class Channel:
             if self.name == WORLD:
                 self._monitor._leave()
 
+    # -- before it is used ----------------------------------------------------------------
+
+    @property
+    def secret(self) -> Secret:
+        """What the members know and nobody else: of this communicator alone."""
+        return self._monitor.secret.within(self.name)
+
+    def offer(self, name: str, text: str) -> None:
+        """Give ``text`` to all members, who give theirs under the same name.
+
+        Args:
+            name: used once in this communicator.
+            text: anything.
+        """
+        self._say({"kind": "offer", "name": name, "text": text})
+
+    def offered(self, name: str) -> dict[int, str]:
+        """Return what members have offered so far, by rank; nothing before this one has.
+
+        Raises:
+            RendezvousError: the world's rank 0 has ended, whose process passes it on.
+        """
+        if self._monitor.hub_gone:
+            raise RendezvousError(
+                "rendezvous: the world's rank 0 has ended, through whose process ranks connect; "
+                f"keep it running while others make groups [rank {self.rank}]"
+            )
+        return self._offers.get(name, {})
+
+    def withdraw(self, name: str) -> None:
+        """Forget what was offered."""
+        self._offers.pop(name, None)
+
     def _say(self, message: Message) -> None:
         self._monitor._say({**message, "channel": self.name, "members": list(self.members)})
 
@@ -275,6 +311,10 @@ class Channel:
             self._left_at[rank] = time.monotonic(), message["finished"], how
         elif kind == "report":
             self._report()
+        elif kind == "offers":
+            texts = {self.members.index(int(r)): text for r, text in message["texts"].items()}
+            # A new one: others may be looking at the old.
+            self._offers[message["name"]] = {**self._offers.get(message["name"], {}), **texts}
         else:
             with self._reported:
                 late = message["late"].items()

@@ -8,19 +8,23 @@ the communicators: whoever speaks of one names its members.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collective.call import differing
 from collective.descriptors import RAISE_THE_LIMIT
 from collective.errors import RendezvousError
 
-from .link import Link, Message, listen
+from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check
 from .server import Server
+
+if TYPE_CHECKING:
+    from collective.tls import Tls
 
 __all__ = ["Hub", "disagreement"]
 
@@ -43,6 +47,19 @@ class _Round:
     reports: dict[int, Message] = field(default_factory=dict)
 
 
+@dataclass
+class _Exchange:
+    """What the members of a communicator offer each other under one name.
+
+    Attributes:
+        fresh: who has offered something that nobody was told yet.
+    """
+
+    members: list[int]
+    texts: dict[int, str] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+
+
 class Hub:
     """Serves the links of one world; see the module's docstring.
 
@@ -51,14 +68,19 @@ class Hub:
         host: an address of this host where ranks of others can connect; None on one host.
         timeout: seconds until the roll call is given up.
         key: what a rank has to know.
+        tls: for connections between hosts, or None.
 
     Attributes:
         address: what :func:`backends.link.connect` takes to reach it.
         refusal: why the roll call has failed, None as long as it has not.
+        session: tells this meeting of the ranks from all others.
     """
 
-    def __init__(self, size: int, host: str | None, timeout: float, key: bytes) -> None:
+    def __init__(
+        self, size: int, host: str | None, timeout: float, key: bytes, tls: Tls | None = None
+    ) -> None:
         self.refusal: str | None = None
+        self.session = secrets.token_hex(16)
         self._size = size
         self._ends = time.monotonic() + timeout
         self._links: dict[int, Link] = {}
@@ -67,6 +89,7 @@ class Hub:
         self._complete = False
         self._over = False
         self._rounds: dict[str, _Round] = {}
+        self._exchanges: dict[tuple[str, str], _Exchange] = {}
         try:
             listening, self.address = listen(host)
         except OSError as error:
@@ -75,7 +98,7 @@ class Hub:
                 "of this host: set COLLECTIVE_INTERFACE to the interface that the other hosts "
                 "reach (`collective doctor` lists them)."
             ) from error
-        self._server = Server(listening, key, self)
+        self._server = Server(listening, key, self, tls)
         threading.Thread(target=self._server.run, name="collective-hub", daemon=True).start()
 
     # -- for the server's thread ----------------------------------------------------------
@@ -89,6 +112,9 @@ class Hub:
 
     def turn(self) -> bool:
         """Do what is due by now; return whether there is anybody left to serve."""
+        # After all that was there to be read: many ranks offer something at one time.
+        for (channel, name), exchange in list(self._exchanges.items()):
+            self._pass_on(channel, name, exchange)
         now = time.monotonic()
         for channel in [name for name, each in self._rounds.items() if each.ends <= now]:
             self._conclude(channel)
@@ -139,7 +165,8 @@ class Hub:
                 # that serves again, is to notice.
                 self._server.stop_listening()
                 hosts = [self._hosts[each] for each in range(self._size)]
-                self._tell(range(self._size), {"kind": "complete", "hosts": hosts})
+                complete = {"kind": "complete", "hosts": hosts, "session": self.session}
+                self._tell(range(self._size), complete)
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, for everybody who has proved to be of this job."""
@@ -165,6 +192,10 @@ class Hub:
                 self._tell(members, {"kind": "report", "channel": channel})
             if message["asks"] is not None:
                 self._rounds[channel].askers[rank] = message["asks"]
+        elif kind == "offer":
+            exchange = self._exchanges.setdefault((channel, message["name"]), _Exchange(members))
+            exchange.texts[rank] = message["text"]
+            exchange.fresh.add(rank)
         elif channel in self._rounds and rank in self._rounds[channel].members:  # a report
             known = self._rounds[channel]
             known.reports[rank] = message
@@ -199,7 +230,21 @@ class Hub:
             }
             self._tell([rank], {"kind": "late", "channel": channel, "late": asked})
 
+    def _pass_on(self, channel: str, name: str, exchange: _Exchange) -> None:
+        """Give what is new to those who have offered something before, and all to the others."""
+        fresh, exchange.fresh = exchange.fresh, set()
+        before = exchange.texts.keys() - fresh
+        about = {"kind": "offers", "channel": channel, "name": name}
+        if fresh:
+            self._tell(fresh, {**about, "texts": exchange.texts})
+            self._tell(before, {**about, "texts": {each: exchange.texts[each] for each in fresh}})
+        if exchange.texts.keys() >= set(exchange.members):
+            del self._exchanges[channel, name]
+
     def _forget(self, rank: int) -> None:
+        # What it takes part in is never complete.
+        for key in [key for key, each in self._exchanges.items() if rank in each.members]:
+            del self._exchanges[key]
         link = self._links.pop(rank)
         del self._ranks[link]
         if link in self._server.peers:
@@ -207,11 +252,12 @@ class Hub:
         self._over = self._complete and not self._links
 
     def _tell(self, ranks: Iterable[int], message: Message) -> None:
+        data = encoded(message)
         for rank in ranks:
             if rank in self._links:
                 # A rank that cannot be told is gone, which its link will say.
                 with contextlib.suppress(OSError):
-                    self._links[rank].send(message)
+                    self._links[rank].write(data)
 
 
 def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:

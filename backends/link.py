@@ -21,9 +21,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Challenge", "Link", "Message", "ProofError", "connect", "listen", "parse"]
+if TYPE_CHECKING:
+    import ssl
+
+    from collective.tls import Tls
+
+__all__ = [
+    "Challenge", "Link", "Message", "ProofError", "close_in_children", "connect", "encoded",
+    "listen", "parse",
+]  # fmt: skip
 
 Message = dict[str, Any]
 
@@ -46,15 +54,32 @@ class ProofError(ConnectionError):
     """The other side has not proved that it knows the key."""
 
 
+# Those that a forked child has to let go of.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Link:
-    """One end of a connection. Any thread may send; one receives."""
+    """One end of a connection. Any thread may send; one receives.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: connected.
+        tls: what it is encrypted with, from :attr:`collective.tls.Tls.connecting` or
+            ``listening``; None for plain text.
+
+    Attributes:
+        received: how many bytes have come from the peer, of whatever kind.
+    """
+
+    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        self.received = 0
         self._socket = sock
-        _sockets.add(sock)
+        close_in_children(sock)
+        self._records = None
+        if tls is not None:
+            # Here and not above: most programs need no OpenSSL.
+            from .records import Records
+
+            self._records = Records(tls)
         self._received = bytearray()
         self._unread: list[Message] = []
         self._sending = threading.Lock()
@@ -73,7 +98,7 @@ class Link:
         return self._socket.fileno()
 
     def read(self) -> bytes:
-        """Return what is there, waiting for something.
+        """Return what is there, waiting for something; with TLS that may be nothing yet.
 
         Raises:
             EOFError: the peer has closed its end, or is gone.
@@ -82,7 +107,18 @@ class Link:
         chunk = self._socket.recv(1 << 16)
         if not chunk:
             raise EOFError("the peer has closed the connection")
-        return chunk
+        self.received += len(chunk)
+        if self._records is None:
+            return chunk
+        try:
+            plain = self._records.take(chunk)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._socket.send(self._records.alert())  # the peer is to know why
+            raise
+        if self._records.waiting:
+            self.write(b"")
+        return plain
 
     def write(self, data: bytes) -> None:
         """Send ``data``.
@@ -92,7 +128,7 @@ class Link:
         """
         with self._sending:
             try:
-                self._socket.sendall(data)
+                self._socket.sendall(self._records.put(data) if self._records else data)
             except OSError:
                 # A part may be on its way, so that nothing after it can be read.
                 self.cut()
@@ -101,8 +137,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send ``message``; raises as :meth:`write`."""
-        text = json.dumps(message).encode()
-        self.write(_LENGTH.pack(len(text)) + text)
+        self.write(encoded(message))
 
     def send_when_free(self, message: Message) -> None:
         """Send ``message`` now, or as soon as whoever is sending has done so; never waits for that.
@@ -241,6 +276,12 @@ def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, side + nonces, "sha256")
 
 
+def encoded(message: Message) -> bytes:
+    """Return ``message`` as it travels, for :meth:`Link.write`."""
+    text = json.dumps(message).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
 def parse(text: bytes) -> Message:
     """Return the message of ``text``.
 
@@ -282,7 +323,7 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
     else:
         family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family)
-    _sockets.add(sock)
+    close_in_children(sock)
     try:
         sock.bind(bound)
         sock.listen(1024)
@@ -292,8 +333,14 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
     return sock, address if host is None else f"{host} {sock.getsockname()[1]}"
 
 
-def connect(address: str, key: bytes, timeout: float) -> Link:
+def connect(address: str, key: bytes, timeout: float, tls: Tls | None = None) -> Link:
     """Return a link to ``address``, both of whose ends know ``key``.
+
+    Args:
+        address: from :func:`listen`.
+        key: both sides'.
+        timeout: seconds.
+        tls: for a connection that leaves this host.
 
     Raises:
         ProofError: whoever listens there does not, or does not believe that we do.
@@ -303,7 +350,8 @@ def connect(address: str, key: bytes, timeout: float) -> Link:
     sock = _connected(address, timeout)
     try:
         sock.settimeout(None)
-        link = Link(sock)
+        link = Link(sock, tls.connecting if tls and " " in address else None)
+        link.write(b"")  # TLS begins at this side
         link.prove(key, deadline)
     except BaseException:
         sock.close()
@@ -333,12 +381,16 @@ def _connected_here(name: str, timeout: float) -> socket.socket:
     return sock
 
 
-def _disown() -> None:
-    """Let go, in a forked child, of the parent's connections, without ending them.
+def close_in_children(sock: socket.socket) -> None:
+    """Let go, in forked children, of a socket of the parent's, without ending the connection.
 
-    As long as somebody has them open, whoever is at the other end does not see that the
-    parent has died.
+    As long as somebody has it open, whoever is at the other end does not see that the parent
+    has died.
     """
+    _sockets.add(sock)
+
+
+def _disown() -> None:
     for sock in list(_sockets):
         sock.close()
 

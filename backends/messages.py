@@ -28,6 +28,10 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _list_of(test: _Test) -> _Test:
     return lambda value: isinstance(value, list) and all(map(test, value))
 
@@ -41,10 +45,6 @@ def _with(**tests: _Test) -> _Test:
         return isinstance(value, dict) and all(k in value and t(value[k]) for k, t in tests.items())
 
     return test
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 _ranks = _list_of(_count)
@@ -72,10 +72,9 @@ _left = {"finished": _integer, "dropped": _flag}
 _report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
 
 
-def _late(value: Any) -> bool:
-    report = _or_none(_with(**_report))
-    return isinstance(value, dict) and all(
-        rank.isdecimal() and report(said) for rank, said in value.items()
+def _by_rank(test: _Test) -> _Test:
+    return lambda value: (
+        isinstance(value, dict) and all(r.isdecimal() and test(value[r]) for r in value)
     )
 
 
@@ -90,15 +89,17 @@ FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "left": {"channel": _text, "members": _ranks, **_left},
     "stall": {"channel": _text, "members": _ranks, "asks": _or_none(_ranks)},
     "report": {"channel": _text, **_report},
+    "offer": {"channel": _text, "members": _ranks, "name": _text, "text": _text},
 }
 #: What the hub says.
 FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
-    "complete": {"hosts": _list_of(_text)},
+    "complete": {"hosts": _list_of(_text), "session": _text},
     "refused": {"why": _text},
     "failure": {"channel": _text, **_broken},
     "left": {"channel": _text, "rank": _count, **_left},
     "report": {"channel": _text},
-    "late": {"channel": _text, "late": _late},
+    "late": {"channel": _text, "late": _by_rank(_or_none(_with(**_report)))},
+    "offers": {"channel": _text, "name": _text, "texts": _by_rank(_text)},
     "lost": {"rank": _count, "why": _text},
 }
 

@@ -22,6 +22,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from collective.errors import RendezvousError
+from collective.secret import Secret
 
 from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
@@ -48,13 +49,17 @@ class Monitor:
     Attributes:
         rank, size: of the world.
         hosts: the name of every rank's host.
+        secret: of this meeting of the ranks, and no other.
+        hub_gone: whether the hub's process has ended, or says what is wrong.
         channel: of the communicator of all ranks.
     """
 
-    def __init__(self, world: World, link: Link, hosts: list[str]) -> None:
+    def __init__(self, world: World, link: Link, hosts: list[str], secret: Secret) -> None:
         self.rank = world.rank
         self.size = world.size
         self.hosts = hosts
+        self.secret = secret
+        self.hub_gone = False
         self._link: Link | None = link
         self._channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
         # What was said of communicators that this rank has not made yet.
@@ -81,17 +86,14 @@ class Monitor:
         deadline = time.monotonic() + timeout
         if world.rank == 0:
             alone = world.local_size == world.size
-            key = secrets.token_bytes(32)
-            hub = Hub(world.size, None if alone else world.address, timeout, key)
-            published = json.dumps({"address": hub.address, "key": key.hex()}).encode()
-            world.store.set(_KEY, published)
+            key = _derived(world) or secrets.token_bytes(32)
+            hub = Hub(world.size, None if alone else world.address, timeout, key, world.tls)
+            world.store.set(_KEY, _published(world, hub.address, key))
             try:
-                link, hosts = _join_own(world, hub, key, deadline)
+                return cls(world, *_join_own(world, hub, key, deadline))
             finally:
                 world.store.delete(_KEY)
-        else:
-            link, hosts = _find(world, timeout, deadline)
-        return cls(world, link, hosts)
+        return cls(world, *_find(world, timeout, deadline))
 
     # -- for the channels -----------------------------------------------------------------
 
@@ -143,12 +145,30 @@ class Monitor:
 
     def _hub_gone(self, why: str) -> None:
         """The hub's process has ended, also after it has left; or what it says is wrong."""
+        self.hub_gone = True
         with self._lock:
             if self._link is not None and 0 not in self.channel.left:
                 self._lose(0, why)
 
 
-def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> tuple[Link, list[str]]:
+# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret.
+_Joined = tuple[Link, list[str], Secret]
+
+
+def _derived(world: World) -> bytes | None:
+    """Return the hub's key where the ranks have a secret, from which it follows."""
+    return None if world.secret is None else world.secret.key("hub")
+
+
+def _published(world: World, address: str, key: bytes) -> bytes:
+    """Return what rank 0 publishes: with a secret no key ever travels."""
+    found = {"address": address}
+    if world.secret is None:
+        found["key"] = key.hex()
+    return json.dumps(found).encode()
+
+
+def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> _Joined:
     """Take part in the roll call of this process's own hub."""
     while True:
         try:
@@ -160,7 +180,7 @@ def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> tuple[Link
             time.sleep(_RETRY_S)
 
 
-def _find(world: World, timeout: float, deadline: float) -> tuple[Link, list[str]]:
+def _find(world: World, timeout: float, deadline: float) -> _Joined:
     """Look for rank 0's hub and take part in its roll call."""
     while True:
         try:
@@ -188,7 +208,8 @@ def _read(world: World, published: bytes) -> tuple[str, bytes]:
     """Return the hub's address and key, as rank 0 has published them."""
     try:
         found = parse(published)
-        address, key = str(found["address"]), bytes.fromhex(found["key"])
+        address = str(found["address"])
+        key = _derived(world) or bytes.fromhex(found["key"])
     except (KeyError, TypeError, ValueError) as error:
         raise RendezvousError(
             f"rendezvous: what the store holds for {_KEY!r} is not what rank 0 publishes there: "
@@ -198,20 +219,19 @@ def _read(world: World, published: bytes) -> tuple[str, bytes]:
     return address, key
 
 
-def _join(world: World, address: str, key: bytes, deadline: float) -> tuple[Link, list[str]]:
-    """Take part in the roll call; return the link and the ranks' hosts.
+def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
+    """Take part in the roll call.
 
     Raises:
         RendezvousError: the hub refuses this rank, or has given up.
         EOFError, OSError: it is not there, or gone before it was complete.
     """
-    link = connect(address, key, max(0.001, deadline - time.monotonic()))
+    link = connect(address, key, max(0.001, deadline - time.monotonic()), world.tls)
     try:
         link.send({"kind": "here", "rank": world.rank, "size": world.size, "host": world.host})
         answer = link.expect(deadline - time.monotonic() + _ANSWER_S)
         if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
-            hosts: list[str] = answer["hosts"]
-            return link, hosts
+            return link, answer["hosts"], Secret(key).within(answer["session"])
         raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
     except ValueError as error:
         link.close()

@@ -14,9 +14,12 @@ import selectors
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .link import Challenge, Link, Message, ProofError
+
+if TYPE_CHECKING:
+    from collective.tls import Tls
 
 __all__ = ["Server", "Service"]
 
@@ -25,6 +28,8 @@ __all__ = ["Server", "Service"]
 # before it, a peer's turn is after 8 times the first.
 _STRANGERS = 128
 _SHORT_S, _LONG_S = 0.25, 10.0
+# What a stranger may send at most: with TLS, certificates are part of it.
+_LONGEST = 1 << 17
 # What accept(2) says when the process or the system has no room for another socket, and the
 # pause before it is tried again.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -71,6 +76,7 @@ class Server:
         listening: a socket from :func:`backends.link.listen`; closed in the end.
         key: what peers have to know.
         service: what is done with what they say.
+        tls: for connections that leave this host, or None.
 
     Attributes:
         peers: the links of those who have proved that they know the key.
@@ -78,7 +84,9 @@ class Server:
         scarce: what the system said when it had no room for a connection, else empty.
     """
 
-    def __init__(self, listening: socket.socket, key: bytes, service: Service) -> None:
+    def __init__(
+        self, listening: socket.socket, key: bytes, service: Service, tls: Tls | None = None
+    ) -> None:
         self.peers: set[Link] = set()
         self.refused: dict[str, int] = {}
         self.scarce = ""
@@ -86,6 +94,7 @@ class Server:
         # Whether the selector looks at it, and if not, from when on.
         self._listens, self._listens_at = True, 0.0
         self._key = key
+        self._tls = tls.listening if tls and listening.family != socket.AF_UNIX else None
         self._service = service
         self._strangers: dict[Link, _Stranger] = {}  # those who came first first
         self._selector = selectors.DefaultSelector()
@@ -171,7 +180,7 @@ class Server:
                 self._rest(0.0 if self._make_room() else _SCARCE_S)
             return
         try:
-            link = Link(sock)
+            link = Link(sock, self._tls)
             stranger = _Stranger(address[0] if address else "this host", time.monotonic())
             link.write(stranger.challenge.greeting)
         except OSError:
@@ -234,6 +243,8 @@ class Server:
 
     def _prove(self, link: Link, stranger: _Stranger) -> None:
         stranger.received += link.read()
+        if link.received > _LONGEST:
+            raise ProofError("it says more than TLS takes")
         if len(stranger.received) < Challenge.length:
             return
         # One who sends more than that without waiting for our answer is none of ours.

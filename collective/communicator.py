@@ -250,6 +250,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             timeout=self.timeout,
             check=self._check,
         )
+        child._open = self._open
         if self.capabilities.across_hosts:
             hosts = child.all_gather_object(self.host)
             child.local_rank = hosts[: child.rank].count(self.host)
@@ -457,7 +458,7 @@ def connect(
         from collective.traced import connected
 
         made = partial(connected, trace)
-    return made(
+    comm = made(
         kind.connect(world, start_timeout),
         local_rank=world.local_rank,
         local_size=world.local_size,
@@ -465,3 +466,5 @@ def connect(
         timeout=timeout,
         check=check,
     )
+    comm._open = world.open
+    return comm

@@ -28,9 +28,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collective import config_file, meeting
+from collective import config_file, meeting, secret
 from collective.errors import ConfigError
 from collective.launchers import Launched, detect
+from collective.secret import Secret
 
 __all__ = ["KEYS", "Config", "Key", "Setting", "by_device", "load", "not_read", "settings"]
 
@@ -38,6 +39,9 @@ _PREFIX = "COLLECTIVE_"
 # All that says who this rank is.
 _PLACE = ("rank", "size", "local_rank", "local_size")
 _SIGNALS = frozenset(each.name for each in signal.Signals)
+
+
+Value = str | int | float | Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,15 @@ class Key:
         parse: turns what a source says into the value; raises ValueError or TypeError.
         hazard: what a value makes this process do that not every file may ask for, in words,
             or "". A file that is not the user's own and private cannot set such a value.
+        hidden: whether its values are shown to nobody.
     """
 
     default: str | int | float | None
     allowed: str
     doc: str
-    parse: Callable[[Any], str | int | float]
+    parse: Callable[[Any], Value]
     hazard: Callable[[Any], str] = lambda value: ""
+    hidden: bool = False
 
 
 class Setting(NamedTuple):
@@ -94,6 +100,12 @@ class Config:
     device: int | None
     nccl_library: str
     cuda_library: str
+    secret: Secret | None
+    secret_file: str
+    insecure: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
     launched: Launched | None
     refused: Mapping[Path, str]
     _origins: Mapping[str, str]
@@ -107,6 +119,20 @@ class Config:
             ``"default"``.
         """
         return self._origins[key]
+
+    def shown(self, key: str) -> str | int | float | None:
+        """Return the value of ``key`` as it may be shown: a secret is ``"set"``."""
+        value = getattr(self, key)
+        return str(value) if KEYS[key].hidden and value is not None else value
+
+    def resolved_secret(self) -> Secret | None:
+        """Return the job's secret, from whichever setting gives it.
+
+        Raises:
+            ConfigError: a file that is named cannot be trusted.
+        """
+        names = ("secret", "secret_file")
+        return secret.resolve({n: Setting(getattr(self, n), self.origin(n)) for n in names})
 
     def warn_of_refused(self) -> None:
         """Warn of each file that was not believed: once a host, and not once a rank.
@@ -214,7 +240,7 @@ def _variable(key: str) -> str:
     return _PREFIX + key.upper()
 
 
-def _parse(name: str, setting: Setting) -> str | int | float:
+def _parse(name: str, setting: Setting) -> Value:
     key = KEYS.get(name)
     spelt: Callable[[str], str] = str
     said = name
@@ -230,8 +256,9 @@ def _parse(name: str, setting: Setting) -> str | int | float:
     try:
         return key.parse(setting.value)
     except (TypeError, ValueError):
+        value = "a value that is not shown" if key.hidden else repr(setting.value)
         raise ConfigError(
-            f"{name}: {setting.value!r} ({setting.origin}); it must be {key.allowed}."
+            f"{name}: {value} ({setting.origin}); it must be {key.allowed}."
         ) from None
 
 
@@ -239,7 +266,7 @@ def _of_file(key: str, value: Any, file: config_file.Found) -> Setting:
     assert file.path is not None
     if isinstance(value, str) and (
         (key == "store" and not value.startswith("tcp:"))
-        or key == "trace"
+        or key in ("trace", "secret_file", "tls_cert", "tls_key", "tls_ca")
         or (key in ("nccl_library", "cuda_library") and "/" in value)
     ):
         value = file.path.parent / os.path.expanduser(value)  # relative to the file that says it
@@ -336,6 +363,14 @@ def _meeting_place(value: Any) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+def _switch(value: Any) -> str:
+    if value in (True, "on", "1"):
+        return "on"
+    if value in (False, "off", "0"):
+        return "off"
+    raise ValueError
+
+
 # -- what not every file may ask for ------------------------------------------------
 
 
@@ -345,6 +380,10 @@ def _loads_code(value: str) -> str:
 
 def _writes_files(value: str) -> str:
     return "" if value.startswith("tcp:") else "writes files"
+
+
+def _opens_the_job(value: object) -> str:
+    return "decides who may join"
 
 
 def _may_load_code(value: str) -> str:
@@ -447,4 +486,34 @@ KEYS: Mapping[str, Key] = {
         _library,
         _loads_code,
     ),
+    "secret": Key(
+        None,
+        "at least 16 bytes, such as the text that `openssl rand -hex 32` prints",
+        "what the ranks of this job know and nobody else (`collective run` makes one)",
+        secret.parse,
+        _opens_the_job,
+        hidden=True,
+    ),
+    "secret_file": Key(
+        "",
+        "a file of mode 0600",
+        "the file that holds the secret, where COLLECTIVE_SECRET is not set",
+        _directory,
+        _opens_the_job,
+    ),
+    "insecure": Key(
+        "off",
+        "'on' or 'off'",
+        "whether ranks of several hosts may do without a secret unwarned",
+        _switch,
+        _opens_the_job,
+    ),
+    **{
+        f"tls_{kind}": Key("", "a PEM file", doc, _directory, _opens_the_job)
+        for kind, doc in {
+            "cert": "this host's certificate: with it the hub and the store speak TLS",
+            "key": "the key of that certificate",
+            "ca": "the certificate that has signed those of all hosts",
+        }.items()
+    },
 }

@@ -13,6 +13,7 @@ from collective.errors import InvalidArgumentError
 from collective.gathering import Gathering
 from collective.point_to_point import PointToPoint
 from collective.scattering import Scattering
+from collective.secret import REMEDY
 
 __all__ = ["ObjectCalls"]
 
@@ -23,7 +24,12 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
     By default an object is plain data: None, bool, int, float, complex, str, bytes, list,
     tuple, dict, set, and arrays, nested at will. ``pickle=True`` carries anything, and has
     to be given by sender *and* receiver: reading a pickle runs code that its writer chose.
+    Where ranks of several hosts have met without a secret it is refused: others may have
+    joined.
     """
+
+    # Whether others may have: collective.world.World.open.
+    _open = False
 
     def broadcast_object(
         self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
@@ -41,6 +47,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
         Returns:
             At the root ``obj`` itself, elsewhere a copy.
         """
+        self._check_pickle("broadcast_object", pickle)
         mine = objects.encode(obj, pickle) if self.rank == root else None
         raw = self._hosted().broadcast(mine, root=root, timeout=timeout)
         return obj if self.rank == root else objects.decode(raw, pickle)
@@ -52,6 +59,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
 
         Collective: every rank calls it, with one root. Args as in :meth:`broadcast_object`.
         """
+        self._check_pickle("gather_object", pickle)
         raw = objects.encode(obj, pickle)
         joined = self._hosted().gather(_framed(raw), root=root, timeout=timeout)
         return None if joined is None else _unframed(joined, self.size, pickle)
@@ -63,6 +71,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
 
         Collective: every rank calls it. Args as in :meth:`broadcast_object`.
         """
+        self._check_pickle("all_gather_object", pickle)
         raw = objects.encode(obj, pickle)
         return _unframed(
             self._hosted().all_gather(_framed(raw), timeout=timeout), self.size, pickle
@@ -88,6 +97,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             InvalidArgumentError: at the root, the sequence has another length (nothing is
                 sent, and the other ranks keep waiting for a call that is right).
         """
+        self._check_pickle("scatter_object", pickle)
         joined, counts = None, None
         if self.rank == root:
             if objs is None or len(objs) != self.size:
@@ -117,6 +127,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             dst, tag, timeout: as in :meth:`send`.
             pickle: see the class.
         """
+        self._check_pickle("send_object", pickle)
         self._hosted().send(objects.encode(obj, pickle), dst, tag=tag, timeout=timeout)
 
     def recv_object(
@@ -132,7 +143,16 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
             InvalidArgumentError: the sender used pickle and this call does not; the message
                 is gone and was not read.
         """
+        self._check_pickle("recv_object", pickle)
         return objects.decode(self._hosted().recv(None, src, tag=tag, timeout=timeout), pickle)
+
+    def _check_pickle(self, operation: str, pickle: bool) -> None:
+        if pickle and self._open:
+            raise InvalidArgumentError(
+                f"{operation}: pickle=True, and the hosts have met without a secret: whoever "
+                f"reaches the port may have joined, and a pickle runs its writer's code "
+                f"{self._who}. {REMEDY}; or send plain data."
+            )
 
 
 def _framed(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

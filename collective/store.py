@@ -30,7 +30,6 @@ class Store(ABC):
     def set(self, key: str, value: bytes) -> None:
         """Publish ``value``. Readers see all of it or nothing; a second set replaces it."""
 
-    @abstractmethod
     def get(self, key: str, deadline: float) -> bytes:
         """Return the value of ``key``, waiting for it until ``deadline``.
 
@@ -41,6 +40,13 @@ class Store(ABC):
         Raises:
             RendezvousError: the deadline passed and the key is still absent.
         """
+        pause = _POLL_FIRST_S
+        while (value := self.try_get(key)) is None:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_LAST_S)
+        return value
 
     @abstractmethod
     def try_get(self, key: str) -> bytes | None:
@@ -79,20 +85,14 @@ class FileStore(Store):
                 "a private directory."
             )
 
+    def __str__(self) -> str:
+        return str(self.directory)
+
     def set(self, key: str, value: bytes) -> None:
         scratch = self.directory / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
         with open(scratch, "xb", opener=_open_private) as file:
             file.write(value)
         os.replace(scratch, self.directory / key)
-
-    def get(self, key: str, deadline: float) -> bytes:
-        pause = _POLL_FIRST_S
-        while (value := self.try_get(key)) is None:
-            if time.monotonic() >= deadline:
-                raise RendezvousError(f"rendezvous: nobody published {key!r} in {self.directory}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_LAST_S)
-        return value
 
     def try_get(self, key: str) -> bytes | None:
         try:

@@ -7,7 +7,6 @@ transport makes a group.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import queue
 import re
@@ -25,22 +24,21 @@ from collective.errors import BackendUnavailableError, RendezvousError
 from collective.forking import keep_in_children
 from collective.install import hint
 from collective.meeting import Place
-from collective.network import interfaces, is_loopback
 from collective.store import Store
+from collective.tcp import CONNECT_S, listen, reach
 
 __all__ = ["TcpStore"]
 
 # A poll is a round trip, and a thousand ranks may poll one server.
 _POLL_FIRST_S = 0.001
 _POLL_LAST_S = 0.05
-_RETRY_S = 0.1
 # An answer that takes longer will never come: the server's host is off, or cut off.
 _ANSWER_S = 30.0
-# Longer than a connection across the world takes. A lost packet costs a second.
-_CONNECT_S = 3.0
 
 # Before this version of torch that backend of the server takes no listening socket.
 _LIBUV_LISTENS = (2, 8)
+
+_SECRET = "Or rank 0 has a secret (COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE): this rank has none."
 
 # What no rank publishes.
 _ABSENT = "\0nobody has published this"
@@ -74,7 +72,7 @@ class TcpStore(Store):
         if serve and not place.served and (place.host, place.port) not in _serving:
             _serving[place.host, place.port] = served = _serve(kind, place, spans_hosts)
             keep_in_children(served)
-        address = _reach(place, deadline, timeout)
+        address = reach(place, deadline, timeout)
         self._calls = _Calls()
         weakref.finalize(self, self._calls.end)
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -88,13 +86,16 @@ class TcpStore(Store):
             raise RendezvousError(
                 f"rendezvous: what listens at {place} ({place.origin}) is no store of torch's: it "
                 f"took the connection and did not answer within {timeout:g} s. Is the port "
-                "another program's? Choose one that is free on the host of rank 0."
+                f"another program's? Choose one that is free on the host of rank 0. {_SECRET}"
             ) from None
         except RuntimeError as error:
             raise RendezvousError(
                 f"rendezvous: the store at {place} ({place.origin}) refused the connection: "
-                f"{_first_line(error)}. Is the port another program's?"
+                f"{_first_line(error)}. Is the port another program's? {_SECRET}"
             ) from error
+
+    def __str__(self) -> str:
+        return str(self._place)
 
     def set(self, key: str, value: bytes) -> None:
         name = self._prefix + key
@@ -125,7 +126,7 @@ class TcpStore(Store):
     def _try_get(self, key: str, deadline: float) -> bytes | None:
         # A comparison that fails changes nothing and returns what is there; of an absent key,
         # what was expected. TCPStore's own get would wait for it.
-        patience = min(max(deadline - time.monotonic(), _CONNECT_S), _ANSWER_S)
+        patience = min(max(deadline - time.monotonic(), CONNECT_S), _ANSWER_S)
         found: bytes = self._ask(
             "get",
             key,
@@ -199,7 +200,7 @@ def _tcp_store() -> Any:
 
 
 def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
-    listener = _listen(place, spans_hosts)
+    listener = listen(place, spans_hosts)
     port = place.port
     # multi_tenant: the program's own init_process_group may serve the same port, which then
     # is the same server. use_libuv: the other backend reads each request to its end before it
@@ -234,80 +235,6 @@ def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
 def _version() -> tuple[int, ...]:
     torch = importlib.import_module("torch")
     return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
-
-
-def _listen(place: Place, spans_hosts: bool) -> socket.socket | None:
-    """Return a socket that listens at ``place`` and nowhere else; None if the port is in use."""
-    addresses = [address for _, address in _resolve(place)]
-    # Debian gives a host's own name a loopback address, under which no other host finds it.
-    if spans_hosts and not is_loopback(place.host) and all(map(is_loopback, addresses)):
-        addresses = ["0.0.0.0"]
-    refusal: OSError | None = None
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, place.port))
-            listener.listen(socket.SOMAXCONN)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                return None
-            refusal = error
-    own = ", ".join(address for each in interfaces() for address in each.addresses)
-    raise RendezvousError(
-        f"rendezvous: rank 0 cannot listen at {place} ({place.origin}): {refusal}; it runs on "
-        f"{socket.gethostname()}, which has {own}. Name the host that rank 0 runs on, and a port "
-        "that it may use."
-    ) from refusal
-
-
-# -- connecting ----------------------------------------------------------------------------
-
-
-def _resolve(place: Place) -> list[tuple[socket.AddressFamily, str]]:
-    try:
-        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RendezvousError(
-            f"rendezvous: host {place.host!r} ({place.origin}) does not resolve on "
-            f"{socket.gethostname()}: {error}. Correct the name, or give the address of the host "
-            "of rank 0."
-        ) from error
-    return [(family, str(address[0])) for family, *_, address in found]
-
-
-def _reach(place: Place, deadline: float, timeout: float) -> str:
-    """Wait until somebody listens at ``place`` and return the address that answers.
-
-    TCPStore could wait as well, but writes pages to standard error meanwhile.
-    """
-    while True:
-        told = "no address"
-        for family, address in _resolve(place):
-            left = deadline - time.monotonic()
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.settimeout(max(0.01, min(left, _CONNECT_S)))
-                try:
-                    probe.connect((address, place.port))
-                    # Without a listener a port of this host may connect to itself.
-                    if probe.getsockname() != probe.getpeername():
-                        return address
-                except OSError as error:
-                    told = str(error)
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(_RETRY_S)
-    server = "torchrun's agent serves there" if place.served else "rank 0 serves there"
-    remedy = "Start it, or correct the address; a firewall may be in the way."
-    if is_loopback(place.host):
-        remedy = "This address leads to the same host only: ranks of several need another."
-    raise RendezvousError(
-        f"rendezvous: nobody answered at {place} ({place.origin}) within {timeout:g} s: {told}; "
-        f"{server}, and has not come. {remedy}"
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,22 +7,36 @@ import hashlib
 import os
 import secrets
 import socket
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from collective import choice
+from collective import choice, tls
 from collective.config import Config
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
 from collective.launchers import MPI_LAUNCHERS, Launched, detect
 from collective.meeting import Place, from_environment, from_url
 from collective.network import address_of, address_toward, is_loopback, own_address
+from collective.private_store import PrivateStore
 from collective.rundir import RunStore
+from collective.sealed_store import seal
+from collective.secret import REMEDY, Secret
 from collective.store import FileStore, Store
 from collective.tcp_store import TcpStore
+from collective.tls import Tls
 
-__all__ = ["Launched", "World", "adopt", "build", "detect", "name_libraries", "options"]
+__all__ = [
+    "Launched",
+    "World",
+    "adopt",
+    "build",
+    "detect",
+    "name_libraries",
+    "options",
+    "warn_of_open",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +60,10 @@ class World:
             set; under ``nccl`` ``host`` and ``devices``, see :class:`collective.choice.Choice`.
         address: where ranks of other hosts reach this one; loopback if all are on one.
         comm: an ``MPI.Comm`` that the program made and wants used, else None.
+        secret: of this job, with which ``store`` is sealed, or None.
+        open: whether somebody else may have joined: ranks of several hosts meet where others
+            can write, and have no secret.
+        tls: with what they speak beside the transport, or None.
     """
 
     rank: int
@@ -59,6 +77,9 @@ class World:
     options: Mapping[str, str] = field(default_factory=dict)
     address: str = "127.0.0.1"
     comm: Any = None
+    secret: Secret | None = None
+    open: bool = False
+    tls: Tls | None = None
 
 
 def build(config: Config) -> World:
@@ -76,7 +97,13 @@ def build(config: Config) -> World:
     if launched is not None and (config.rank, config.size) != (launched.rank, launched.size):
         launched = None  # arranged by hand: see load()
     place = _place(config, launched)
-    job, store = _meeting(config, launched, place)
+    secret = config.resolved_secret()
+    if secret is not None:
+        secret = secret.within(_name(config))
+    elif _is_open(config, place):
+        warn_of_open(config, str(place))
+    ours = _Ours(config, secret, tls.resolve(config))
+    job, store = _meeting(ours, launched, place)
     return World(
         config.rank,
         config.size,
@@ -85,9 +112,12 @@ def build(config: Config) -> World:
         socket.gethostname(),
         launched.launcher if launched else "none",
         job,
-        store,
+        seal(store, secret),
         options(config),
         _address(config, place),
+        secret=secret,
+        open=secret is None and _is_open(config, place),
+        tls=ours.tls,
     )
 
 
@@ -102,7 +132,13 @@ def adopt(comm: Any, config: Config, world: World) -> World:
     settings = options(config)
     if config.across == "auto":
         settings["across"] = "mpi"
-    return replace(world, comm=comm, options=settings, address=_address(config, None))
+    secret = config.resolved_secret()
+    if secret is not None:
+        secret = secret.within(world.job)
+    return replace(
+        world, comm=comm, options=settings, address=_address(config, None),
+        store=seal(world.store, secret), secret=secret, tls=tls.resolve(config),
+    )  # fmt: skip
 
 
 def options(config: Config) -> dict[str, str]:
@@ -153,12 +189,21 @@ def _place(config: Config, launched: Launched | None) -> Place | None:
     return place
 
 
-def _meeting(config: Config, launched: Launched | None, place: Place | None) -> tuple[str, Store]:
+class _Ours(NamedTuple):
+    """What this rank brings to where the ranks meet."""
+
+    config: Config
+    secret: Secret | None
+    tls: Tls | None
+
+
+def _meeting(ours: _Ours, launched: Launched | None, place: Place | None) -> tuple[str, Store]:
     """Return the job's name and its store."""
+    config = ours.config
     job = launched.job if launched else None
     if config.store is not None:
         if place is not None:
-            return job or config.store, _LateStore(lambda: _tcp(config, place))
+            return job or config.store, _LateStore(lambda: _tcp(ours, place))
         return job or config.store, FileStore(config.store)
     if config.size == 1:
         alone = f"alone-{secrets.token_hex(8)}"
@@ -174,16 +219,22 @@ def _meeting(config: Config, launched: Launched | None, place: Place | None) -> 
             "them with: collective run -n N script.py"
         )
     if config.local_size < config.size:
-        return job, _LateStore(lambda: _across_hosts(config, place))
+        return job, _LateStore(lambda: _across_hosts(ours, place))
     return job, RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
 
 
-def _across_hosts(config: Config, place: Place | None) -> Store:
-    """Return the store of ranks on several hosts."""
+def _over_mpi(config: Config) -> bool:
+    """Return whether ranks of several hosts are to meet over MPI itself."""
     under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
     wanted = choice.choose(config).host
     over_mpi = wanted == "mpi" or (wanted == "hierarchical" and choice.across(config) == "mpi")
-    if choice.in_mpi_world(config) and (under_mpiexec or over_mpi):
+    return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
+
+
+def _across_hosts(ours: _Ours, place: Place | None) -> Store:
+    """Return the store of ranks on several hosts."""
+    config = ours.config
+    if _over_mpi(config):
         if choice.installed("mpi4py"):
             return _mpi(config)
         if place is None:
@@ -200,7 +251,7 @@ def _across_hosts(config: Config, place: Place | None) -> Store:
             "the host of rank 0 and a port that is free there, or COLLECTIVE_STORE to a private "
             "directory that all hosts see and no other launch uses."
         )
-    return _tcp(config, place)
+    return _tcp(ours, place)
 
 
 def _mpi(config: Config) -> Store:
@@ -219,17 +270,59 @@ def _mpi(config: Config) -> Store:
     return store
 
 
-def _tcp(config: Config, place: Place) -> Store:
+def _name(config: Config) -> str:
+    """Return the name of this launch that ranks of all hosts have in common."""
     # An agent, or a server that several launches know of, outlives a launch. The other
     # launchers' names for a job are one host's.
     launched = config.launched
     known = launched is not None and launched.launcher in ("torchrun", "slurm")
-    job = str(launched.job) if launched and known else "by hand"
+    return str(launched.job) if launched and known else "by hand"
+
+
+def _is_open(config: Config, place: Place | None) -> bool:
+    """Return whether ranks of several hosts meet where anybody can write who gets there.
+
+    A directory is of one user, and MPI's ranks are those that mpiexec has connected.
+    """
+    if config.local_size == config.size or place is None:
+        return False
+    over_mpi = config.store is None and _over_mpi(config) and choice.installed("mpi4py")
+    return not over_mpi
+
+
+def warn_of_open(config: Config, where: str) -> None:
+    """Warn that ranks of several hosts meet without a secret: rank 0, and if it is not silenced.
+
+    Args:
+        where: at what.
+
+    Warns:
+        RuntimeWarning: with the remedy.
+    """
+    if config.rank == 0 and config.insecure == "off":
+        warnings.warn(
+            f"rendezvous: the ranks of several hosts meet at {where} "
+            f"without a secret; whoever reaches it can join this job, or end it. "
+            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to do without.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _tcp(ours: _Ours, place: Place) -> Store:
+    config = ours.config
+    spans_hosts, serve = config.local_size < config.size, config.rank == 0
+    if ours.secret is not None and not place.served:
+        return PrivateStore(
+            place, ours.secret,
+            serve=serve, spans_hosts=spans_hosts, timeout=config.start_timeout, tls=ours.tls,
+        )  # fmt: skip
+    # An agent's is torch's, and lets in whoever comes.
     return TcpStore(
         place,
-        f"collective/{hashlib.sha256(job.encode()).hexdigest()[:16]}/",
-        serve=config.rank == 0,
-        spans_hosts=config.local_size < config.size,
+        f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/",
+        serve=serve,
+        spans_hosts=spans_hosts,
         timeout=config.start_timeout,
     )
 
@@ -276,3 +369,6 @@ class _LateStore(Store):
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+
+    def __str__(self) -> str:
+        return str(self._opened)

@@ -133,7 +133,7 @@ def test_two_processes_of_one_rank_are_told(tmp_path):
 def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     """Its hub is there before it is, and others may have ended the roll call by then."""
 
-    def late(address, key, timeout):
+    def late(address, key, timeout, tls):
         raise ConnectionRefusedError("nobody listens any more")
 
     monkeypatch.setattr("collective.backends.monitor.connect", late)
@@ -160,7 +160,7 @@ def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_pa
     links = [connect(hub.address, KEY, FAR) for _ in range(2)]
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": 2, "host": "here"})
-    complete = {"kind": "complete", "hosts": ["here", "here"]}
+    complete = {"kind": "complete", "hosts": ["here", "here"], "session": hub.session}
     assert [link.expect(FAR) for link in links] == [complete] * 2
     assert listening() == []
     for link in links:
@@ -331,6 +331,42 @@ def test_a_slow_transport_is_told_as_such(monitors):
     error, _ = wait_for_error(monitors[0].channel, timeout=0.2)
     assert error.ranks == ()
     assert "every rank is in this call" in str(error)
+
+
+def offer_one_after_the_other(monitors):
+    """Have each rank offer its number; return what each was given before the next one did."""
+    seen = []
+    for monitor in monitors:
+        monitor.channel.offer("numbers", str(monitor.rank))
+        until(lambda m=monitor: len(m.channel.offered("numbers")) == m.rank + 1)
+        seen.append(monitor.channel.offered("numbers"))
+    return seen
+
+
+def test_what_a_rank_offers_reaches_those_before_and_after_it(monitors):
+    whole = {0: "0", 1: "1", 2: "2"}
+    assert offer_one_after_the_other(monitors) == [{0: "0"}, {0: "0", 1: "1"}, whole]
+    for monitor in monitors:
+        until(lambda m=monitor: m.channel.offered("numbers") == whole)
+        monitor.channel.withdraw("numbers")
+        assert monitor.channel.offered("numbers") == {}
+
+
+def test_members_of_a_group_offer_by_its_ranks(monitors):
+    one, other = (monitors[rank].channel.group([2, 0]) for rank in (0, 2))
+    one.offer("name", "of rank 0")
+    other.offer("name", "of rank 2")
+    for channel in (one, other):
+        until(lambda c=channel: c.offered("name") == {1: "of rank 0", 0: "of rank 2"})
+
+
+def test_where_rank_0_has_ended_nothing_is_waited_for(monitors):
+    monitors[0].channel.close()
+    monitors[1].channel.offer("name", "nobody passes it on")
+    monitors[1]._link.cut()
+    until(lambda: monitors[1].hub_gone)
+    with pytest.raises(RendezvousError, match="keep it running while others make groups"):
+        monitors[1].channel.offered("name")
 
 
 def test_groups_break_apart_from_their_parent(monitors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -13,14 +14,17 @@ import textwrap
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from collective.backends.channel import Channel
 from collective.backends.hub import Hub
 from collective.backends.link import Challenge, Link, ProofError, connect, listen
 from collective.backends.monitor import Monitor
@@ -62,7 +66,7 @@ def complete(address: str, size: int) -> list[Link]:
     """Join as all ranks of a hub, which then has them all."""
     links = [join(address, rank, size) for rank in range(size)]
     for link in links:
-        assert link.expect(FAR) == {"kind": "complete", "hosts": ["here"] * size}
+        assert link.expect(FAR)["hosts"] == ["here"] * size
     return links
 
 
@@ -450,7 +454,7 @@ class FakeHub:
         return None
 
     def heard(self, link: Link, message: dict[str, object]) -> None:
-        known = {"kind": "complete", "hosts": ["here"] * 2}
+        known = {"kind": "complete", "hosts": ["here"] * 2, "session": ""}
         link.send(known if message["kind"] == "here" else self.message)  # type: ignore[arg-type]
 
     def gone(self, link: Link, why: str) -> None:
@@ -507,3 +511,93 @@ def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> No
         served.result(FAR)
     stranger.close()
     waiting.close()
+
+
+# -- in a peer's stead, at a port of Gloo's -----------------------------------------------------
+
+
+class PortScanner:
+    """A stranger who finds the ports of Gloo's and connects to them before the peers do."""
+
+    def __init__(self, attempts: int, then: Callable[[socket.socket], None]) -> None:
+        self.ports: list[int] = []
+        self.held: list[socket.socket] = []
+        self._attempts = attempts
+        self._then = then
+
+    def see(self, address: bytes) -> None:
+        """Take in what Gloo lets the peers know: a sockaddr_in after a name and two lengths."""
+        at = 8 + int.from_bytes(address[:8], "little") + 8 + 2
+        port = int.from_bytes(address[at : at + 2], "big")
+        if port not in self.ports:
+            self.ports.append(port)
+            if len(self.ports) <= 2 * self._attempts:
+                self._take_all_numbers(port)
+
+    def _take_all_numbers(self, port: int) -> None:
+        for number in range(4):  # of two groups with two ranks each
+            sock = socket.create_connection((LOOPBACK, port))
+            sock.sendall(number.to_bytes(8, "little"))
+            self._then(sock)
+            self.held.append(sock)
+
+
+def over_gloo(
+    directory: Path, stranger: PortScanner, monkeypatch: pytest.MonkeyPatch, timeout: float
+) -> list[Any]:
+    """Connect two ranks over Gloo; return what they added up to, or what each raised."""
+    from collective.communicator import connect as connect_ranks
+
+    store, offer = FileStore(directory), Channel.offer
+
+    def offer_late(channel: Channel, name: str, text: str) -> None:
+        if name.startswith("addresses"):
+            stranger.see(bytes.fromhex(text))
+        offer(channel, name, text)
+
+    monkeypatch.setattr(Channel, "offer", offer_late)
+
+    def rank(number: int) -> Any:
+        try:
+            with connect_ranks(world(number, 2, store), "gloo", start_timeout=timeout) as comm:
+                return float(comm.all_reduce(np.array([number + 1.0]))[0])
+        except RendezvousError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    for sock in stranger.held:
+        sock.close()
+    return found
+
+
+THEN: dict[str, Callable[[socket.socket], None]] = {
+    "is silent": lambda sock: None,
+    "hangs up": socket.socket.close,
+    "says anything": lambda sock: sock.sendall(bytes(range(256))),
+}
+
+
+@pytest.mark.parametrize("then", THEN.values(), ids=THEN)
+def test_a_stranger_at_a_port_of_gloo_s_is_refused_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[socket.socket], None]
+) -> None:
+    connecting = pytest.importorskip("collective.backends.gloo.connecting")
+    monkeypatch.setattr(connecting, "_PROOF_S", 1.0)
+    stranger = PortScanner(1, then)
+    with pytest.warns(RuntimeWarning, match="connecting anew"):
+        assert over_gloo(tmp_path, stranger, monkeypatch, FAR) == [3.0, 3.0]
+    assert len(stranger.ports) > 2  # they did connect anew
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_stranger_who_is_there_each_time_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting = pytest.importorskip("collective.backends.gloo.connecting")
+    monkeypatch.setattr(connecting, "_PROOF_S", 0.5)
+    stranger = PortScanner(1000, THEN["is silent"])
+    with pytest.warns(RuntimeWarning):
+        found = over_gloo(tmp_path, stranger, monkeypatch, 3.0)
+    assert any("has not proved to know this job's secret" in text for text in found)
+    gc.collect()  # the errors' tracebacks hold Gloo's sockets

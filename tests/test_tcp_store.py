@@ -284,7 +284,7 @@ def test_rank_0_has_left(what: str) -> None:
 def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the cable is pulled: nobody says that the connection is over."""
     monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(tcp_store, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(tcp_store, "CONNECT_S", 0.5)
     where = place()
     with process(SERVER, where.port) as rank_0:
         client = store(where, serve=False, timeout=DEADLINE_S)

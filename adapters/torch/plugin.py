@@ -23,22 +23,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective import choice, network, session, trace
+from collective import choice, network, session, tls, trace
 from collective.communicator import Communicator, connect
-from collective.config import Config, load
+from collective.config import Config, load, settings
 from collective.errors import RendezvousError
 from collective.meeting import from_environment
 from collective.recorder import dump_on_signal
+from collective.sealed_store import seal
+from collective.secret import Secret, resolve
 from collective.store import Store
-from collective.world import World, name_libraries, options
+from collective.world import World, name_libraries, options, warn_of_open
 
 if TYPE_CHECKING:
     from collective.adapters.torch.process_group import ProcessGroup
 
 __all__ = ["TorchStore", "create"]
-
-_POLL_FIRST_S = 0.0005
-_POLL_LAST_S = 0.02
 
 
 def create(given: Any, more: Any = None) -> ProcessGroup:
@@ -50,19 +49,26 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
     """
     from collective.adapters.torch.process_group import ProcessGroup
 
+    secret = resolve(settings({}))
+    if secret is not None:
+        secret = secret.within("torch.distributed", given.group_id)
     comm = _communicator(
-        given.store, given.group_rank, given.group_size, given.timeout,
-        list(given.global_ranks_in_group),
+        seal(TorchStore(given.store), secret), secret, given.group_rank, given.group_size,
+        given.timeout, list(given.global_ranks_in_group),
     )  # fmt: skip
     session.tell_at_exit(comm)
     return ProcessGroup(comm, given.store)
 
 
 def _communicator(
-    store: Any, rank: int, size: int, timeout: timedelta, members: list[int]
+    meeting: Store,
+    secret: Secret | None,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    members: list[int],
 ) -> Communicator:
     seconds = timeout.total_seconds()
-    meeting = TorchStore(store)
     place = {"rank": rank, "size": size}
     job, local_rank, local_size = _meet(meeting, rank, size, time.monotonic() + seconds)
     place.update(local_rank=local_rank, local_size=local_size)
@@ -78,10 +84,14 @@ def _communicator(
             made: Communicator = whole.comm.group(members)
             made.timeout = _deadline(config, timeout)
             return made
+    open_ = secret is None and local_size < size
+    if open_:
+        warn_of_open(config, str(meeting))
     world = World(
         rank, size, local_rank, local_size, socket.gethostname(),
         config.launched.launcher if config.launched else "none",
         job, meeting, {**options(config), **chosen.options}, _address(config),
+        secret=secret, open=open_, tls=tls.resolve(config),
     )  # fmt: skip
     if config.trace:
         _trace_steps()
@@ -99,7 +109,7 @@ def _trace_steps() -> None:
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
 
 
-def _meet(store: TorchStore, rank: int, size: int, deadline: float) -> tuple[str, int, int]:
+def _meet(store: Store, rank: int, size: int, deadline: float) -> tuple[str, int, int]:
     """Return the group's own name, and this rank's place among those of its host."""
     if size == 1:
         return f"torch-{secrets.token_hex(8)}", 0, 1
@@ -166,18 +176,11 @@ class TorchStore(Store):
     def __init__(self, store: Any) -> None:
         self._store = store
 
+    def __str__(self) -> str:
+        return "torch's store"
+
     def set(self, key: str, value: bytes) -> None:
         self._ask("set", key, lambda: self._store.set(key, value))
-
-    def get(self, key: str, deadline: float) -> bytes:
-        # Not the store's own wait: it would keep other threads from the connection.
-        pause = _POLL_FIRST_S
-        while (value := self.try_get(key)) is None:
-            if time.monotonic() >= deadline:
-                raise RendezvousError(f"rendezvous: nobody published {key!r} in torch's store")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_LAST_S)
-        return value
 
     def try_get(self, key: str) -> bytes | None:
         def look() -> bytes | None:

@@ -19,8 +19,7 @@ from collective.forking import keep_in_children
 from collective.install import hint
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Wait
-    from collective.store import Store
+    from collective.backends.channel import Channel, Wait
     from collective.world import World
 
 # What is used of it is not in its type stubs.
@@ -114,31 +113,25 @@ def _let_it_queue(known: set[str]) -> None:
 
 
 class Meeting(_dist.Store):  # type: ignore[misc]
-    """Our store as Gloo sees it: each rank publishes its address and reads the others'.
+    """What Gloo takes for a store: each rank offers its address, and reads the others'.
 
     Args:
-        store: of the world.
-        name: that of the communicator, the same on its ranks and no other's.
+        channel: the communicator's, over which they travel.
+        name: of the process group, used once.
         wait_for: called with a rank whose address is not there yet.
     """
 
-    def __init__(self, store: Store, name: str, wait_for: Callable[[int], Wait]) -> None:
+    def __init__(self, channel: Channel, name: str, wait_for: Callable[[int], Wait]) -> None:
         super().__init__()
-        self._store = store
+        self._channel = channel
         self._name = name
         self._wait_for = wait_for
-        self._mine: list[str] = []
         # What waiting raised: Gloo hands on no more than its text.
         self.raised: BaseException | None = None
 
-    def _key(self, key: str) -> str:
-        # Gloo's are "context/rank"; a file store wants the name of a file.
-        return f"{self._name}-{key.replace('/', '-')}"
-
     def set(self, key: str, value: Any) -> None:
-        """Publish this rank's address."""
-        self._mine.append(self._key(key))
-        self._store.set(self._key(key), bytes(value))
+        """Offer this rank's address."""
+        self._channel.offer(self._name, bytes(value).hex())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all ``keys`` are there. The deadline is ours, not Gloo's."""
@@ -147,21 +140,15 @@ class Meeting(_dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Return a rank's address, waiting for it."""
-        wait = None
+        rank, wait = int(key.rpartition("/")[2]), None
         try:
-            while (value := self._store.try_get(self._key(key))) is None:
-                wait = wait or self._wait_for(int(key.rpartition("/")[2]))
+            while (text := self._channel.offered(self._name).get(rank)) is None:
+                wait = wait or self._wait_for(rank)
                 wait.turn()
+            return bytes.fromhex(text)
         except BaseException as error:
             self.raised = error
             raise
-        return value
-
-    def forget(self) -> None:
-        """Remove what this rank has published."""
-        for key in self._mine:
-            self._store.delete(key)
-        self._mine.clear()
 
 
 def process_group(

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from collective import reduction
-from collective.algorithms import barrier, pieces
+from collective.algorithms import pieces
 from collective.backend import Failure
 from collective.backends.channel import Channel
 from collective.backends.monitor import Monitor
@@ -28,7 +28,8 @@ from collective.errors import CollectiveError, RendezvousError
 from collective.forking import keep
 
 from . import rounds
-from .engine import Meeting, device, ended, process_group
+from .connecting import Connector
+from .engine import device, ended
 from .messages import Messenger, limit
 from .tensors import Native, as_bytes, native
 
@@ -95,35 +96,16 @@ class GlooBackend(Messenger):
 
     def _connect(self, channel: Channel, ranks: Sequence[int], where: str, timeout: float) -> None:
         """Connect with the others of ``ranks``, who are watched through ``channel``."""
-        end = time.monotonic() + timeout
-
-        def wait_for(rank: int) -> Any:
-            return channel.wait(where, max(0.0, end - time.monotonic()), [ranks[rank]])
-
         channel.check(where, ())
         self._running = where
-        meetings: list[Meeting] = []
         try:
-            for purpose, threads in (("collectives", 1), ("messages", 0)):
-                if self.size > 1:
-                    name = f"gloo-{self.channel.name}-{purpose}"
-                    meetings.append(Meeting(self._world.store, name, wait_for))
-                    left = max(0.0, end - time.monotonic())
-                    self._groups += (
-                        process_group(
-                            meetings[-1], self.rank, self.size, self._listening, threads, left
-                        ),
-                    )
+            connector = Connector(self._world, self.channel, channel, ranks, where, timeout)
+            self._groups, self._listening = connector.connect(self._listening)
             self.channel.on_failure.append(_cutter(self))
             self.channel.check(where, ())  # or it broke before
-            # When it is over everybody has read what is then removed.
-            barrier.barrier(self, max(0.0, end - time.monotonic()))
         except BaseException:
             self.close()
             raise
-        finally:
-            for meeting in meetings:
-                meeting.forget()
 
     def close(self) -> None:
         # First the word, then the deed: peers that see the connections end ask why.

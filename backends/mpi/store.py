@@ -56,6 +56,9 @@ class MpiStore(Store):
         self._closed = False
         enrol(self)
 
+    def __str__(self) -> str:
+        return "MPI's messages"
+
     def close(self) -> None:
         """Stop attending, also in the thread; what has not been received by now never is."""
         with self._news:

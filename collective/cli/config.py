@@ -31,7 +31,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Print the settings; return the exit code."""
     config = load({})
-    found = {key: (getattr(config, key), config.origin(key)) for key in KEYS}
+    found = {key: (config.shown(key), config.origin(key)) for key in KEYS}
     if options.json:
         table = {key: {"value": value, "origin": origin} for key, (value, origin) in found.items()}
         refused = {str(path): reason for path, reason in config.refused.items()}

@@ -142,7 +142,7 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
             for key in ("launcher", "rank", "size", "local_rank", "local_size")
         },
         "values": {
-            key: {"value": getattr(config, key), "origin": config.origin(key)} for key in KEYS
+            key: {"value": config.shown(key), "origin": config.origin(key)} for key in KEYS
         },
         "refused": {str(path): reason for path, reason in config.refused.items()},
     }, config  # fmt: skip

@@ -138,6 +138,9 @@ def _shared_variables(size: int, store: Path) -> dict[str, str]:
         "COLLECTIVE_SIZE": str(size),
         "COLLECTIVE_LOCAL_SIZE": str(size),
         "COLLECTIVE_STORE": str(store),
+        # Of this launch alone, so it comes before one that the launcher was given. Others of
+        # this user can read it in /proc; it is never on a command line.
+        "COLLECTIVE_SECRET": secrets.token_hex(32),
         # What programs written for torch.distributed look for.
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),

@@ -145,8 +145,10 @@ class _MpiSupervisor(Supervisor):
 
     def _begin(self) -> None:
         self._directory.mkdir(mode=0o700)
-        # What is the same for all goes through mpiexec, which may add to it.
+        # What is the same for all goes through mpiexec, which may add to it: but for what it
+        # might send over a network or put on a command line.
         shared = dict(set.intersection(*(set(each.items()) for each in self._environments)))
+        shared.pop("COLLECTIVE_SECRET", None)
         pipes = []
         for number, environment in enumerate(self._environments):
             given = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]

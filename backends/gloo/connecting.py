@@ -1,0 +1,177 @@
+"""How the ranks come to be connected by Gloo, with each other and with nobody else.
+
+Gloo lets in whoever connects to a rank's port and says the number that it expects of a peer, a
+small one: a stranger can be there first, in a peer's stead. So the ranks prove to each other who
+they are over every connection that Gloo has made. Each tells the monitor's hub what it
+found, and if anybody found a stranger all connect anew, at other ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collective.errors import BackendError
+
+from .engine import CUT_TAG, Meeting, cut, device, process_group, seconds
+
+if TYPE_CHECKING:
+    from collective.backends.channel import Channel, Wait
+    from collective.world import World
+
+__all__ = ["Connector"]
+
+# Every communicator has a process group for collectives, with a thread, and one for messages.
+_GROUPS = (("collectives", 1), ("messages", 0))
+# How long a proof may take once Gloo is connected, and, for a rank that is not, the others' word.
+_PROOF_S, _WORD_S = 5.0, 10.0
+_PROOF_BYTES = 32
+# A stranger who is there each time, or a network that does not work, is no matter of patience.
+_ATTEMPTS = 8
+
+
+class Connector:
+    """Connects the ranks of one communicator.
+
+    Args:
+        world: where they meet.
+        channel: the communicator's.
+        parent: that through which its ranks are watched until it stands.
+        ranks: their numbers there.
+        where: the operation, for errors.
+        timeout: seconds.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        channel: Channel,
+        parent: Channel,
+        ranks: Sequence[int],
+        where: str,
+        timeout: float,
+    ) -> None:
+        self._world = world
+        self._channel = channel
+        self._parent = parent
+        self._ranks = ranks
+        self._where = where
+        self._end = time.monotonic() + timeout
+        self._key = channel.secret.key("gloo")
+
+    def connect(self, listening: Any) -> tuple[tuple[Any, ...], Any]:
+        """Return the process groups, and the device at which they listen.
+
+        Args:
+            listening: the device to begin with.
+
+        Raises:
+            BackendError: Gloo does not connect this rank.
+            CommunicatorAbortedError, CollectiveTimeoutError: another rank is gone, or late.
+        """
+        groups: list[Any] = []
+        for purpose, threads in _GROUPS if self._channel.size > 1 else ():
+            for attempt in range(_ATTEMPTS):
+                made, flaws = self._attempt(f"{purpose}-{attempt}", threads, listening)
+                if not flaws:
+                    break
+                listening = device(self._world)
+            else:
+                raise BackendError("; ".join(flaws), "gloo")
+            groups.append(made)
+        return tuple(groups), listening
+
+    def _attempt(self, name: str, threads: int, listening: Any) -> tuple[Any, list[str]]:
+        """Return a process group, and why some ranks have to connect anew."""
+        rank, size = self._channel.rank, self._channel.size
+        meeting = Meeting(self._channel, f"addresses {name}", self._wait_for)
+        group, flaw = None, ""
+        try:
+            left = max(0.0, self._end - time.monotonic())
+            group = process_group(meeting, rank, size, listening, threads, left)
+            self._prove(name, group)
+        except BackendError as error:
+            # Its text alone: of its traceback this frame is part, and would keep Gloo's sockets.
+            flaw = str(error)
+        flaws = self._flaws(f"flaws {name}", flaw)
+        self._channel.withdraw(f"addresses {name}")
+        if flaws and group is not None:
+            cut(group, rank, size)
+        if flaws and flaw:
+            warnings.warn(f"{flaw}; connecting anew", RuntimeWarning, stacklevel=2)
+        return group, flaws
+
+    def _wait_for(self, rank: int) -> Wait:
+        left = max(0.0, self._end - time.monotonic())
+        return self._parent.wait(self._where, left, [self._ranks[rank]])
+
+    def _prove(self, what: str, group: Any) -> None:
+        """Send a proof over each connection of ``group``, and see those of the others.
+
+        Raises:
+            BackendError: whoever is at the other end of one has sent none.
+        """
+        rank = self._channel.rank
+        peers = [peer for peer in range(self._channel.size) if peer != rank]
+        # Not to be known by strangers either: Gloo cannot refuse a message for its tag.
+        tag = int.from_bytes(self._proof(what)[:8], "big") % CUT_TAG
+        end = min(self._end, time.monotonic() + _PROOF_S)
+        # Gloo does not hold the memory that it sends from.
+        coming, going, works = {}, {}, []
+        for peer in peers:
+            coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            mine = bytearray(self._proof(f"{what} {rank} {peer}"))
+            going[peer] = torch.frombuffer(mine, dtype=torch.uint8)
+            with self._connection_of(peer):
+                works.append((peer, group.recv([coming[peer]], peer, tag)))
+                works.append((peer, group.send([going[peer]], peer, tag)))
+        for peer, work in works:
+            with self._connection_of(peer):
+                work.wait(seconds(end - time.monotonic()))
+        for peer in peers:
+            with self._connection_of(peer):
+                theirs = self._proof(f"{what} {peer} {rank}")
+                if not hmac.compare_digest(coming[peer].numpy().tobytes(), theirs):
+                    raise RuntimeError("its proof is wrong")
+
+    @contextlib.contextmanager
+    def _connection_of(self, peer: int) -> Iterator[None]:
+        """Say whose connection it is of which Gloo says what is wrong."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise BackendError(
+                f"gloo: whoever is connected to {self._world.address} as rank {peer} has not "
+                f"proved to know this job's secret: {str(error).partition(chr(10))[0]} [rank "
+                f"{self._channel.rank} of {self._channel.size}]",
+                "gloo",
+            ) from error
+
+    def _proof(self, what: str) -> bytes:
+        return hmac.digest(self._key, what.encode(), "sha256")
+
+    def _flaws(self, name: str, flaw: str) -> list[str]:
+        """Tell the others whether this rank is connected; return why some ranks are not.
+
+        Args:
+            name: to be used once.
+            flaw: why this rank is not; empty if it is.
+
+        Raises:
+            BackendError: it is not, and the others do not say whether they are.
+        """
+        self._channel.offer(name, flaw)
+        wait = self._parent.wait(self._where, max(0.0, self._end - time.monotonic()))
+        patience = min(self._end, time.monotonic() + _WORD_S)
+        while len(offered := self._channel.offered(name)) < self._channel.size:
+            if flaw and time.monotonic() >= patience:
+                raise BackendError(flaw, "gloo")
+            wait.turn()
+        self._channel.withdraw(name)
+        return [text for _, text in sorted(offered.items()) if text]

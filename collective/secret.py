@@ -1,0 +1,159 @@
+"""What the ranks of a job know and nobody else, and the keys that follow from it.
+
+The secret itself never travels, and no key does: both sides of a connection derive the same one
+(HKDF, RFC 5869, with HMAC-SHA256), each for one purpose in one job.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from collective.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collective.config import Setting
+
+__all__ = ["REMEDY", "Secret", "hkdf", "parse", "private_bytes", "resolve"]
+
+#: What to do about a missing secret, for error texts and warnings.
+REMEDY = (
+    "Give all ranks one secret: a file of mode 0600 named by COLLECTIVE_SECRET_FILE, made with "
+    "`openssl rand -hex 32` (or its text as COLLECTIVE_SECRET)"
+)
+
+_HASH_BYTES = 32
+# Whoever records a handshake can try out secrets at leisure: no word that a person thinks of.
+_LEAST_BYTES, _MOST_BYTES = 16, 4096
+_SALT = b"collective 1"
+
+
+class Secret:
+    """A secret, which shows itself to nobody: not as text, not in a pickle.
+
+    Args:
+        value: the bytes, at random.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def key(self, purpose: str) -> bytes:
+        """Return 32 bytes for one purpose, of which nothing follows about any other's."""
+        return hkdf(self._value, _SALT, _joined("key", purpose), _HASH_BYTES)
+
+    def within(self, *names: str) -> Secret:
+        """Return the secret of what is named by ``names``: a job, one of its meetings."""
+        return Secret(hkdf(self._value, _SALT, _joined("within", *names), _HASH_BYTES))
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __str__(self) -> str:
+        return "set"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is not pickled; the environment hands it on, or a file does")
+
+
+def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
+    """Return ``length`` bytes that follow from ``secret``: HKDF-SHA256, RFC 5869, section 2.
+
+    Args:
+        secret: the input keying material.
+        salt: public, the same for all uses of the secret.
+        info: public, what these bytes are for.
+        length: at most 8,160.
+    """
+    extracted = hmac.digest(salt, secret, "sha256")
+    block, found = b"", b""
+    for number in range(1, -(-length // _HASH_BYTES) + 1):
+        block = hmac.digest(extracted, block + info + bytes([number]), "sha256")
+        found += block
+    return found[:length]
+
+
+def _joined(*names: str) -> bytes:
+    """Return ``names`` as bytes that no other names have."""
+    encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+    return b"".join(len(each).to_bytes(4, "big") + each for each in encoded)
+
+
+def parse(value: Any) -> Secret:
+    """Return the secret that a setting gives.
+
+    Raises:
+        TypeError, ValueError: it is no text or bytes, or too short.
+    """
+    if isinstance(value, Secret):
+        return value
+    found = os.fsencode(value) if isinstance(value, str) else value
+    if not isinstance(found, bytes):
+        raise TypeError
+    if len(found) < _LEAST_BYTES:
+        raise ValueError
+    return Secret(found)
+
+
+def resolve(settings: Mapping[str, Setting]) -> Secret | None:
+    """Return the secret that settings give, ``secret`` before ``secret_file``, or None.
+
+    Raises:
+        ConfigError: the file is missing, too short, or others can read it.
+    """
+    secret, file = settings.get("secret"), settings.get("secret_file")
+    if secret is not None and secret.value is not None:
+        found: Secret = secret.value
+        return found
+    if file is not None and file.value:
+        return _read(file.value, file.origin)
+    return None
+
+
+def private_bytes(name: str, path: str, origin: str) -> bytes:
+    """Return what is in a file that nobody else can read, up to some kibibytes.
+
+    Args:
+        name: of the setting that names it.
+        path: of the file.
+        origin: of the setting.
+
+    Raises:
+        ConfigError: it cannot be read, or others can read or could have made it.
+    """
+    where = f"{name}: {path!r} ({origin})"
+    try:
+        # What is judged is what was opened. A pipe that somebody put there must not hold us up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            content = file.read(_MOST_BYTES + 2) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read: {error.strerror}; it must be a file of mode 0600 on each "
+            "host. Correct the path, or copy the file there."
+        ) from error
+    private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+    if status.st_uid not in (os.geteuid(), 0) or not private:
+        raise ConfigError(
+            f"{where}: owner uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}; it must "
+            f"be a file of uid {os.geteuid()} or of root that nobody else can read. "
+            f"chmod 600 {path}"
+        )
+    return content
+
+
+def _read(path: str, origin: str) -> Secret:
+    content = private_bytes("secret_file", path, origin)
+    value = content.removesuffix(b"\n").removesuffix(b"\r")
+    if not _LEAST_BYTES <= len(value) <= _MOST_BYTES:
+        raise ConfigError(
+            f"secret_file: {path!r} ({origin}): {len(value)} bytes; it must have {_LEAST_BYTES} to "
+            f"{_MOST_BYTES}. {REMEDY}."
+        )
+    return Secret(value)

@@ -1,0 +1,532 @@
+"""The secret of a job: what follows from it, who sees it, and stores that are sealed with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collective.backends.monitor import Monitor
+from collective.cli.main import main
+from collective.communicator import connect
+from collective.config import load
+from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
+from collective.private_store import PrivateStore
+from collective.sealed_store import SealedStore, seal
+from collective.secret import Secret, hkdf
+from collective.store import FileStore, Store
+from collective.world import World, build
+from tests.launches import DEADLINE_S, ROOT, Launches, launches  # noqa: F401  a fixture
+from tests.test_monitor import FAR, world
+from tests.test_private_store import free_address
+
+SECRET = Secret(bytes(range(32)))
+TEXT = "5ca1ab1e" * 8
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Start each test without any setting."""
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    monkeypatch.setattr(os, "environ", kept)
+    inner = tmp_path / "here"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    return inner
+
+
+# -- keys ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("secret", "salt", "info", "wanted"),
+    [
+        (
+            "0b" * 22, bytes(range(13)).hex(), bytes(range(0xF0, 0xFA)).hex(),
+            "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865",
+        ),
+        (
+            bytes(range(0x50)).hex(), bytes(range(0x60, 0xB0)).hex(),
+            bytes(range(0xB0, 0x100)).hex(),
+            "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c59045a99cac7827271cb41"
+            "c65e590e09da3275600c2f09b8367793a9aca3db71cc30c58179ec3e87c14c01d5c1f3434f1d87",
+        ),
+        (
+            "0b" * 22, "", "",
+            "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8",
+        ),
+    ],
+    ids=["A.1", "A.2", "A.3"],
+)  # fmt: skip
+def test_keys_are_those_of_rfc_5869(secret: str, salt: str, info: str, wanted: str) -> None:
+    given = (bytes.fromhex(text) for text in (secret, salt, info))
+    assert hkdf(*given, len(wanted) // 2).hex() == wanted
+
+
+def test_each_purpose_and_each_job_has_a_key_of_its_own() -> None:
+    secrets = [SECRET, SECRET.within("job"), SECRET.within("job", ""), SECRET.within("jo", "b")]
+    secrets += [SECRET.within("job").within("session"), SECRET.within("job", "session")]
+    keys = [secret.key(purpose) for secret in secrets for purpose in ("hub", "store values", "")]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {32}
+    assert SECRET.within("job").key("hub") == Secret(bytes(range(32))).within("job").key("hub")
+
+
+# -- what a store holds that is sealed ------------------------------------------------------
+
+
+class Recording(FileStore):
+    """A store that remembers what was ever published."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.seen: list[tuple[str, bytes]] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self.seen.append((key, value))
+        super().set(key, value)
+
+
+def tcp(directory: Path) -> Store:
+    pytest.importorskip("torch")
+    from collective.tcp_store import TcpStore
+
+    return TcpStore(free_address(), "job/", serve=True, spans_hosts=False, timeout=FAR)
+
+
+def private(directory: Path) -> Store:
+    return PrivateStore(free_address(), SECRET, serve=True, spans_hosts=False, timeout=FAR)
+
+
+@pytest.fixture(params=[FileStore, tcp, private], ids=["file", "tcp", "private"])
+def below(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """The store to be sealed, as a stranger has it who reaches it."""
+    store: Store = request.param(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def test_a_sealed_store_is_a_store(below: Store) -> None:
+    one, other = SealedStore(below, SECRET), SealedStore(below, SECRET)
+    assert other.try_get("key") is None
+    for value in (b"value", b"", b"\0\xff" * 1000, b"again"):
+        one.set("key", value)
+        assert other.try_get("key") == value
+        assert other.get("key", time.monotonic()) == value
+    one.set("another", b"")
+    one.delete("key")
+    one.delete("key")
+    assert other.try_get("key") is None
+    assert other.try_get("another") == b""
+
+
+def test_what_nobody_publishes_is_missed_by_its_own_name(below: Store) -> None:
+    with pytest.raises(RendezvousError, match=r"'key'.*a rank with another secret, or none"):
+        SealedStore(below, SECRET).get("key", time.monotonic())
+
+
+def test_a_stranger_sees_neither_the_names_of_keys_nor_the_secret(tmp_path: Path) -> None:
+    below = Recording(tmp_path)
+    store = SealedStore(below, SECRET.within("job"))
+    store.set("monitor", b"10.0.0.1 4711")
+    ((name, sealed),) = below.seen
+    assert "monitor" not in name
+    seen = name.encode() + sealed
+    for key in ("hub", "gloo", "store names", "store values"):
+        assert SECRET.within("job").key(key) not in seen
+
+
+def name_of(store: Store, key: str) -> str:
+    return store._name(key)  # type: ignore[attr-defined,no-any-return]
+
+
+FORGED: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda sealed: b"",
+    "plain text": lambda sealed: b'{"address": "10.0.0.6 1"}' * 4,
+    "another first byte": lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
+    "another byte of the value": lambda s: s[:16] + bytes([s[16] ^ 1]) + s[17:],
+    "another last byte": lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]),
+    "less": lambda sealed: sealed[:-1],
+    "more": lambda sealed: sealed + b"\0",
+    "a tag alone": lambda sealed: sealed[-32:],
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_what_a_stranger_has_written_is_refused_by_name(
+    tmp_path: Path, forge: Callable[[bytes], bytes]
+) -> None:
+    below = FileStore(tmp_path)
+    store = SealedStore(below, SECRET)
+    store.set("key", b"value")
+    name = name_of(store, "key")
+    below.set(name, forge(below.get(name, time.monotonic())))
+    wanted = rf"store at {tmp_path} holds a value that is not this job's, for 'key'"
+    for read in (lambda: store.try_get("key"), lambda: store.get("key", time.monotonic())):
+        with pytest.raises(RendezvousError, match=wanted):
+            read()
+
+
+OTHERS = {
+    "another key": (SECRET, "other"),
+    "another job": (SECRET.within("job"), "key"),
+    "an earlier meeting": (SECRET.within("job").within("session 1"), "key"),
+    "another secret": (Secret(bytes(32)), "key"),
+}
+
+
+@pytest.mark.parametrize(("secret", "key"), OTHERS.values(), ids=OTHERS)
+def test_a_value_that_was_sealed_for_something_else_is_refused(
+    tmp_path: Path, secret: Secret, key: str
+) -> None:
+    """A stranger copies what it has seen to where it is read now."""
+    below = FileStore(tmp_path)
+    then = SealedStore(below, secret)
+    then.set(key, b"value")
+    now = SealedStore(below, SECRET)
+    assert now.try_get("key") is None  # under its own name it is nothing at all
+    below.set(name_of(now, "key"), below.get(name_of(then, key), time.monotonic()))
+    with pytest.raises(RendezvousError, match="not this job's"):
+        now.try_get("key")
+
+
+def test_a_store_without_a_secret_stays_as_it_is(tmp_path: Path) -> None:
+    below = FileStore(tmp_path)
+    assert seal(below, None) is below
+
+
+# -- the hub --------------------------------------------------------------------------------
+
+
+def meet(store: Store, *given: Secret | None, timeout: float = FAR) -> list[Any]:
+    """Start as many monitors as secrets are given; return them, or what each raised."""
+
+    def rank(number: int) -> Any:
+        secret = given[number]
+        mine = world(number, len(given), seal(store, secret), secret=secret)
+        try:
+            return Monitor.start(mine, timeout)
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(rank, range(len(given))))
+
+
+def test_the_hub_s_key_does_not_travel(tmp_path: Path) -> None:
+    store = Recording(tmp_path)
+    for monitor in meet(store, SECRET, SECRET):
+        monitor.channel.close()
+    ((_, sealed),) = store.seen
+    assert list(json.loads(sealed[16:-32])) == ["address"]
+    assert SECRET.key("hub").hex().encode() not in sealed
+
+
+def test_each_meeting_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    keys = set()
+    for _ in range(2):
+        first, second = meet(FileStore(tmp_path), SECRET, SECRET)
+        assert first.secret.key("gloo") == second.secret.key("gloo")
+        keys.add(first.secret.key("gloo"))
+        for monitor in (first, second):
+            monitor.channel.close()
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("other", [Secret(bytes(32)), None], ids=["another", "none"])
+def test_a_rank_with_another_secret_or_none_does_not_join(
+    tmp_path: Path, other: Secret | None
+) -> None:
+    first, second = meet(FileStore(tmp_path), SECRET, other, timeout=0.5)
+    assert "ranks [1] of 2 have not arrived" in str(first)
+    assert "rank 0 of 2 did not arrive" in str(second)
+
+
+def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
+    tmp_path: Path,
+) -> None:
+    """Its address is one of those that did not prove that they know the key."""
+    below = FileStore(tmp_path)
+
+    class Leaks(SealedStore):
+        """Hands the hub's address to whoever has the other secret."""
+
+        def set(self, key: str, value: bytes) -> None:
+            super().set(key, value)
+            SealedStore(below, other).set(key, value)
+
+    other = Secret(bytes(32))
+
+    def rank(number: int, secret: Secret, store: Store, timeout: float) -> Any:
+        here = {"local_size": 1, "address": "127.0.0.1"}
+        with pytest.raises(RendezvousError) as caught:
+            Monitor.start(world(number, 2, store, secret=secret, **here), timeout)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 1.5)
+        second = pool.submit(rank, 1, other, SealedStore(below, other), 0.3)
+        assert "from 127.0.0.1 did not prove to know this job's key" in first.result()
+        assert "it has another key, or is over" in second.result()
+
+
+# -- where the secret comes from --------------------------------------------------------------
+
+
+def file_of(directory: Path, text: bytes = TEXT.encode(), mode: int = 0o600) -> Path:
+    path = directory / "secret"
+    path.write_bytes(text)
+    path.chmod(mode)
+    return path
+
+
+def hub_key(**arguments: object) -> bytes:
+    secret = load(arguments).resolved_secret()
+    assert secret is not None
+    return secret.key("hub")
+
+
+SOURCES = {
+    "the environment": lambda here: os.environ.update(COLLECTIVE_SECRET=TEXT),
+    "a file": lambda here: os.environ.update(COLLECTIVE_SECRET_FILE=str(file_of(here))),
+    "a file with a line's end": lambda here: os.environ.update(
+        COLLECTIVE_SECRET_FILE=str(file_of(here, TEXT.encode() + b"\n"))
+    ),
+    "a file named by the settings": lambda here: (
+        file_of(here), (here / "collective.toml").write_text('secret_file = "secret"'),
+        (here / "collective.toml").chmod(0o600),
+    ),
+    "both": lambda here: os.environ.update(
+        COLLECTIVE_SECRET=TEXT, COLLECTIVE_SECRET_FILE=str(file_of(here, b"x" * 32))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_the_secret_is_the_same_from_wherever_it_comes(
+    nowhere: Path, source: Callable[[Path], object]
+) -> None:
+    source(nowhere)
+    assert hub_key() == Secret(TEXT.encode()).key("hub")
+
+
+@pytest.mark.parametrize("given", [TEXT, TEXT.encode(), Secret(TEXT.encode())], ids=type)
+def test_the_secret_may_be_an_argument(given: object) -> None:
+    assert hub_key(secret=given) == Secret(TEXT.encode()).key("hub")
+
+
+def test_without_any_there_is_none() -> None:
+    assert load({}).resolved_secret() is None
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "readable by the group": (lambda here: file_of(here, mode=0o640), r"mode 0640; .*chmod 600"),
+    "readable by all": (lambda here: file_of(here, mode=0o604), r"mode 0604"),
+    "missing": (lambda here: here / "none", r"No such file.*must be a file of mode 0600"),
+    "short": (lambda here: file_of(here, b"x" * 15), r"15 bytes; it must have 16"),
+    "long": (lambda here: file_of(here, b"x" * 5000), r"it must have 16 to 4096"),
+    "a directory": (lambda here: here, r"Is a directory|mode"),
+    "a pipe": (lambda here: os.mkfifo(here / "pipe", 0o600) or here / "pipe", r"must be a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_file_that_others_could_have_read_or_made_is_refused(
+    nowhere: Path, make: Callable[[Path], Path], why: str
+) -> None:
+    os.environ["COLLECTIVE_SECRET_FILE"] = str(make(nowhere))
+    with pytest.raises(ConfigError, match=why):
+        load({}).resolved_secret()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give a file away")
+def test_a_file_of_another_user_is_refused(nowhere: Path) -> None:
+    path = file_of(nowhere)
+    os.chown(path, 12345, 12345)
+    os.environ["COLLECTIVE_SECRET_FILE"] = str(path)
+    with pytest.raises(ConfigError, match="owner uid 12345"):
+        load({}).resolved_secret()
+
+
+# -- who sees it --------------------------------------------------------------------------------
+
+
+def _settings_of_the_doctor() -> object:
+    from collective import doctor
+
+    return doctor._settings()
+
+
+def _too_short() -> object:
+    os.environ["COLLECTIVE_SECRET"] = TEXT[:15]
+    with pytest.raises(ConfigError) as caught:
+        load({})
+    return caught.value
+
+
+def _in_a_file_for_all() -> object:
+    path = Path("collective.toml")
+    path.write_text(f'secret = "{TEXT}"')
+    path.chmod(0o644)
+    del os.environ["COLLECTIVE_SECRET"]
+    with pytest.raises(ConfigError, match="decides who may join") as caught:
+        load({})
+    return caught.value
+
+
+SHOWN: dict[str, Callable[[], object]] = {
+    "the settings": lambda: load({}),
+    "the world": lambda: build(load({"size": 1})),
+    "the secret": lambda: (load({}).secret, f"{load({}).secret}", [load({}).secret]),
+    "the doctor": _settings_of_the_doctor,
+    "the error of a short one": _too_short,
+    "the error of a file of settings": _in_a_file_for_all,
+}
+
+
+@pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
+def test_the_secret_is_shown_by_nothing(show: Callable[[], object]) -> None:
+    os.environ["COLLECTIVE_SECRET"] = TEXT
+    shown = show()
+    for text in (str(shown), repr(shown)):
+        assert TEXT[:15] not in text
+        assert TEXT[:15].encode().hex() not in text
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_collective_config_says_that_it_is_set(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.environ["COLLECTIVE_SECRET"] = TEXT
+    assert main(["config", *options]) == 0
+    out = capsys.readouterr().out
+    assert TEXT[:15] not in out
+    if options:
+        found = json.loads(out)["settings"]["secret"]
+        assert found == {"value": "set", "origin": "environment COLLECTIVE_SECRET"}
+    else:
+        (line,) = (line for line in out.splitlines() if line.startswith("secret "))
+        assert line.split(maxsplit=2) == ["secret", "set", "environment COLLECTIVE_SECRET"]
+
+
+def test_the_secret_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="a secret is not pickled"):
+        pickle.dumps(SECRET)
+
+
+# -- collective run -----------------------------------------------------------------------------
+
+# What any process of this host can read of any other.
+LOOKS = """
+    import pathlib
+    secret = os.environ["COLLECTIVE_SECRET"]
+    lines = [each.read_bytes() for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+    assert len(lines) > 2
+    assert not any(secret.encode() in line for line in lines)
+    directory = pathlib.Path(os.environ["COLLECTIVE_STORE"])
+    assert directory.stat().st_mode & 0o077 == 0
+    import collective
+    with collective.init() as comm:
+        found = comm.all_gather_object(secret)
+        assert set(found) == {secret}, found
+        assert comm.backend == os.environ["COLLECTIVE_BACKEND"]
+    print("secret", secret)
+    """
+
+
+def run(launches: Launches, backend: str, **changes: str) -> str:  # noqa: F811
+    """Run two ranks, and return the secret that they had."""
+    done = launches.run("-n", "2", "--backend", backend, launches.script(LOOKS), **changes)
+    assert done.returncode == 0, done.stderr
+    (secret,) = {line.split()[2] for line in done.stdout.splitlines() if "secret" in line}
+    launches.assert_nothing_left()
+    return secret
+
+
+def test_collective_run_makes_a_secret_for_each_launch(launches: Launches) -> None:  # noqa: F811
+    found = {run(launches, "shm"), run(launches, "shm", COLLECTIVE_SECRET=TEXT)}
+    assert len(found) == 2
+    assert all(len(bytes.fromhex(secret)) == 32 for secret in found)
+    assert TEXT not in found
+
+
+def test_collective_run_hands_no_secret_to_mpiexec(
+    launches: Launches,  # noqa: F811
+) -> None:
+    """Which may send what it is given over a network, or put it on a command line."""
+    python = ROOT / ".mpi" / "mpich" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no MPICH in .mpi")
+    body = (
+        LOOKS
+        + """
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        name = pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+        if name.startswith(("mpiexec", "hydra")):
+            assert secret.encode() not in pathlib.Path(f"/proc/{pid}/environ").read_bytes(), name
+            print("looked at", name)
+    """
+    )
+    command = [str(python), "-m", "collective", "run", "-n", "2", "--backend", "mpi"]
+    done = subprocess.run(
+        [*command, launches.script(body)], cwd=launches.directory, env=launches.environment(),
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "looked at mpiexec" in done.stdout
+
+
+# -- without a secret -----------------------------------------------------------------------------
+
+TWO_HOSTS = {"rank": 0, "size": 2, "local_rank": 0, "local_size": 1}
+AT_AN_ADDRESS = {**TWO_HOSTS, "store": "tcp://127.0.0.1:29511"}
+
+
+def test_hosts_that_meet_at_an_address_without_a_secret_are_warned_of() -> None:
+    with pytest.warns(RuntimeWarning, match=r"meet at 127\.0\.0\.1:29511 without.*SECRET_FILE"):
+        assert build(load(AT_AN_ADDRESS)).open
+
+
+UNWARNED: dict[str, tuple[dict[str, object], dict[str, str], bool]] = {
+    "with a secret": (AT_AN_ADDRESS, {"COLLECTIVE_SECRET": TEXT}, False),
+    "silenced": (AT_AN_ADDRESS, {"COLLECTIVE_INSECURE": "1"}, True),
+    "by another rank": ({**AT_AN_ADDRESS, "rank": 1}, {}, True),
+    "on one host": ({**AT_AN_ADDRESS, "local_size": 2}, {}, False),
+    "in a private directory": ({**TWO_HOSTS, "store": "store"}, {}, False),
+}
+
+
+@pytest.mark.parametrize(("arguments", "environ", "open_"), UNWARNED.values(), ids=UNWARNED)
+def test_nobody_is_warned(
+    arguments: dict[str, object], environ: dict[str, str], open_: bool
+) -> None:
+    os.environ.update(environ)
+    assert build(load(arguments)).open is open_
+
+
+OBJECTS: dict[str, Callable[[Any], object]] = {
+    "broadcast_object": lambda comm: comm.broadcast_object(1, pickle=True),
+    "gather_object": lambda comm: comm.gather_object(1, pickle=True),
+    "all_gather_object": lambda comm: comm.all_gather_object(1, pickle=True),
+    "scatter_object": lambda comm: comm.scatter_object([1], pickle=True),
+    "send_object": lambda comm: comm.send_object(1, 0, pickle=True),
+    "recv_object": lambda comm: comm.recv_object(0, pickle=True),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_no_pickle_is_read_from_whoever_may_have_joined(name: str) -> None:
+    mine = World(0, 1, 0, 1, "here", "none", "job", FileStore("store"), open=True)
+    with connect(mine, "threads") as comm, comm.dup() as child:
+        for each in (comm, child):
+            with pytest.raises(InvalidArgumentError, match=rf"{name}: pickle=True.*SECRET_FILE"):
+                OBJECTS[name](each)
+        assert comm.all_gather_object({"plain": [1, 2.0, "data"]}) == [{"plain": [1, 2.0, "data"]}]

@@ -1,0 +1,291 @@
+"""TLS beside the transport: what is read on the way, and who is let in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from collective.backends.hub import Hub
+from collective.backends.link import Link, connect
+from collective.config import load
+from collective.errors import ConfigError
+from collective.private_store import PrivateStore
+from collective.secret import Secret
+from collective.tls import Tls, resolve
+from collective.world import build
+from tests.test_monitor import FAR, KEY, start
+from tests.test_private_store import free_address
+
+TEXT = "5ca1ab1e" * 8
+LOOPBACK = "127.0.0.1"
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+
+
+def authority(directory: Path, name: str) -> None:
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    ca, ca_key = str(directory / f"{name}-ca.pem"), str(directory / f"{name}-ca.key")
+    openssl("req", "-x509", *key, "-subj", f"/CN={name}", "-keyout", ca_key, "-out", ca)
+    rank, request = str(directory / name), str(directory / "request")
+    openssl("req", *key, "-subj", "/CN=rank", "-keyout", f"{rank}.key", "-out", request)
+    openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-out", f"{rank}.pem")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the certificates of two authorities, ours and another."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes certificates")
+    directory = tmp_path_factory.mktemp("certificates")
+    for name in ("ours", "other"):
+        authority(directory, name)
+    encrypted = ["-passout", "pass:word", "-in", str(directory / "ours.key")]
+    openssl("ec", "-aes256", *encrypted, "-out", str(directory / "encrypted.key"))
+    for key in directory.glob("*.key"):
+        key.chmod(0o600)
+    return directory
+
+
+def settings(directory: Path, name: str = "ours", **changes: str) -> dict[str, str]:
+    return {
+        "tls_cert": str(directory / f"{name}.pem"),
+        "tls_key": str(directory / f"{name}.key"),
+        "tls_ca": str(directory / "ours-ca.pem"),
+        "secret": TEXT,
+        **changes,
+    }
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each test without any setting."""
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    monkeypatch.setattr(os, "environ", kept)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def tls(certificates: Path) -> Tls:
+    found = resolve(load(settings(certificates)))
+    assert found is not None
+    return found
+
+
+def complete(address: str, size: int, tls: Tls | None) -> list[Link]:
+    """Join as all ranks of a hub, which then has them all."""
+    links = [connect(address, KEY, FAR, tls) for _ in range(size)]
+    for rank, link in enumerate(links):
+        link.send({"kind": "here", "rank": rank, "size": size, "host": "a host by its name"})
+    for link in links:
+        assert link.expect(FAR)["kind"] == "complete"
+    return links
+
+
+def close(links: list[Link]) -> None:
+    for link in links:
+        link.close()
+
+
+@pytest.fixture
+def hub(tls: Tls) -> Hub:
+    return Hub(2, LOOPBACK, FAR, KEY, tls)
+
+
+def knock(hub: Hub) -> socket.socket:
+    host, port = hub.address.split()
+    return socket.create_connection((host, int(port)), FAR)
+
+
+# -- the same as without --------------------------------------------------------------------
+
+
+def test_messages_of_any_length_pass_both_ways_at_once(hub: Hub, tls: Tls) -> None:
+    """Each rank's failure goes to the other; both send before either reads."""
+    links = complete(hub.address, 2, tls)
+    texts = ["a" * length for length in (1, 1 << 14, (1 << 14) + 1, 1 << 20)]
+    failure = {"kind": "failed", "rank": 0, "ranks": []}
+
+    def send(rank: int) -> None:
+        for text in texts:
+            said = {"channel": "world", "members": [0, 1], "finished": None}
+            links[rank].send({"kind": "failure", **said, "failure": {**failure, "text": text}})
+
+    with ThreadPoolExecutor(2) as pool:
+        sending = [pool.submit(send, rank) for rank in range(2)]
+        for link in links:
+            assert [link.expect(FAR)["failure"]["text"] for _ in texts] == texts
+        for each in sending:
+            each.result()
+    close(links)
+
+
+def test_monitors_of_several_hosts_meet(tmp_path: Path, tls: Tls) -> None:
+    far = {"local_size": 1, "address": LOOPBACK, "tls": tls, "secret": Secret(TEXT.encode())}
+    monitors = start(range(3), 3, tmp_path, **far)
+    monitors[2].channel.offer("name", "text")
+    for monitor in monitors:
+        assert monitor.hosts == ["here"] * 3
+        monitor.channel.close()
+
+
+def test_a_store_of_several_hosts_speaks_it(tls: Tls) -> None:
+    where, secret = free_address(), Secret(TEXT.encode())
+    kept = {"spans_hosts": True, "timeout": FAR, "tls": tls}
+    with (
+        contextlib.closing(PrivateStore(where, secret, serve=True, **kept)) as one,
+        contextlib.closing(PrivateStore(where, secret, serve=False, **kept)) as other,
+    ):
+        one.set("key", b"value" * 10_000)
+        assert other.try_get("key") == b"value" * 10_000
+
+
+# -- who reads along, and who comes in -----------------------------------------------------
+
+
+@contextlib.contextmanager
+def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
+    """Yield an address that leads to the hub, and what passes there."""
+    seen = bytearray()
+    with socket.create_server((LOOPBACK, 0)) as listening:
+
+        def relay() -> None:
+            with listening.accept()[0] as one, knock(hub) as other:
+                back = threading.Thread(target=pump, args=(other, one))
+                back.start()
+                pump(one, other)
+                back.join()
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while chunk := source.recv(1 << 16):
+                    seen.extend(chunk)
+                    target.sendall(chunk)
+            for each in (source, target):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        yield f"{LOOPBACK} {listening.getsockname()[1]}", seen
+        relaying.join(FAR)
+
+
+@pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "plain"])
+def test_whoever_sees_the_bytes_reads_them_without_tls_alone(tls: Tls, with_tls: bool) -> None:
+    used = tls if with_tls else None
+    hub = Hub(1, LOOPBACK, FAR, KEY, used)
+    with tapped(hub) as (address, seen):
+        close(complete(address, 1, used))
+    assert (b"a host by its name" in seen) is not with_tls
+    assert (b"collective 1" in seen) is not with_tls
+
+
+STRANGERS: dict[str, Callable[[Path], Tls | None]] = {
+    "without a certificate": lambda directory: None,
+    "with one of another authority": lambda directory: resolve(
+        load(settings(directory, "other"))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_a_rank_without_a_certificate_of_ours_is_not_let_in(
+    hub: Hub, tls: Tls, certificates: Path, stranger: Callable[[Path], Tls | None]
+) -> None:
+    """Though it knows the key."""
+    with pytest.raises(OSError, match=r"timed out|(?i:unknown.ca)"):
+        connect(hub.address, KEY, 0.5, stranger(certificates))
+    close(complete(hub.address, 2, tls))
+
+
+def test_a_hub_with_a_certificate_of_another_authority_is_none(
+    tls: Tls, certificates: Path
+) -> None:
+    other = resolve(load(settings(certificates, "other")))
+    hub = Hub(1, LOOPBACK, 0.5, KEY, other)
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        connect(hub.address, KEY, FAR, tls)
+
+
+def test_a_hub_without_tls_is_told_apart(tls: Tls) -> None:
+    hub = Hub(1, LOOPBACK, FAR, KEY)
+    with pytest.raises(OSError, match=r"(?i)wrong.version.number|packet length"):
+        connect(hub.address, KEY, FAR, tls)
+    close(complete(hub.address, 1, None))
+
+
+def test_a_certificate_is_no_secret(hub: Hub, tls: Tls) -> None:
+    with pytest.raises(ConnectionError, match="another key"):
+        connect(hub.address, bytes(32), FAR, tls)
+    close(complete(hub.address, 2, tls))
+
+
+def test_random_strings_and_half_handshakes_keep_nobody_out(hub: Hub, tls: Tls) -> None:
+    first = connect(hub.address, KEY, FAR, tls)
+    chance = random.Random(10)
+    begun = b"\x16\x03\x01"  # a record of TLS's handshake
+    with contextlib.ExitStack() as held:
+        for number in range(1000):
+            sock = held.enter_context(knock(hub)) if number % 50 == 0 else knock(hub)
+            with contextlib.suppress(OSError):
+                sock.sendall(begun * (number % 2) + chance.randbytes(chance.randrange(300)))
+            if number % 50:
+                sock.close()
+        first.close()
+        close(complete(hub.address, 2, tls))
+
+
+# -- settings -------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
+    "no key": (lambda d: settings(d, tls_key=""), "tls_cert: .* without tls_key; .*COLLECTIVE_TLS"),
+    "a certificate alone": (
+        lambda d: settings(d, tls_key="", tls_ca=""), "without tls_key and tls_ca",
+    ),
+    "no secret": (lambda d: settings(d, secret=""), "no secret; .*COLLECTIVE_SECRET_FILE"),
+    "a missing file": (lambda d: settings(d, tls_ca=str(d / "none")), "No such file"),
+    "a key of another certificate": (
+        lambda d: settings(d, tls_key=str(d / "other.key")), r"(?i)key.values.mismatch",
+    ),
+    "a certificate that is a key": (
+        lambda d: settings(d, tls_cert=str(d / "ours.key")), "PEM files",
+    ),
+    "a key that takes a password": (
+        lambda d: settings(d, tls_key=str(d / "encrypted.key")), "the key is encrypted",
+    ),
+    "a key that all can read": (
+        lambda d: settings(d, tls_key=str(_readable(d))), r"tls_key: .*mode 0644; .*chmod 600",
+    ),
+}  # fmt: skip
+
+
+def _readable(directory: Path) -> Path:
+    copy = directory / "readable.key"
+    shutil.copy(directory / "ours.key", copy)
+    copy.chmod(0o644)
+    return copy
+
+
+@pytest.mark.parametrize(("make", "why"), WRONG.values(), ids=WRONG)
+def test_settings_that_cannot_work_are_refused_before_anybody_is_met(
+    certificates: Path, make: Callable[[Path], dict[str, str]], why: str
+) -> None:
+    given = {key: value for key, value in make(certificates).items() if value}
+    with pytest.raises(ConfigError, match=why):
+        build(load(given))
+
+
+def test_without_settings_there_is_no_tls() -> None:
+    assert build(load({})).tls is None
