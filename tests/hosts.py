@@ -255,7 +255,7 @@ class Hosts:
         return self.start(commands)
 
     def torchrun(self, each: int, script: Sequence[str], **variables: str) -> Job:
-        """Start ``each`` ranks on every host by a torchrun of its own, without a secret if none is given."""
+        """Start ``each`` ranks on every host by a torchrun of its own; no secret is the default."""
         commands = []
         variables = {"COLLECTIVE_INSECURE": "1", **variables}
         for number in range(len(self.hosts)):

@@ -401,6 +401,7 @@ def healthy(**changes: Any) -> dict[str, Any]:
         "packages": {},
         "mpi": {"library": {}, "error": "", "mpiexec": []},
         "network": {**network, "address": "10.0.0.1", "address_error": ""},
+        "across_hosts": {"error": ""},
         "shared_memory": {"directory_error": ""},
         "gpus": {"devices": []},
         "nccl": {"error": "", "install": ""},
@@ -410,6 +411,11 @@ def healthy(**changes: Any) -> dict[str, Any]:
 
 def test_nothing_is_wrong_where_nothing_is() -> None:
     assert list(problems(healthy())) == []
+
+
+def test_a_secret_that_cannot_be_used_keeps_a_program_from_starting() -> None:
+    (found,) = problems(healthy(across_hosts={"error": "secret_file: no such file"}))
+    assert found == {"problem": "secret_file: no such file", "remedy": "", "fatal": True}
 
 
 # -- MPI ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from collective.backends.hub import Hub
 from collective.backends.link import Link, connect
 from collective.config import load
+from collective.doctor.security import across_hosts
 from collective.errors import ConfigError
 from collective.private_store import PrivateStore
 from collective.secret import Secret
@@ -289,3 +290,41 @@ def test_settings_that_cannot_work_are_refused_before_anybody_is_met(
 
 def test_without_settings_there_is_no_tls() -> None:
     assert build(load({})).tls is None
+
+
+# -- what the doctor says of it --------------------------------------------------------------
+
+BY_TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0") | {
+    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+OPEN, KNOWN, HIDDEN = (False, False), (True, False), (True, True)
+SAID: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool], ...]]] = {
+    "nothing": ((), {}, (OPEN, OPEN, OPEN)),
+    "a secret": (("secret",), {}, (KNOWN, KNOWN, KNOWN)),
+    "certificates": (
+        ("secret", "tls_cert", "tls_key", "tls_ca"), {}, (HIDDEN, HIDDEN, KNOWN),
+    ),
+    "certificates under torchrun": (
+        ("secret", "tls_cert", "tls_key", "tls_ca"), BY_TORCHRUN, (KNOWN, HIDDEN, KNOWN),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "environ", "wanted"), SAID.values(), ids=SAID)
+def test_the_doctor_says_what_is_authenticated_and_what_is_encrypted(
+    certificates: Path,
+    given: tuple[str, ...],
+    environ: dict[str, str],
+    wanted: tuple[tuple[bool, bool], ...],
+) -> None:
+    os.environ.update(environ)
+    found = across_hosts(load({key: settings(certificates)[key] for key in given}))
+    assert found.pop("error") == ""
+    assert tuple((each["authenticated"], each["encrypted"]) for each in found.values()) == wanted
+
+
+def test_the_doctor_says_that_a_file_cannot_be_used(tmp_path: Path) -> None:
+    found = across_hosts(load({"secret_file": str(tmp_path / "none")}))
+    assert "No such file" in found["error"]
+    assert found["joining"] == {"authenticated": False, "encrypted": False}

@@ -78,6 +78,7 @@ def text(report: dict[str, Any], width: int = 80) -> str:
         ("MPI", _mpi(report)),
         ("NCCL", _nccl(report)),
         ("Network", _network(report)),
+        ("Across hosts", _across_hosts(report["across_hosts"])),
         ("Versions", _versions(report)),
         ("Settings", _settings(report)),
     ]
@@ -237,6 +238,17 @@ def _network(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for one in network["interfaces"]:
         if one["addresses"]:
             yield one["name"], ", ".join(one["addresses"]) + ("" if one["up"] else " (down)")
+
+
+def _across_hosts(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for what, over in (("joining", ""), ("control", ""), ("data", "over gloo: ")):
+        known, encrypted = found[what]["authenticated"], found[what]["encrypted"]
+        when = " when connections are made" if known and over else ""
+        yield (
+            what,
+            f"{over}{'' if known else 'not '}authenticated{when}, "
+            f"{'' if encrypted else 'not '}encrypted",
+        )
 
 
 def _versions(report: dict[str, Any]) -> Iterable[tuple[str, str]]:

@@ -29,6 +29,7 @@ from collective.doctor import host
 from collective.doctor.mpi import starter_for, starters
 from collective.doctor.probe import Answer, ask
 from collective.doctor.problems import problems
+from collective.doctor.security import across_hosts
 from collective.errors import CollectiveError
 from collective.install import anew
 from collective.launchers import Launched, detect
@@ -99,6 +100,7 @@ def examine(
         "mpi": _mpi(answers, packages),
         "nccl": _nccl(answers),
         "network": network.result(),
+        "across_hosts": across_hosts(config),
         "processors": host.processors(),
         "shared_memory": {
             **host.shared_memory(), "single_copy": single_copy.facts.get("works", False)

@@ -20,6 +20,8 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what is wrong, gravest first: ``problem``, ``remedy``, and whether it is ``fatal``."""
     if report["settings"]["error"]:
         yield _problem(report["settings"]["error"], fatal=True)
+    if report["across_hosts"]["error"]:
+        yield _problem(report["across_hosts"]["error"], fatal=True)
     for path, reason in report["settings"]["refused"].items():
         yield _problem(not_read(Path(path), reason))
     for choice_ in report["choices"][:1]:
