@@ -601,3 +601,53 @@ def test_a_stranger_who_is_there_each_time_is_named(
         found = over_gloo(tmp_path, stranger, monkeypatch, 3.0)
     assert any("has not proved to know this job's secret" in text for text in found)
     gc.collect()  # the errors' tracebacks hold Gloo's sockets
+
+
+# -- at torchrun's store, with a program of its own -----------------------------------------------
+
+RANK = """
+    import numpy as np
+    import collective
+    with collective.init("gloo") as comm:
+        assert comm.all_reduce(np.ones(1)) == 2.0
+    """
+TEXT = "5ca1ab1e" * 8
+
+
+@contextlib.contextmanager
+def rank_of_two(number: int, port: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a rank, alone on its host, as torchrun starts it, whose agent serves at ``port``."""
+    environ = {
+        "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(number), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "COLLECTIVE_SECRET": TEXT, "COLLECTIVE_INTERFACE": "lo", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    with subprocess.Popen(
+        command, env={**os.environ, **environ}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_stranger_at_torchrun_s_store_cannot_use_what_it_reads_and_the_job_goes_on() -> None:
+    """It reads all that rank 0 has published, while rank 1 is missing, and talks to the hub."""
+    dist = pytest.importorskip("torch.distributed")
+    served = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    with rank_of_two(0, served.port) as rank_0:
+        stranger = dist.TCPStore(LOOPBACK, served.port, is_master=False)
+        until(stranger.list_keys, seconds=90.0)
+        (name,) = stranger.list_keys()
+        assert "monitor" not in name
+        sealed = stranger.get(name)
+        nonce, value, tag = sealed[:16], json.loads(sealed[16:-32]), sealed[-32:]
+        assert list(value) == ["address"]
+        for key in (nonce, tag, bytes.fromhex(name.rpartition("/")[2]), name.encode(), b""):
+            with pytest.raises(ProofError):
+                connect(value["address"], key, FAR)
+        with rank_of_two(1, served.port) as rank_1:
+            ended = [rank.communicate(timeout=90)[1] for rank in (rank_0, rank_1)]
+    assert [rank_0.returncode, rank_1.returncode] == [0, 0], ended
