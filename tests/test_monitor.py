@@ -415,6 +415,8 @@ def test_a_communicator_that_is_collected_says_so(tmp_path, group):
     assert isinstance(error, PeerLostError)
     assert "rank 1 has dropped its communicator without closing it" in str(error)
     first.channel.close()
+    if group:
+        second.channel.close()
 
 
 def test_a_forked_child_leaves_the_connection_alone(tmp_path):
