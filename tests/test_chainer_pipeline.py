@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -231,6 +232,34 @@ def test_predictions_are_those_of_one_process() -> None:
         for stage in plain(2):
             expected = stage(expected)
         np.testing.assert_allclose(y, expected.array, rtol=_CLOSE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_stage_goes_on_while_the_next_one_computes(schedule: str) -> None:
+    begun = [threading.Event() for _ in range(4)]
+
+    class Beginning(Layer):
+        count = 0
+
+        def forward(self, x: Any) -> Any:
+            begun[self.count].set()
+            self.count += 1
+            return super().forward(x)
+
+    class Waiting(Layer):
+        count = 0
+
+        def forward(self, x: Any) -> Any:
+            # Until the stage before has begun with the micro-batch after this one.
+            self.count += 1
+            assert self.count == 4 or begun[self.count].wait(30)
+            return super().forward(x)
+
+    def overlapping(comm: Any) -> None:
+        stages = [Beginning(0), Waiting(1)]
+        Pipeline(stages, comm, schedule=schedule, microbatches=4).step(*batch(8), squares)
+
+    run_ranks(2, overlapping)
 
 
 class Counting(Layer):

@@ -1,0 +1,201 @@
+"""PyTorch's own pipelines (torch.distributed.pipelining) on MNIST digits, over any backend.
+
+Run: collective run -n 2 examples/pipeline.py [--schedule gpipe]
+ or: torchrun --nproc-per-node 2 examples/pipeline.py [--backend gloo]
+
+A network is cut into stages, one on each rank, and a batch goes through in micro-batches. Each rank
+has as many layers, which take equally long. Rank 0 then trains the whole network by itself on the
+same batches, and compares: losses, gradients and weights have to be equal, or the exit code is 1.
+Printed is how much of their time the ranks waited, and drawn a step's timeline; see
+``pipeline_report.py`` for what is measured. The network computes in double precision, so that what
+is compared differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mnist_sgd import Digits, load_digits
+from pipeline_report import idle_lines, plot, time_line
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from collective.adapters.torch import plugin  # noqa: F401  # registers the backend "collective"
+from collective.training.pipelines import Span
+
+TOLERANCE = 1e-12  # of gradients, relative to the largest of its tensor
+SETTLING = 2  # steps in which memory is touched for the first time
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class TimedStage(PipelineStage):
+    """A stage that notes when it computes; torch's schedules do the waiting outside of these."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spans: list[Span] = []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of a micro-batch."""
+        start, cpu = time.perf_counter(), time.thread_time()
+        found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._note("forward", fwd_chunk_id, start, cpu)
+        return found
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a micro-batch."""
+        start, cpu = time.perf_counter(), time.thread_time()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._note("backward", bwd_chunk_id, start, cpu)
+
+    def _note(self, kind: Any, microbatch: int, start: float, cpu: float) -> None:
+        # One clock for all processes of a host.
+        end = time.perf_counter()
+        self.spans.append(Span(kind, microbatch, start, end, time.thread_time() - cpu))
+
+
+def stages(size: int, width: int, seed: int) -> list[nn.Sequential]:
+    """Return the network, cut into stages of two hidden layers each.
+
+    The last stage has a small layer more, and the first one the pixels, of which no gradient is
+    needed: both about as much work.
+    """
+    torch.manual_seed(seed)
+    widths = [784, *[width] * (2 * size)]
+    found = []
+    for start in range(0, 2 * size, 2):
+        layers: list[nn.Module] = [] if start else [nn.Flatten()]
+        for at in (start, start + 1):
+            layers += [nn.Linear(widths[at], widths[at + 1], dtype=torch.float64), nn.Tanh()]
+        found.append(layers)
+    found[-1].append(nn.Linear(width, 10, dtype=torch.float64))
+    return [nn.Sequential(*layers) for layers in found]
+
+
+def batches(digits: Digits, options: argparse.Namespace) -> Iterator[Digits]:
+    """Yield each step's digits; what does not fill a batch is left out.
+
+    torch averages over micro-batches, which is the batch's mean if they are equally long.
+    """
+    for epoch in range(options.epochs):
+        order = np.random.default_rng((options.seed, epoch)).permutation(len(digits))
+        for start in range(0, len(order) - options.batch + 1, options.batch):
+            yield digits[order[start : start + options.batch]]
+
+
+def optimizer_of(stage: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return what updates a stage, or the whole network."""
+    return torch.optim.SGD(stage.parameters(), lr=options.lr, momentum=0.9)
+
+
+def state_of(stage: nn.Module) -> dict[str, Any]:
+    """Return the weights and gradients of a stage."""
+    weights = {name: p.detach().clone() for name, p in stage.named_parameters()}
+    gradients = {f"{name} grad": p.grad.clone() for name, p in stage.named_parameters()}
+    return weights | gradients
+
+
+def train(digits: Digits, options: argparse.Namespace) -> list[Any]:
+    """Train this rank's stage; return its state, and of each step loss, timeline and seconds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = stages(size, options.width, options.seed)[rank]
+    stage = TimedStage(module, rank, size, torch.device("cpu"))
+    schedule = SCHEDULES[options.schedule](
+        stage, options.microbatches, loss_fn=nn.functional.cross_entropy
+    )
+    optimizer = optimizer_of(module, options)
+    losses, timelines, seconds = [], [], []
+    for batch in batches(digits, options):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        stage.spans = []
+        found: list[torch.Tensor] = []
+        given = (batch.images,) if rank == 0 else ()
+        if rank == size - 1:
+            schedule.step(*given, target=batch.labels, losses=found)
+        else:
+            schedule.step(*given)
+        optimizer.step()
+        losses.append(sum(loss.item() for loss in found) / options.microbatches)
+        seconds.append(time.perf_counter() - start)
+        timelines.append(stage.spans)
+    return [state_of(module), losses, timelines, seconds]
+
+
+def train_alone(size: int, digits: Digits, options: argparse.Namespace) -> list[Any]:
+    """Train in this process on whole batches; return the stages' states, losses and seconds."""
+    cut = stages(size, options.width, options.seed)
+    network = nn.Sequential(*cut)
+    optimizer, losses, seconds = optimizer_of(network, options), [], []
+    for batch in batches(digits, options):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(network(batch.images), batch.labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    return [[state_of(stage) for stage in cut], losses, seconds]
+
+
+def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest difference of two states, relative to the largest of its tensor."""
+    return max(
+        ((found[name] - tensor).abs().max() / tensor.abs().max()).item()
+        for name, tensor in expected.items()
+    )
+
+
+def report(everything: list[Any], digits: Digits, options: argparse.Namespace) -> int:
+    """Compare with one process, print and draw; return the exit code."""
+    states, losses, timelines, seconds = zip(*everything)
+    together, steps = losses[-1], list(zip(*timelines))[SETTLING:]
+    alone, losses_alone, seconds_alone = train_alone(len(states), digits, options)
+    plot(options.output, together, losses_alone, steps)
+    print(f"{len(states)} stage(s), {options.microbatches} micro-batches, {options.schedule}")
+    print(f"loss           {together[0]:.4f} at first, {together[-1]:.4f} at last")
+    print(time_line(seconds[0][SETTLING:], seconds_alone[SETTLING:]))
+    print(idle_lines(steps, options.microbatches))
+    print(f"picture        {options.output}")
+    difference = max(furthest(mine, theirs) for mine, theirs in zip(states, alone))
+    equal = difference <= TOLERANCE
+    print(
+        f"gradients      {'equal' if equal else 'NOT equal'} to one process on whole batches, and "
+        f"weights, after {len(together)} steps (to {difference:.1e}; {TOLERANCE:.0e} allowed)"
+    )
+    return int(not equal)
+
+
+def main() -> int:
+    """Read the command line, join the other ranks and train; return the exit code."""
+    parser = argparse.ArgumentParser(description="torch.distributed.pipelining over any backend.")
+    parser.add_argument("--backend", default="collective")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=256, help="digits of a step")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512, help="of the hidden layers")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="pipeline.png", help="where the picture goes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    digits, _ = load_digits(options.limit, options.seed)
+    dist.init_process_group(options.backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everything = [None] * size if rank == 0 else None
+    dist.gather_object(train(digits, options), everything)
+    dist.destroy_process_group()
+    return 0 if everything is None else report(everything, digits, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

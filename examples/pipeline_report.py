@@ -1,0 +1,118 @@
+"""What ``pipeline.py`` and ``pipeline_chainer.py`` print and draw: idle shares and timelines.
+
+The idle share of a step is the part of its ranks' time in which no forward and no backward pass
+ran, from the first pass of any rank to the end of the last one. It has three reasons, and a figure
+that mixes them says nothing about any: the order of the passes, which costs at least
+``(p - 1) / (m + p - 1)`` with p stages and m micro-batches; stages that do not take equally long;
+and the machine, where messages take time and ranks share cores with each other and with other
+programs. So three figures are printed:
+
+- *measured*, by the clock, with all three; a median over the steps, as single ones are disturbed;
+- *replayed*: the same passes, put together again as if each took the median of the processor's
+  time that it was measured to take, on ranks that wait for nothing but each other: without the
+  third reason;
+- *at the least*: the formula, without the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collective.training.pipelines import Action, Span, idle_share, least_idle, replay
+
+#: What of a rank's time may be idle beyond the formula.
+MARGIN = 0.1
+
+Timelines = Sequence[Sequence[Span]]
+
+
+def replayed(steps: Sequence[Timelines]) -> list[list[Span]]:
+    """Return a step's timelines without what the machine adds.
+
+    Args:
+        steps: of each step each rank's passes.
+    """
+    seconds = []
+    for rank in range(len(steps[0])):
+        spans = [span for step in steps for span in step[rank]]
+        seconds.append(
+            {
+                kind: float(np.median([span.cpu for span in spans if span.kind == kind]))
+                for kind in ("forward", "backward")
+            }
+        )
+    return replay([[Action(*span[:2]) for span in each] for each in steps[0]], seconds)
+
+
+def time_line(together: Sequence[float], alone: Sequence[float]) -> str:
+    """Return how long a step took, of the pipeline and of one process; medians."""
+    ours, theirs = float(np.median(together)), float(np.median(alone))
+    return (
+        f"time           {1e3 * ours:.0f} ms a step, {1e3 * theirs:.0f} ms by one process: "
+        f"{theirs / ours:.2f} x"
+    )
+
+
+def idle_lines(steps: Sequence[Timelines], microbatches: int) -> str:
+    """Return the three figures, and which of them are near enough to the least."""
+    shares = [idle_share(step) for step in steps]
+    low, measured, high = np.percentile(shares, [25, 50, 75])
+    stages = len(steps[0])
+    least = least_idle(stages, microbatches)
+    again = idle_share(replayed(steps))
+    measured_enough = "yes" if measured <= least + MARGIN else "no; is the machine busy?"
+    replayed_enough = "yes" if again <= least + MARGIN else "no; are the stages equal?"
+    return (
+        f"idle share     {measured:.1%} measured, by the clock (median of {len(steps)} steps, half "
+        f"of them in {low:.1%} to {high:.1%})\n"
+        f"               {again:.1%} replayed, by the processor's time that "
+        "the passes took\n"
+        f"               {least:.1%} at the least, (p - 1) / (m + p - 1) with p = {stages}, m = "
+        f"{microbatches}\n"
+        f"               up to {least + MARGIN:.1%} is good enough: measured {measured_enough}, "
+        f"replayed {replayed_enough}"
+    )
+
+
+def plot(
+    path: str, losses: Sequence[float], alone: Sequence[float], steps: list[Timelines]
+) -> None:
+    """Write a PNG: the loss over the steps, a step as it was measured, and as it is replayed."""
+    # Not pyplot: it keeps global state, and would look for a display.
+    from matplotlib.figure import Figure
+
+    ranks = len(steps[0])
+    heights = (3, 0.6 + 0.4 * ranks, 0.6 + 0.4 * ranks)
+    figure = Figure(figsize=(9, 1.2 + sum(heights)), layout="constrained")
+    upper, *lower = figure.subplots(3, 1, height_ratios=heights)
+    numbers = range(1, len(losses) + 1)
+    upper.semilogy(numbers, losses, linewidth=3, color="lightsteelblue", label="pipeline")
+    upper.semilogy(numbers, alone, "--", color="black", label="one process")
+    upper.set(xlabel="step", ylabel="training loss", title=f"{ranks} stages, one on each rank")
+    upper.legend()
+    # The step whose share is the median one.
+    typical = sorted(steps, key=idle_share)[len(steps) // 2]
+    for axes, spans, title in zip(
+        lower, (typical, replayed(steps)), ("a step, measured", "replayed by processor's time")
+    ):
+        draw(axes, spans)
+        axes.set_title(f"{title}: {idle_share(spans):.1%} idle")
+    lower[-1].set_xlabel("ms; forward passes are light, backward passes dark")
+    figure.savefig(path, dpi=120)
+
+
+def draw(axes: object, timelines: Timelines) -> None:
+    """Draw each rank's passes as bars, with the numbers of their micro-batches."""
+    began = min(span.start for timeline in timelines for span in timeline)
+    for rank, timeline in enumerate(timelines):
+        for span in timeline:
+            left, width = 1e3 * (span.start - began), 1e3 * (span.end - span.start)
+            colour = "lightsteelblue" if span.kind == "forward" else "steelblue"
+            axes.barh(rank, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
+            text = str(span.microbatch)
+            axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(timelines)), [f"rank {rank}" for rank in range(len(timelines))])
+    axes.invert_yaxis()
+    axes.margins(x=0.01)

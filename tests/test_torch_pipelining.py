@@ -1,0 +1,105 @@
+"""torch.distributed.pipelining, unmodified, over our transports: the gradients of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from torch.distributed import pipelining  # noqa: E402
+
+from tests.mpi_launches import ROOT, mpirun, needs  # noqa: E402
+from tests.torch_groups import Groups, groups  # noqa: E402
+
+__all__ = ["groups"]
+
+WIDTH, SAMPLES, MICROBATCHES, CLOSE = 24, 16, 4, 1e-12
+# How many stages a rank has; torch's schedules for several take a list of them.
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+
+
+def stages(count: int) -> list[Any]:
+    torch.manual_seed(7)
+    return [
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64), torch.nn.Tanh())
+        for _ in range(count)
+    ]
+
+
+def batch() -> tuple[Any, Any]:
+    drawn = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+    return drawn[0].double(), drawn[1].double()
+
+
+def step(rank: int, size: int, name: str) -> Any:
+    """Return the gradients of this rank's stages by their number, and the losses on the last."""
+    each = SCHEDULES[name]
+    modules = stages(each * size)
+    mine = [
+        pipelining.PipelineStage(modules[at], at, each * size, torch.device("cpu"))
+        for at in range(rank, each * size, size)
+    ]
+    kind = pipelining.schedules.get_schedule_class(name)
+    schedule = kind(
+        mine[0] if each == 1 else mine, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss
+    )
+    x, target = batch()
+    losses: list[Any] = []
+    given = (x,) if rank == 0 else ()
+    if rank == size - 1:
+        schedule.step(*given, target=target, losses=losses)
+    else:
+        schedule.step(*given)
+    found = {
+        stage.stage_index: [p.grad.numpy() for p in stage.submod.parameters()] for stage in mine
+    }
+    return found, [loss.item() for loss in losses]
+
+
+def check(found: list[Any], name: str) -> None:
+    modules = stages(2 * SCHEDULES[name])
+    x, target = batch()
+    loss = torch.nn.functional.mse_loss(torch.nn.Sequential(*modules)(x), target)
+    loss.backward()
+    assert sum(found[-1][1]) / MICROBATCHES == pytest.approx(loss.item(), rel=CLOSE)
+    gradients = found[0][0] | found[1][0]
+    assert sorted(gradients) == list(range(len(modules)))
+    for at, module in enumerate(modules):
+        for mine, parameter in zip(gradients[at], module.parameters(), strict=True):
+            expected = parameter.grad.numpy()
+            assert abs(mine - expected).max() <= CLOSE * abs(expected).max()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_of_a_pipeline(groups: Groups, name: str, transport: str) -> None:
+    check(groups((transport, 2), step, name), name)
+
+
+PROGRAM = """
+import torch.distributed as dist
+from mpi4py import MPI
+import collective.adapters.torch
+from tests.test_torch_pipelining import check, step
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+dist.init_process_group("collective", store=dist.FileStore(STORE, size), rank=rank, world_size=size)
+for name in ("GPipe", "1F1B"):
+    found = [None] * size
+    dist.all_gather_object(found, step(rank, size, name))
+    check(found, name)
+if rank == 0:
+    print(dist.group.WORLD.comm.backend, "equal")
+dist.destroy_process_group()
+"""
+
+
+@needs("mpich")
+def test_gradients_of_a_pipeline_over_mpi(tmp_path: Path) -> None:
+    script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
+    variables = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    assert "mpi equal\n" in mpirun("mpich", 2, script, **variables).stdout
