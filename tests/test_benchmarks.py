@@ -137,6 +137,19 @@ def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> 
     assert "promised 0.2" in shown
 
 
+def test_splitting_counts_times_and_compares(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "splitting.json"
+    shown = run("splitting.py", "--size", 64, "--turns", 1, "--json", file)
+    found = {row["what"]: row["ratio"] for row in json.loads(file.read_text())["rows"]}
+    assert 0.1 < found["bytes kept, data=(8,)"] < 0.6
+    assert found["loss, channels over 2 ranks"] < 1e-12
+    assert found["loss, groups=2, as ParallelConvolution2D"] > 1e-3
+    assert min(found.values()) > 0
+    for what in found:
+        assert what[:20] in shown
+
+
 OVERHEAD = "--quick --operations all_reduce send_recv --sizes 8 1M".split()
 
 
