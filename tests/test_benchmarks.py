@@ -116,6 +116,16 @@ def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
     assert line(run("recorder.py", "--from", file), "recording a call")
 
 
+def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "connect.json"
+    shown = run("connect.py", "--ranks", 2, "--pairs", 2, "--json", file)
+    turns = json.loads(file.read_text())["turns"]
+    assert {side: len(seconds) for side, seconds in turns.items()} == {"without": 2, "with": 2}
+    assert min(min(seconds) for seconds in turns.values()) > 0
+    assert "the difference" in shown
+
+
 def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
