@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorc
 
 from collective.backends.gloo import GlooBackend  # noqa: E402
 from collective.backends.gloo.messages import Messenger  # noqa: E402
+from collective.backends.gloo.waiting import Blocked, watched  # noqa: E402
 
 # -- what a wait says ---------------------------------------------------------------------
 
@@ -254,3 +256,30 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(gloo: Run) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads
         assert gloo(2, forked) == [7, 7]
+
+
+class _Looked:
+    """Stands for a communicator's channel: says when its wait was looked at."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def wait(self, *arguments: object) -> None:
+        self._event.set()
+        raise RuntimeError("broken")
+
+
+def test_the_thread_that_watches_keeps_nothing_of_a_wait_that_is_over():
+    looked = threading.Event()
+    channel: Any = _Looked(looked)
+    kept = weakref.ref(channel)
+    wait = Blocked(channel, "recv(tag=0)", 60.0, None)
+    watched.add(wait)
+    assert looked.wait(30.0)
+    watched.remove(wait)
+    del channel, wait
+    end = time.monotonic() + 30.0
+    while kept() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert kept() is None

@@ -114,9 +114,14 @@ class _Watched:
                 self._wake.wait()
             self._asleep = False
             time.sleep(_TICK_S)
-            now = time.monotonic()
-            for wait in self._waits.copy():
-                wait.look(now)
+            self._look()
+
+    def _look(self) -> None:
+        # Not in _serve, whose variables stay while it sleeps: the last call that it looked at, and
+        # with that the communicator and its connections.
+        now = time.monotonic()
+        for wait in self._waits.copy():
+            wait.look(now)
 
 
 class Elsewhere:

@@ -1,0 +1,390 @@
+"""Every fault on every transport: who hears what, how soon, what works afterwards, what is left.
+
+The table is :data:`FAULTS` and :data:`EXCEPTIONS`; what the ranks do is in fault_programs.py. What
+a check of the public suite holds is in :data:`OF_THE_SUITE`: here it is held only that the suite's
+tests run that check on the transport with three ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="gloo and hierarchical stand on PyTorch")
+
+from collective import errors
+from collective.testing import RankDiedError, RankPool, RanksFailedError, faults
+from tests import (
+    fault_programs,
+    test_conformance,
+    test_gloo_conformance,
+    test_hierarchical,
+    test_mpi_conformance,
+)
+from tests.fault_programs import VICTIM, Heard, Program, Survived
+from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.pretended import Pairs
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+    # The first of a place waits for all faults there: ten seconds, or many times that on a busy
+    # machine.
+    pytest.mark.timeout(300),
+]
+
+SIZE = 3
+PLACES = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
+# What is promised, and what a busy machine may add to it.
+PROMISED_S, BUSY_S = 2.0, 10.0
+# A call that notices nothing gives up, and ranks that do not even that are killed.
+CALL_S, JOB_S = 25.0, 240.0
+# When calls that are not compared are taken for stalled.
+STALL_S = 1.0
+# In the environment of all processes of a place.
+MARK = "COLLECTIVETEST_MARK"
+NUL = b"\0"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table.
+
+    Attributes:
+        program: what the ranks do.
+        plan: what the testing package does to them meanwhile.
+        victims: to whom it happens.
+        victim: what they hear: the name of an error, "" if nothing, "dies" if they are gone.
+        others: what the others hear; several where who was faster decides.
+        named: whether that names the victims.
+        usable: whether the communicator is afterwards.
+        seconds: within which they hear it.
+    """
+
+    program: Program
+    plan: tuple[faults.Fault, ...] = ()
+    victims: tuple[int, ...] = (VICTIM,)
+    victim: str = ""
+    others: tuple[str, ...] = ("",)
+    named: bool = False
+    usable: bool = True
+    seconds: float = PROMISED_S
+
+    @property
+    def lethal(self) -> bool:
+        """Whether processes end, so that the row needs ranks of its own."""
+        return self.victim == "dies"
+
+
+LOST: dict[str, Any] = {"others": ("PeerLostError",), "named": True, "usable": False}
+FAILED: dict[str, Any] = {"others": ("PeerFailedError",), "named": True, "usable": False}
+LATE: dict[str, Any] = {
+    "victim": "CommunicatorAbortedError",
+    "others": ("CollectiveTimeoutError",),
+    "named": True,
+    "usable": False,
+    "seconds": 0.5 + PROMISED_S,
+}
+NO_MEMORY: dict[str, Any] = {"victim": "AllocationError", "others": ("AllocationError",)}
+STALLED: dict[str, Any] = {
+    "victim": "MismatchError",
+    "others": ("MismatchError",),
+    "usable": False,
+    "seconds": STALL_S + PROMISED_S,
+}
+KILLS = (faults.kill(1, at_call=3), faults.kill(2, at_call=3))
+
+FAULTS = {
+    **{
+        f"{what} mismatch, not compared": Fault(fault_programs.differing(what), **STALLED)
+        for what in ("shape", "dtype", "op", "call", "root")
+    },
+    "fd limit": Fault(fault_programs.no_descriptor_for_a_group, victim="OSError", **FAILED),
+    "fd limit of memory": Fault(fault_programs.no_descriptor_for_memory, **NO_MEMORY),
+    "memory limit": Fault(fault_programs.no_memory_for_memory, **NO_MEMORY),
+    "memory limit of a result": Fault(fault_programs.no_memory_for_a_result, victim="MemoryError"),
+    "handler that returns": Fault(fault_programs.handled),
+    "SIGALRM again and again": Fault(fault_programs.alarmed, seconds=10.0),
+    "SIGSTOP": Fault(fault_programs.stopped, **LATE),
+    # Where rank 0 has the hub of all monitors, nobody else can say who is missing.
+    "SIGSTOP of rank 0": Fault(fault_programs.stopped_first, victims=(0,), **LATE),
+    "close with work that ends": Fault(fault_programs.closes_with_work, **LOST),
+    "close with work that does not": Fault(
+        fault_programs.closes_with_work_for_ever, victim="CollectiveTimeoutError",
+        others=("CommunicatorAbortedError", "CollectiveTimeoutError", "PeerLostError"),
+        usable=False,
+    ),
+    "SIGINT": Fault(fault_programs.interrupted, victim="KeyboardInterrupt", **FAILED),
+    "exit": Fault(fault_programs.exits, victim="dies", **LOST),
+    "two killed": Fault(fault_programs.two_killed, victims=(1, 2), victim="dies", **LOST),
+}  # fmt: skip
+
+_A_PROCESS = "it happens to the process, of which all ranks are threads"
+_COMPARED = "calls are compared: check_mismatch_by_itself"
+# Of a place and a row: what is expected there, None if there is no such thing, and why.
+EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
+    **{
+        ("threads", name): (None, _A_PROCESS)
+        for name in FAULTS
+        if name.startswith(("SIG", "handler", "exit", "fd", "memory"))
+    },
+    **{
+        (place, name): (None, _COMPARED)
+        for place in PLACES
+        for name in FAULTS
+        if name.endswith("not compared") and place not in ("gloo", "hierarchical")
+    },
+    **{
+        (place, "fd limit"): (None, "Gloo ends a process that cannot accept a connection")
+        for place in ("gloo", "hierarchical")
+    },
+    **{
+        (place, "fd limit"): (Fault(fault_programs.no_descriptor_for_a_group), "it takes none")
+        for place in VENDORS
+    },
+    **{
+        (place, "fd limit of memory"): (
+            Fault(fault_programs.no_descriptor_for_memory),
+            "it is ordinary memory",
+        )
+        for place in ("gloo", *VENDORS)
+    },
+    ("gloo", "root mismatch, not compared"): (
+        replace(FAULTS["root mismatch, not compared"], others=("MismatchError", "")),
+        "who has sent its part is done",
+    ),
+    ("gloo", "SIGINT"): (None, "it is noticed when the wait ends: docs/gloo.md"),
+    ("threads", "two killed"): (
+        replace(FAULTS["two killed"], program=fault_programs.until_it_breaks, plan=KILLS),
+        "a thread that is killed raises",
+    ),
+}
+
+# Of a row that a check of the suite holds: the check, and its case if it is one of several.
+OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
+    "kill": ("check_killed_peer", {}),
+    "kill in the middle": ("check_killed_in_the_middle", {}),
+    "late": ("check_late_peer", {}),
+    "late in one call": ("check_timeout_of_one_call", {}),
+    "leave": ("check_left_peer", {}),
+    "raise": ("check_failed_peer", {}),
+    "abort": ("check_abort", {}),
+    "fork": ("check_fork", {}),
+    "user op raising": ("check_failed_operator", {}),
+    **{
+        f"{what} mismatch": ("check_mismatch", {"what": {"call": "operation"}.get(what, what)})
+        for what in ("shape", "dtype", "op", "call", "root")
+    },
+}
+SUITE = {
+    "threads": test_conformance.test_threads,
+    "shm": test_conformance.test_shm,
+    "gloo": test_gloo_conformance.test_gloo,
+    "mpich": test_mpi_conformance.test_mpich,
+    "openmpi": test_mpi_conformance.test_openmpi,
+    "hierarchical": test_hierarchical.test_pairs,
+}
+NOT_OF_THE_SUITE = {
+    ("mpich", "kill in the middle"): "MPICH ends the process: test_mpi_failures.py holds that"
+}
+
+
+def rows_of(place: str) -> dict[str, Fault]:
+    """Return what can happen at a place, and what is expected there."""
+    rows = {name: EXCEPTIONS.get((place, name), (row, ""))[0] for name, row in FAULTS.items()}
+    return {name: row for name, row in rows.items() if row is not None}
+
+
+class Place:
+    """Ranks at a transport, what they heard of each fault, and what they could leave behind."""
+
+    def __init__(self, name: str, directory: Path, mark: str) -> None:
+        self.name = name
+        self.directory = directory
+        self.segments: set[str] = set()
+        self._mark = mark.encode()
+        self._survived: list[dict[str, Survived]] | RanksFailedError | None = None
+        launch = launch_of(name) if name in VENDORS else None
+        backend = {"hierarchical": Pairs, "mpich": "mpi", "openmpi": "mpi"}.get(name, name)
+        self._pool = RankPool(SIZE, backend, timeout=JOB_S, mpiexec=launch)
+
+    def survived(self, name: str) -> list[Survived]:
+        """Return what came of a fault that leaves the processes alive.
+
+        All such faults of a place happen in one job, since starting processes takes longer than
+        most of them.
+        """
+        if self._survived is None:
+            programs = {
+                name: row.program for name, row in rows_of(self.name).items() if not row.lethal
+            }
+            try:
+                self._survived = self._pool.run(
+                    fault_programs.survived, programs, call_timeout=CALL_S
+                )
+            except RanksFailedError as failure:
+                self._survived = failure
+        if isinstance(self._survived, RanksFailedError):
+            raise self._survived
+        found = [each[name] for each in self._survived]
+        self.segments.update(path for each in found for path in each.after.segments)
+        return found
+
+    def killed(self, fault: Fault) -> dict[int, Any]:
+        """Return what each rank returned or raised in a job that ends processes."""
+        self.segments.update(
+            path for each in self._pool.run(fault_programs.held) for path in each.segments
+        )
+        with pytest.raises(RanksFailedError) as caught:
+            self._pool.run(fault.program, call_timeout=CALL_S, faults=fault.plan)
+        return {**caught.value.results, **caught.value.errors}
+
+    def close(self) -> None:
+        """Let the ranks leave."""
+        self._pool.close()
+
+    def left(self) -> list[str]:
+        """Return what is left of all that was killed, stopped and refused, the last rank gone."""
+        self.close()
+        end = time.monotonic() + BUSY_S
+        while (processes := self._processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        paths = [path for path in self.segments if os.path.exists(path)]
+        return processes + paths + os.listdir(self.directory)
+
+    def _processes(self) -> list[str]:
+        """Return the processes that were started here and have not ended."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                # multiprocessing's tracker ends with the tests.
+                if self._mark in (entry / "environ").read_bytes() and b"tracker" not in command:
+                    found.append(f"{entry.name}: {command.replace(NUL, b' ').decode()}")
+        return found
+
+
+class Places:
+    """The place where faults happen now, and what was left at those before it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._now: Place | None = None
+        self._left: dict[str, list[str]] = {}
+
+    def at(self, name: str) -> Place:
+        """Return a place; it is the only one that has ranks."""
+        if self._now is None or self._now.name != name:
+            self.leave()
+            (self._directory / name).mkdir()
+            tempfile.tempdir = os.environ["TMPDIR"] = str(self._directory / name)
+            os.environ[MARK] = secrets.token_hex(8)
+            self._now = Place(name, self._directory / name, f"{MARK}={os.environ[MARK]}")
+        return self._now
+
+    def leave(self) -> None:
+        """Leave the place, and look back."""
+        if self._now is not None:
+            self._left[self._now.name] = self._now.left()
+            self._now = None
+
+    def left(self, name: str) -> list[str]:
+        """Return what was left at a place."""
+        if name not in self._left:
+            self.at(name).survived(next(iter(rows_of(name))))
+            self.leave()
+        return self._left[name]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Put back at the end.
+        patch.setenv(MARK, "")
+        patch.setenv("TMPDIR", tempfile.gettempdir())
+        patch.setattr(tempfile, "tempdir", None)
+        made = Places(tmp_path_factory.mktemp("faults"))
+        yield made
+        made.leave()
+
+
+def cells() -> Iterator[Any]:
+    for place in PLACES:
+        for name in rows_of(place):
+            marks = needs(place) if place in VENDORS else ()
+            yield pytest.param(place, name, id=f"{place}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("place", "name"), list(cells()))
+def test_fault(places: Places, place: str, name: str) -> None:
+    fault = rows_of(place)[name]
+    if fault.lethal:
+        for rank, outcome in places.at(place).killed(fault).items():
+            if rank in fault.victims:
+                assert isinstance(outcome, RankDiedError), f"rank {rank}: {outcome}"
+            else:
+                assert_heard(rank, outcome, fault)
+        return
+    for rank, found in enumerate(places.at(place).survived(name)):
+        assert_heard(rank, found.heard, fault)
+        assert not found.after.more_than(found.before), f"rank {rank}: {found}"
+
+
+def assert_heard(rank: int, heard: Heard, fault: Fault) -> None:
+    """Hold that ``rank`` heard what is expected of it, in time."""
+    what = f"rank {rank}: {heard}"
+    victim = rank in fault.victims
+    assert isinstance(heard, Heard), what
+    assert heard.error in ((fault.victim,) if victim else fault.others), what
+    assert heard.seconds <= fault.seconds + BUSY_S, what
+    if fault.named and not victim:
+        assert heard.ranks, what
+        assert set(heard.ranks) <= set(fault.victims), what
+    if fault.usable:
+        assert heard.later == "usable", what
+        return
+    kinds = (
+        errors.CommunicatorAbortedError,
+        # Who has not heard of a disagreement yet may hear of it now, as who closed it hears that.
+        errors.MismatchError,
+        errors.CollectiveTimeoutError,
+        *((errors.CommunicatorClosedError,) if victim else ()),
+    )
+    assert issubclass(getattr(errors, heard.later, object), kinds), what
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(name, marks=needs(name) if name in VENDORS else ()) for name in PLACES]
+)
+def test_nothing_is_left(places: Places, place: str) -> None:
+    assert places.left(place) == []
+
+
+@pytest.mark.parametrize("row", OF_THE_SUITE)
+@pytest.mark.parametrize("name", PLACES)
+def test_the_suite_holds(name: str, row: str) -> None:
+    if (name, row) in NOT_OF_THE_SUITE:
+        pytest.skip(NOT_OF_THE_SUITE[name, row])
+    check, case = OF_THE_SUITE[row]
+    runs = [
+        bound
+        for mark in SUITE[name].pytestmark
+        if mark.name == "parametrize"
+        for bound in mark.args[1]
+        if (bound.check.name, bound.size) == (check, SIZE) and case.items() <= bound.case.items()
+    ]
+    assert runs
+
+
+def test_exceptions_are_of_cells_that_there_are() -> None:
+    assert {place for place, _ in EXCEPTIONS} <= set(PLACES)
+    assert {name for _, name in EXCEPTIONS} <= set(FAULTS)
