@@ -190,9 +190,12 @@ def main() -> int:
     parser.add_argument("--output", default="pipeline.png", help="where the picture goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    digits, _ = load_digits(options.limit, options.seed)
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
+    # Only rank 0 reads the data.
+    read = [load_digits(options.limit, options.seed)[0] if rank == 0 else None]
+    dist.broadcast_object_list(read)
+    digits: Digits = read[0]
     everything = [None] * size if rank == 0 else None
     dist.gather_object(train(digits, options), everything)
     dist.destroy_process_group()

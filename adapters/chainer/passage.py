@@ -97,7 +97,7 @@ class Passage:
         if gradients is None:
             gradients = self._recv(self._comm.rank + 1, _BACKWARD)
         start, cpu = time.perf_counter(), time.thread_time()
-        reached = [(y, g) for y, g in zip(differentiated, gradients) if _has_graph(y)]
+        reached = [(y, g) for y, g in zip(differentiated, gradients, strict=True) if _has_graph(y)]
         if reached:
             chainer.backward(
                 [y for y, _ in reached],

@@ -58,7 +58,9 @@ class Pipeline:
             pass, or ``"gpipe"``, which keeps all.
         reduction: what the loss of a micro-batch is over its samples, ``"mean"`` or ``"sum"``. The
             loss and the gradients of a step are the same of the whole batch: micro-batches count
-            by their samples in the one case, and are added in the other.
+            by their samples in the one case, and are added in the other. A mean over anything
+            else, such as the labels that ``softmax_cross_entropy`` does not ignore, is neither:
+            take its sum.
 
     Attributes:
         stage: this rank's link; its gradients are of the whole batch after a step.
