@@ -21,7 +21,8 @@ import collective
 from collective.backends.shm.control import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCUMENTS = [*OF_THE_ROOT, *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"console", "python", "sh", "text", "toml"}
 
 

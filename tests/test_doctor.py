@@ -133,8 +133,10 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -
     assert "ranks of one host take shm, of several hierarchical" in lines[0]
     assert lines[2] == "Transports"
     assert re.search(r"^  shm +works$", done.stdout, re.MULTILINE)
-    for title in ("Host", "MPI", "Network", "Versions", "Settings"):
+    for title in ("Host", "MPI", "Network", "Across hosts", "Versions", "Settings"):
         assert title in lines
+    data = "over gloo: not authenticated, not encrypted"
+    assert re.search(rf"^  data +{data}$", done.stdout, re.MULTILINE)
     # What cannot be broken, such as a path, may be longer.
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 2] == []
     assert [line for line in lines if line != line.rstrip()] == []

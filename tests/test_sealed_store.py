@@ -102,11 +102,20 @@ def tcp(directory: Path) -> Store:
     return TcpStore(free_address(), "job/", serve=True, spans_hosts=False, timeout=FAR)
 
 
+def torchs(directory: Path) -> Store:
+    dist = pytest.importorskip("torch.distributed")
+    from collective.adapters.torch.plugin import TorchStore
+
+    return TorchStore(dist.HashStore())
+
+
 def private(directory: Path) -> Store:
     return PrivateStore(free_address(), SECRET, serve=True, spans_hosts=False, timeout=FAR)
 
 
-@pytest.fixture(params=[FileStore, tcp, private], ids=["file", "tcp", "private"])
+@pytest.fixture(
+    params=[FileStore, tcp, torchs, private], ids=["file", "tcp", "torch.distributed", "private"]
+)
 def below(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """The store to be sealed, as a stranger has it who reaches it."""
     store: Store = request.param(tmp_path / "store")

@@ -299,7 +299,7 @@ BY_TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0") | {
     "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 OPEN, KNOWN, HIDDEN = (False, False), (True, False), (True, True)
-SAID: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool], ...]]] = {
+DOCTOR: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool], ...]]] = {
     "nothing": ((), {}, (OPEN, OPEN, OPEN)),
     "a secret": (("secret",), {}, (KNOWN, KNOWN, KNOWN)),
     "certificates": (
@@ -311,7 +311,7 @@ SAID: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool], 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "environ", "wanted"), SAID.values(), ids=SAID)
+@pytest.mark.parametrize(("given", "environ", "wanted"), DOCTOR.values(), ids=DOCTOR)
 def test_the_doctor_says_what_is_authenticated_and_what_is_encrypted(
     certificates: Path,
     given: tuple[str, ...],
