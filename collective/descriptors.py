@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 
@@ -24,7 +25,12 @@ def shortage(needed: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if not needed or limit == resource.RLIM_INFINITY:
         return ""
-    used = len(os.listdir("/dev/fd")) - 1  # this listing has one itself
+    try:
+        used = len(os.listdir("/dev/fd")) - 1  # this listing has one itself
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        used = limit  # not even one for that
     if used + needed + _SPARE <= limit:
         return ""
     return (

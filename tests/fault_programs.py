@@ -359,8 +359,9 @@ def _limited(kind: int, limit: Callable[[], int], mine: bool) -> Iterator[None]:
 
 def _no_more_descriptors() -> int:
     """Return the limit that is reached with the descriptors that are open."""
-    taken = {int(name) for name in os.listdir("/proc/self/fd")}
-    return next(number for number in range(len(taken) + 1) if number not in taken)
+    next_one = os.dup(0)
+    os.close(next_one)
+    return next_one
 
 
 def _little_more_memory() -> int:

@@ -108,7 +108,7 @@ FAULTS = {
         f"{what} mismatch, not compared": Fault(fault_programs.differing(what), **STALLED)
         for what in ("shape", "dtype", "op", "call", "root")
     },
-    "fd limit": Fault(fault_programs.no_descriptor_for_a_group, victim="OSError", **FAILED),
+    "fd limit": Fault(fault_programs.no_descriptor_for_a_group, **NO_MEMORY),
     "fd limit of memory": Fault(fault_programs.no_descriptor_for_memory, **NO_MEMORY),
     "memory limit": Fault(fault_programs.no_memory_for_memory, **NO_MEMORY),
     "memory limit of a result": Fault(fault_programs.no_memory_for_a_result, victim="MemoryError"),
@@ -142,10 +142,6 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
         for place in PLACES
         for name in FAULTS
         if name.endswith("not compared") and place not in ("gloo", "hierarchical")
-    },
-    **{
-        (place, "fd limit"): (None, "Gloo ends a process that cannot accept a connection")
-        for place in ("gloo", "hierarchical")
     },
     **{
         (place, "fd limit"): (Fault(fault_programs.no_descriptor_for_a_group), "it takes none")
