@@ -101,7 +101,7 @@ def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
     while control.segment.alive(0):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught:
-        comm._backend.fetch(0, places[0], x)
+        comm._backend.peers.fetch(0, places[0], x)
     return str(caught.value), caught.value.ranks
 
 
@@ -454,3 +454,26 @@ def test_ranks_that_are_threads_of_one_process_are_refused(tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(join, range(2))) == [0, 1]
+
+
+def descriptors_after_closing(comm) -> list[int]:
+    """Return how many descriptors there are, the collector off, after each of some groups."""
+    gc.collect()
+    gc.disable()
+    try:
+        found = []
+        for _ in range(3):
+            group = comm.dup()
+            group.all_reduce(np.ones(3))
+            group.barrier()
+            group.close()
+            del group
+            found.append(len(os.listdir("/proc/self/fd")))
+        return found
+    finally:
+        gc.enable()
+
+
+def test_a_closed_communicator_is_freed_without_the_garbage_collector(shm):  # noqa: F811
+    for found in shm(2, descriptors_after_closing):
+        assert found == found[:1] * 3

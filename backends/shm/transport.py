@@ -19,7 +19,6 @@ from collective.capabilities import Capabilities
 from collective.descriptors import RAISE_THE_LIMIT
 from collective.dtypes import BY_NAME
 from collective.errors import (
-    BackendError,
     BackendUnavailableError,
     RendezvousError,
     UnsupportedError,
@@ -27,6 +26,7 @@ from collective.errors import (
 from collective.reduction import Fold, Scale
 
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
+from .peer_memory import PeerMemory
 from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
 from .ring import Receiving, Ring, Sending
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
@@ -60,7 +60,7 @@ class _Remote(Region):
     __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
 
     def __init__(self, backend: ShmBackend, rank: int, address: int, itemsize: int) -> None:
-        self._fetch = backend.fetch
+        self._fetch = backend.peers.fetch
         self._rank = rank
         self._address = address
         self._itemsize = itemsize
@@ -106,6 +106,7 @@ class ShmBackend(OneSided):
         self.size = control.size
         self._control = control
         self._heap = Heap(control)
+        self.peers = PeerMemory(control, self._heap)
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._source: Array | None = None
@@ -176,7 +177,7 @@ class ShmBackend(OneSided):
         for peer in range(size):
             if peer != rank:
                 for src, dst in ((rank, peer), (peer, rank)):
-                    self._rings[src, dst] = Ring(control, src, dst, self._fetch_place)
+                    self._rings[src, dst] = Ring(control, src, dst, self.peers.fetch_from)
         return self
 
     def sleep_after(self, seconds: float) -> None:
@@ -326,40 +327,6 @@ class ShmBackend(OneSided):
         sources = range(self.size) if src == ANY_SOURCE else (src,)
         rings = [self._rings[r, self.rank] for r in sources if r != self.rank]
         return Receiving(rings, dst.array.view(np.uint8), tag)
-
-    def _fetch_place(self, rank: int, place: tuple[int, int, int], out: Array) -> None:
-        address, segment, offset = place
-        mapped = self._heap.view(segment, rank, offset, out.dtype, out.size) if segment else None
-        if mapped is None:
-            self.fetch(rank, address, out)
-        else:
-            out[:] = mapped
-
-    def fetch(self, rank: int, address: int, out: Array) -> None:
-        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
-
-        Raises:
-            PeerLostError: the process is gone.
-            BackendError: the kernel refuses although it allowed it before.
-        """
-        control = self._control
-        pid = control.pid(rank)
-        try:
-            if process_vm_readv(pid, address, address_of(out), out.nbytes):
-                return
-            dead = not control.segment.alive(rank)
-        except ProcessLookupError:
-            dead = True  # its memory goes some time before its lock
-        if not dead:
-            text = f"reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed"
-            control.fail(Failure("aborted", self.rank, text))
-            raise BackendError(
-                f"shm: {text} [rank {self.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do "
-                "without.",
-                "shm",
-            )
-        text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
-        raise control.broken_by(Failure("lost", self.rank, text, (rank,)), "shm")
 
     # -- small reductions -----------------------------------------------------------------
 
