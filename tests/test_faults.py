@@ -37,20 +37,20 @@ from tests.pretended import Pairs
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
-    # The first of a place waits for all faults there: ten seconds, or many times that on a busy
+    # The first of a column waits for all faults there: ten seconds, or many times that on a busy
     # machine.
     pytest.mark.timeout(300),
 ]
 
 SIZE = 3
-PLACES = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
+COLUMNS = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
 # What is promised, and what a busy machine may add to it.
 PROMISED_S, BUSY_S = 2.0, 10.0
 # A call that notices nothing gives up, and ranks that do not even that are killed.
 CALL_S, JOB_S = 25.0, 240.0
 # When calls that are not compared are taken for stalled.
 STALL_S = 1.0
-# In the environment of all processes of a place.
+# In the environment of all processes of a column.
 MARK = "COLLECTIVETEST_MARK"
 NUL = b"\0"
 
@@ -130,7 +130,7 @@ FAULTS = {
 
 _A_PROCESS = "it happens to the process, of which all ranks are threads"
 _COMPARED = "calls are compared: check_mismatch_by_itself"
-# Of a place and a row: what is expected there, None if there is no such thing, and why.
+# Of a column and a row: what is expected there, None if there is no such thing, and why.
 EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
     **{
         ("threads", name): (None, _A_PROCESS)
@@ -138,21 +138,21 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
         if name.startswith(("SIG", "handler", "exit", "fd", "memory"))
     },
     **{
-        (place, name): (None, _COMPARED)
-        for place in PLACES
+        (column, name): (None, _COMPARED)
+        for column in COLUMNS
         for name in FAULTS
-        if name.endswith("not compared") and place not in ("gloo", "hierarchical")
+        if name.endswith("not compared") and column not in ("gloo", "hierarchical")
     },
     **{
-        (place, "fd limit"): (Fault(fault_programs.no_descriptor_for_a_group), "it takes none")
-        for place in VENDORS
+        (column, "fd limit"): (Fault(fault_programs.no_descriptor_for_a_group), "it takes none")
+        for column in VENDORS
     },
     **{
-        (place, "fd limit of memory"): (
+        (column, "fd limit of memory"): (
             Fault(fault_programs.no_descriptor_for_memory),
             "it is ordinary memory",
         )
-        for place in ("gloo", *VENDORS)
+        for column in ("gloo", *VENDORS)
     },
     ("gloo", "root mismatch, not compared"): (
         replace(FAULTS["root mismatch, not compared"], others=("MismatchError", "")),
@@ -194,13 +194,13 @@ NOT_OF_THE_SUITE = {
 }
 
 
-def rows_of(place: str) -> dict[str, Fault]:
-    """Return what can happen at a place, and what is expected there."""
-    rows = {name: EXCEPTIONS.get((place, name), (row, ""))[0] for name, row in FAULTS.items()}
+def rows_of(column: str) -> dict[str, Fault]:
+    """Return what can happen at a column, and what is expected there."""
+    rows = {name: EXCEPTIONS.get((column, name), (row, ""))[0] for name, row in FAULTS.items()}
     return {name: row for name, row in rows.items() if row is not None}
 
 
-class Place:
+class Column:
     """Ranks at a transport, what they heard of each fault, and what they could leave behind."""
 
     def __init__(self, name: str, directory: Path, mark: str) -> None:
@@ -216,7 +216,7 @@ class Place:
     def survived(self, name: str) -> list[Survived]:
         """Return what came of a fault that leaves the processes alive.
 
-        All such faults of a place happen in one job, since starting processes takes longer than
+        All such faults of a column happen in one job, since starting processes takes longer than
         most of them.
         """
         if self._survived is None:
@@ -269,32 +269,32 @@ class Place:
         return found
 
 
-class Places:
-    """The place where faults happen now, and what was left at those before it."""
+class Columns:
+    """The column where faults happen now, and what was left at those before it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._now: Place | None = None
+        self._now: Column | None = None
         self._left: dict[str, list[str]] = {}
 
-    def at(self, name: str) -> Place:
-        """Return a place; it is the only one that has ranks."""
+    def at(self, name: str) -> Column:
+        """Return a column; it is the only one that has ranks."""
         if self._now is None or self._now.name != name:
             self.leave()
             (self._directory / name).mkdir()
             tempfile.tempdir = os.environ["TMPDIR"] = str(self._directory / name)
             os.environ[MARK] = secrets.token_hex(8)
-            self._now = Place(name, self._directory / name, f"{MARK}={os.environ[MARK]}")
+            self._now = Column(name, self._directory / name, f"{MARK}={os.environ[MARK]}")
         return self._now
 
     def leave(self) -> None:
-        """Leave the place, and look back."""
+        """Leave the column, and look back."""
         if self._now is not None:
             self._left[self._now.name] = self._now.left()
             self._now = None
 
     def left(self, name: str) -> list[str]:
-        """Return what was left at a place."""
+        """Return what was left at a column."""
         if name not in self._left:
             self.at(name).survived(next(iter(rows_of(name))))
             self.leave()
@@ -302,35 +302,35 @@ class Places:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
     with pytest.MonkeyPatch.context() as patch:
         # Put back at the end.
         patch.setenv(MARK, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())
         patch.setattr(tempfile, "tempdir", None)
-        made = Places(tmp_path_factory.mktemp("faults"))
+        made = Columns(tmp_path_factory.mktemp("faults"))
         yield made
         made.leave()
 
 
 def cells() -> Iterator[Any]:
-    for place in PLACES:
-        for name in rows_of(place):
-            marks = needs(place) if place in VENDORS else ()
-            yield pytest.param(place, name, id=f"{place}-{name}", marks=marks)
+    for column in COLUMNS:
+        for name in rows_of(column):
+            marks = needs(column) if column in VENDORS else ()
+            yield pytest.param(column, name, id=f"{column}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("place", "name"), list(cells()))
-def test_fault(places: Places, place: str, name: str) -> None:
-    fault = rows_of(place)[name]
+@pytest.mark.parametrize(("column", "name"), list(cells()))
+def test_fault(columns: Columns, column: str, name: str) -> None:
+    fault = rows_of(column)[name]
     if fault.lethal:
-        for rank, outcome in places.at(place).killed(fault).items():
+        for rank, outcome in columns.at(column).killed(fault).items():
             if rank in fault.victims:
                 assert isinstance(outcome, RankDiedError), f"rank {rank}: {outcome}"
             else:
                 assert_heard(rank, outcome, fault)
         return
-    for rank, found in enumerate(places.at(place).survived(name)):
+    for rank, found in enumerate(columns.at(column).survived(name)):
         assert_heard(rank, found.heard, fault)
         assert not found.after.more_than(found.before), f"rank {rank}: {found}"
 
@@ -359,14 +359,14 @@ def assert_heard(rank: int, heard: Heard, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(name, marks=needs(name) if name in VENDORS else ()) for name in PLACES]
+    "column", [pytest.param(name, marks=needs(name) if name in VENDORS else ()) for name in COLUMNS]
 )
-def test_nothing_is_left(places: Places, place: str) -> None:
-    assert places.left(place) == []
+def test_nothing_is_left(columns: Columns, column: str) -> None:
+    assert columns.left(column) == []
 
 
 @pytest.mark.parametrize("row", OF_THE_SUITE)
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", COLUMNS)
 def test_the_suite_holds(name: str, row: str) -> None:
     if (name, row) in NOT_OF_THE_SUITE:
         pytest.skip(NOT_OF_THE_SUITE[name, row])
@@ -382,5 +382,5 @@ def test_the_suite_holds(name: str, row: str) -> None:
 
 
 def test_exceptions_are_of_cells_that_there_are() -> None:
-    assert {place for place, _ in EXCEPTIONS} <= set(PLACES)
+    assert {column for column, _ in EXCEPTIONS} <= set(COLUMNS)
     assert {name for _, name in EXCEPTIONS} <= set(FAULTS)

@@ -1,0 +1,138 @@
+"""``python -m tests.soak``: random calls, random kills and mutated messages, for as long as asked.
+
+::
+
+    python -m tests.soak calls --backend shm --size 4 --turns 1000000
+    python -m tests.soak kills --runs 200
+    python -m tests.soak messages --mutations 100000
+
+Each prints what it did, and ends with 1 if anything was wrong. Not part of the tests: they take
+hours on a small machine; ``--seconds`` ends a part early, and the seed, which is printed, goes on
+elsewhere or repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from collective.testing import RankPool, RanksFailedError
+from tests.mpi_launches import VENDORS, launch_of
+from tests.pretended import Pairs
+
+from .calls import soak
+from .findings import Findings
+from .kills import kills
+from .messages import TARGETS
+
+# Calls a job, after which it says how many were made so far.
+_TURNS_A_JOB = 50_000
+# Messages after which it is asked how late it is.
+_MUTATIONS_AT_ONCE = 5_000
+# A rank that hangs is shown with its stack, after that.
+_CALL_S = 120.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one part; return the exit code."""
+    parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.split("\n")[0])
+    parts = parser.add_subparsers(required=True)
+    part = parts.add_parser("calls", help="random calls, held against NumPy")
+    part.add_argument("--backend", default="shm", help="a transport, mpich or openmpi")
+    part.add_argument("--size", type=int, default=2)
+    part.add_argument("--turns", type=int, default=1_000_000)
+    part.set_defaults(run=_calls)
+    part = parts.add_parser("kills", help="random kills of jobs and ranks")
+    part.add_argument("--backend", default="shm,gloo,hierarchical,threads,mpich,openmpi")
+    part.add_argument("--runs", type=int, default=200)
+    part.set_defaults(run=_kills)
+    part = parts.add_parser("messages", help="mutated messages at all that listens or decodes")
+    part.add_argument("--target", choices=TARGETS, action="append", help="all by default")
+    part.add_argument("--mutations", type=int, default=100_000)
+    part.set_defaults(run=_messages)
+    for part in parts.choices.values():
+        part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+        part.add_argument("--seconds", type=float, default=float("inf"))
+    options = parser.parse_args(arguments)
+    print(f"seed {options.seed}", flush=True)
+    code: int = options.run(options)
+    return code
+
+
+def _calls(options: argparse.Namespace) -> int:
+    name = options.backend
+    backend = "mpi" if name in VENDORS else Pairs if name == "hierarchical" else name
+    mpiexec = launch_of(name) if name in VENDORS else None
+    made: Counter[str] = Counter()
+    since = time.monotonic()
+    with RankPool(options.size, backend, mpiexec=mpiexec) as pool:
+        while (left := options.turns - made.total()) > 0:
+            seconds = options.seconds - (time.monotonic() - since)
+            if seconds <= 0:
+                break
+            seed = options.seed + made.total()
+            try:
+                found = pool.run(
+                    soak, seed, min(left, _TURNS_A_JOB), min(seconds, 1e6),
+                    timeout=min(seconds, 1e6) + 2 * _CALL_S, call_timeout=_CALL_S,
+                )  # fmt: skip
+            except RanksFailedError as failure:
+                print(f"calls over {name}, {options.size} ranks, seed {seed}: {failure}")
+                return 1
+            made.update(found[0])
+            print(
+                f"{made.total()} calls over {name}, {options.size} ranks, all right, "
+                f"{time.monotonic() - since:.0f} s",
+                flush=True,
+            )
+    print(", ".join(f"{count} {operation}" for operation, count in made.most_common()))
+    return 0
+
+
+def _kills(options: argparse.Namespace) -> int:
+    since = time.monotonic()
+    found = kills(options.backend.split(","), options.runs, options.seed, options.seconds)
+    for problem in found.problems:
+        print(problem)
+    print(
+        f"{found.runs.total()} kills, {found.early} of them before there was a rank; "
+        f"{len(found.problems)} left something; the last process ended {found.longest_s:.1f} s "
+        f"after the kill at most; {time.monotonic() - since:.0f} s"
+    )
+    print(", ".join(f"{count} {whom}" for whom, count in found.runs.most_common()))
+    if found.segments:
+        print("left in /dev/shm by MPI libraries:", *sorted(found.segments))
+    return 1 if found.problems else 0
+
+
+def _messages(options: argparse.Namespace) -> int:
+    code = 0
+    for name in options.target or TARGETS:
+        since = time.monotonic()
+        together = Findings()
+        while (left := options.mutations - together.made) > 0:
+            if time.monotonic() - since > options.seconds:
+                break
+            dice = random.Random(options.seed + together.made)
+            together.add(TARGETS[name](dice, min(left, _MUTATIONS_AT_ONCE)))
+        for problem in together.problems[:10]:
+            print(problem)
+        print(
+            f"{name}: {together.made} mutated messages, {len(together.problems)} problems, "
+            f"{time.monotonic() - since:.0f} s; "
+            + ", ".join(f"{count} {end}" for end, count in together.ends.most_common()),
+            flush=True,
+        )
+        code = code or bool(together.problems)
+    return int(code)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))
+    sys.exit(130)

@@ -1,0 +1,32 @@
+"""The parts of `make soak`, a little of each, so that they do not rot: see docs/failures.md."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="among the listeners is torch's store")
+
+from collective.testing import run_ranks
+from tests.soak.calls import soak
+from tests.soak.messages import TARGETS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
+
+# The others start processes, or make as many as a hundred times more at least.
+QUICK = sorted(TARGETS.keys() - {"rings", "tcp store"})
+
+
+def test_random_calls() -> None:
+    made, again = run_ranks(2, soak, 7, 300, 60.0)
+    assert made == again
+    assert sum(made.values()) == 300
+
+
+@pytest.mark.parametrize("target", QUICK)
+def test_mutated_messages(target: str) -> None:
+    found = TARGETS[target](random.Random(7), 50)
+    assert found.made >= 50
+    assert found.problems == []
