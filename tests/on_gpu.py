@@ -92,13 +92,14 @@ def wait_before_reading(ordinal: int) -> None:
     """Have calls wait for the stream of their results, as a program does before it reads."""
     if hasattr(Calls._go, "__wrapped__"):
         return
-    stream = cuda.device(ordinal).stream(0)
+    stream, process = cuda.device(ordinal).stream(0), os.getpid()
 
     def waiting(method: Any) -> Any:
         @functools.wraps(method)
         def call(*args: Any, **options: Any) -> Any:
             result = method(*args, **options)
-            stream.synchronize()
+            if os.getpid() == process:  # a forked child has no GPU, and may have no results
+                stream.synchronize()
             return result
 
         # In reports of where a call was made this frame passes for the library's own.
