@@ -16,159 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from collective.communicator import Communicator
+from tests.fault_heard import Heard, Program, Survived, heard_in, heard_of, raised, survive
 
 VICTIM = 1
-# How long a rank may take to let go of what it does not need any more.
-_SETTLED_S = 5.0
 # Until a signal is sent to a rank that waits, and until those arrive for whom it waits.
 _SIGNAL_S, _ARRIVES_S = 0.1, 0.3
-
-
-class Heard(NamedTuple):
-    """What one rank heard of a fault.
-
-    Attributes:
-        error: the name of the class of what the call raised; "" if it returned what it should,
-            "wrong" if it returned anything else.
-        ranks: whom the error names.
-        seconds: how long the call took.
-        later: "usable" if a later call gave what it should, or the name of what that raised.
-        text: the errors, for whoever has to find out why a test fails.
-    """
-
-    error: str
-    ranks: tuple[int, ...]
-    seconds: float
-    later: str
-    text: str
-
-
-class Held(NamedTuple):
-    """What a process holds.
-
-    Attributes:
-        descriptors: where they lead.
-        threads: their names in the kernel.
-        segments: files below /dev/shm that are mapped.
-    """
-
-    descriptors: list[str]
-    threads: list[str]
-    segments: list[str]
-
-    def more_than(self, other: Held) -> bool:
-        """Return whether there is more of anything than in ``other``."""
-        return any(len(mine) > len(theirs) for mine, theirs in zip(self, other))
-
-
-class Survived(NamedTuple):
-    """One rank's part in a fault that left its process alive.
-
-    Attributes:
-        heard: what it heard.
-        before, after: what its process held, the communicator of the fault not yet made, and
-            closed again.
-    """
-
-    heard: Heard
-    before: Held
-    after: Held
-
-
-Program = Callable[[Communicator], Heard]
-
-
-def survived(comm: Communicator, programs: dict[str, Program]) -> dict[str, Survived]:
-    """Run one program after the other, each on a communicator of its own."""
-    _many(comm)  # what is started on first use stays
-    found = {}
-    for name, program in programs.items():
-        before = held()
-        group = comm.dup()
-        heard = program(group)
-        group.close()
-        del group
-        comm.barrier()
-        found[name] = Survived(heard, before, _settled(comm, before))
-    return found
-
-
-def _settled(comm: Communicator, before: Held) -> Held:
-    """Return what this process holds, once that is no more than ``before`` on any rank."""
-    end = time.monotonic() + _SETTLED_S
-    while True:
-        now = held()
-        if now.more_than(before):
-            gc.collect()  # tracebacks refer to frames that refer to them
-            now = held()
-        waits = now.more_than(before) and time.monotonic() < end
-        # What the others still hold may be held here for their sake.
-        if not comm.all_reduce(np.array([int(waits)]), op="max")[0]:
-            return now
-        time.sleep(0.01)
-
-
-def held(_: Communicator | None = None) -> Held:
-    """Return what this process holds."""
-    descriptors = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
-    threads = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            threads.append((task / "comm").read_text().strip())
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    segments = {line.split(maxsplit=5)[5] for line in maps if " /dev/shm/" in line}
-    return Held(sorted(descriptors), sorted(threads), sorted(segments))
-
-
-def _raised(call: Callable[[], object]) -> BaseException | None:
-    try:
-        call()
-    except (Exception, KeyboardInterrupt) as error:  # a fault may raise anything
-        return error
-    return None
-
-
-def _later(comm: Communicator) -> tuple[str, str]:
-    """Return "usable" or the name of an error, and the error."""
-    found: list[Any] = []
-    error = _raised(lambda: found.append(comm.all_reduce(np.arange(3) + comm.rank)))
-    if error is not None:
-        return type(error).__name__, repr(error)
-    right = np.arange(3) * comm.size + sum(range(comm.size))
-    return ("usable" if np.array_equal(found[0], right) else "wrong"), str(found)
-
-
-def _heard(comm: Communicator, call: Callable[[], object], *, again: bool = False) -> Heard:
-    """Make ``call``, ``again`` and again until it raises, and then another."""
-    while True:
-        since = time.monotonic()
-        error = _raised(call)
-        seconds = time.monotonic() - since
-        if error is not None or not again:
-            break
-    return _outcome(comm, error, seconds)
-
-
-def _outcome(comm: Communicator, error: BaseException | None, seconds: float) -> Heard:
-    ranks = getattr(error, "ranks", None) or tuple(
-        rank for rank in [getattr(error, "rank", None)] if rank is not None
-    )
-    name = "" if error is None else type(error).__name__
-    if isinstance(error, AssertionError):
-        name = "wrong"
-    elif type(error) is not MemoryError and isinstance(error, MemoryError):
-        # NumPy's own subclass of it is private.
-        name = "MemoryError" if name.startswith("_") else name
-    later, text = _later(comm)
-    return Heard(name, ranks, seconds, later, f"{error!r}; later: {text}")
 
 
 def _sum(comm: Communicator, count: int = 100, **options: Any) -> None:
@@ -177,12 +34,18 @@ def _sum(comm: Communicator, count: int = 100, **options: Any) -> None:
     assert np.array_equal(found, np.arange(count) * comm.size + sum(range(comm.size))), found
 
 
+def survived(comm: Communicator, programs: dict[str, Program]) -> dict[str, Survived]:
+    """Run the programs that leave all processes alive."""
+    _many(comm)  # what is started on first use stays
+    return survive(comm, programs)
+
+
 # -- ranks that end ----------------------------------------------------------------------------
 
 
 def until_it_breaks(comm: Communicator) -> Heard:
     """Make calls until one raises: somebody else, or a plan of faults, sees to that."""
-    return _heard(comm, lambda: _sum(comm), again=True)
+    return heard_in(comm, lambda: _sum(comm), again=True)
 
 
 def exits(comm: Communicator) -> Heard:
@@ -220,8 +83,8 @@ def _stopped(comm: Communicator, victim: int) -> Heard:
     pids = comm.all_gather_object(os.getpid())
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return _heard(comm, comm.barrier)
-    heard = _heard(comm, lambda: _sum(comm, timeout=0.5))
+        return heard_in(comm, comm.barrier)
+    heard = heard_in(comm, lambda: _sum(comm, timeout=0.5))
     os.kill(pids[victim], signal.SIGCONT)
     return heard
 
@@ -232,9 +95,9 @@ def closes_with_work(comm: Communicator) -> Heard:
     if comm.rank != VICTIM:
         time.sleep(_ARRIVES_S)
         _sum(comm)
-        return _heard(comm, comm.barrier, again=True)
+        return heard_in(comm, comm.barrier, again=True)
     work = comm.all_reduce(np.arange(100.0) + comm.rank, async_op=True)
-    heard = _heard(comm, comm.close)
+    heard = heard_in(comm, comm.close)
     assert work.wait()[1] == comm.size + sum(range(comm.size))
     return heard
 
@@ -243,19 +106,19 @@ def closes_with_work_for_ever(comm: Communicator) -> Heard:
     """It closes with a receive in the background of what nobody sends."""
     comm.barrier()
     if comm.rank != VICTIM:
-        return _heard(comm, comm.barrier, again=True)
+        return heard_in(comm, comm.barrier, again=True)
     work = comm.recv(None, 0, async_op=True, timeout=0.5)
-    error = _raised(comm.close)
+    error = raised(comm.close)
     assert error is None, error
     since = time.monotonic()
-    return _heard(comm, work.wait)._replace(seconds=time.monotonic() - since)
+    return heard_in(comm, work.wait)._replace(seconds=time.monotonic() - since)
 
 
 def interrupted(comm: Communicator) -> Heard:
     """It gets SIGINT while it waits for a message; the exception ends its part."""
     comm.barrier()
     if comm.rank != VICTIM:
-        return _heard(comm, lambda: comm.recv(None, VICTIM))
+        return heard_in(comm, lambda: comm.recv(None, VICTIM))
 
     def receive() -> None:
         with comm:
@@ -264,7 +127,7 @@ def interrupted(comm: Communicator) -> Heard:
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _heard(comm, receive)
+        return heard_in(comm, receive)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -278,7 +141,7 @@ def handled(comm: Communicator) -> Heard:
     if comm.rank == 0:
         time.sleep(_SIGNAL_S)
         os.kill(pids[VICTIM], signal.SIGUSR1)
-    heard = _heard(comm, lambda: _sum(comm))
+    heard = heard_in(comm, lambda: _sum(comm))
     if comm.rank == VICTIM:
         signal.signal(signal.SIGUSR1, before)
         if calls != [signal.SIGUSR1]:
@@ -290,12 +153,12 @@ def alarmed(comm: Communicator) -> Heard:
     """A timer interrupts all that it does two hundred times a second."""
     comm.barrier()
     if comm.rank != VICTIM:
-        return _heard(comm, lambda: _many(comm))
+        return heard_in(comm, lambda: _many(comm))
     rung: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, _: rung.append(number))
     signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
     try:
-        heard = _heard(comm, lambda: _many(comm))
+        heard = heard_in(comm, lambda: _many(comm))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -333,8 +196,8 @@ def _differ(comm: Communicator, what: str) -> Heard:
         "root": lambda: comm.reduce(x, root=2),
     }
     if comm.rank == VICTIM:
-        return _heard(comm, calls[what])
-    return _heard(comm, lambda: comm.reduce(x, root=0) if what == "root" else comm.all_reduce(x))
+        return heard_in(comm, calls[what])
+    return heard_in(comm, lambda: comm.reduce(x, root=0) if what == "root" else comm.all_reduce(x))
 
 
 # -- ranks that lack something -------------------------------------------------------------------
@@ -379,8 +242,8 @@ def _lacking(
     """It has no more of ``what`` when it makes ``call``, and has again afterwards."""
     since = time.monotonic()
     with _limited(*what, mine=comm.rank == VICTIM):
-        error = _raised(call)
-    return _outcome(comm, error, time.monotonic() - since)
+        error = raised(call)
+    return heard_of(comm, error, time.monotonic() - since)
 
 
 def no_descriptor_for_a_group(comm: Communicator) -> Heard:
@@ -405,9 +268,9 @@ def no_memory_for_a_result(comm: Communicator) -> Heard:
         assert comm.all_reduce(x)[-1] == last
 
     if comm.rank != VICTIM:
-        return _heard(comm, call)
+        return heard_in(comm, call)
     with _limited(*_MEMORY, mine=True):
-        error = _raised(call)
+        error = raised(call)
     if isinstance(error, MemoryError):
         call()
-    return _outcome(comm, error, 0.0)
+    return heard_of(comm, error, 0.0)

@@ -31,7 +31,8 @@ from tests import (
     test_hierarchical,
     test_mpi_conformance,
 )
-from tests.fault_programs import VICTIM, Heard, Program, Survived
+from tests.fault_heard import Heard, Program, Survived, held
+from tests.fault_programs import VICTIM
 from tests.mpi_launches import VENDORS, launch_of, needs
 from tests.pretended import Pairs
 
@@ -237,9 +238,7 @@ class Column:
 
     def killed(self, fault: Fault) -> dict[int, Any]:
         """Return what each rank returned or raised in a job that ends processes."""
-        self.segments.update(
-            path for each in self._pool.run(fault_programs.held) for path in each.segments
-        )
+        self.segments.update(path for each in self._pool.run(held) for path in each.segments)
         with pytest.raises(RanksFailedError) as caught:
             self._pool.run(fault.program, call_timeout=CALL_S, faults=fault.plan)
         return {**caught.value.results, **caught.value.errors}
@@ -281,7 +280,7 @@ class Columns:
         """Return a column; it is the only one that has ranks."""
         if self._now is None or self._now.name != name:
             self.leave()
-            (self._directory / name).mkdir()
+            (self._directory / name).mkdir(exist_ok=True)
             tempfile.tempdir = os.environ["TMPDIR"] = str(self._directory / name)
             os.environ[MARK] = secrets.token_hex(8)
             self._now = Column(name, self._directory / name, f"{MARK}={os.environ[MARK]}")
