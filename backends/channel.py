@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.backend import Backend, Failure
@@ -22,6 +22,7 @@ from collective.errors import (
 )
 from collective.recorder import Recorder
 from collective.secret import Secret
+from collective.stalls import Note, look
 
 from .link import Link, Message
 
@@ -446,6 +447,7 @@ class Wait:
         if now >= self._compare_at:
             self._compare_at = now + _STALL_S
             channel.compare()
+            look(self.timeout)
 
 
 class Monitored(Backend):
@@ -463,6 +465,10 @@ class Monitored(Backend):
     def refuse_broken(self, where: object) -> None:
         if self.channel.failure is not None:
             self.channel.check(where, ())
+
+    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
+        self.channel._say({"kind": "waits", "note": note})
+        return {}  # the hub looks
 
     def abort(self, failure: Failure) -> None:
         self.channel.abort(failure)

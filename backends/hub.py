@@ -8,6 +8,7 @@ the communicators: whoever speaks of one names its members.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from collective.call import differing
 from collective.descriptors import RAISE_THE_LIMIT
 from collective.errors import RendezvousError
+from collective.stalls import Circles
 
 from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check
@@ -31,6 +33,8 @@ __all__ = ["Hub", "disagreement"]
 # How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
 # code that holds the GIL may not answer at all.
 _ROUND_S = 0.5
+# How long the hub leaves what ranks wait in alone once it has looked.
+_LOOK_S = 0.2
 
 
 @dataclass
@@ -89,6 +93,10 @@ class Hub:
         self._complete = False
         self._over = False
         self._rounds: dict[str, _Round] = {}
+        # What the ranks have said last that they wait in, and when that was looked at.
+        self._waits: dict[int, Message] = {}
+        self._circles = Circles()
+        self._looked_at = -math.inf
         self._exchanges: dict[tuple[str, str], _Exchange] = {}
         try:
             listening, self.address = listen(host)
@@ -192,6 +200,9 @@ class Hub:
                 self._tell(members, {"kind": "report", "channel": channel})
             if message["asks"] is not None:
                 self._rounds[channel].askers[rank] = message["asks"]
+        elif kind == "waits":
+            self._waits[rank] = message
+            self._look_for_circles()
         elif kind == "offer":
             exchange = self._exchanges.setdefault((channel, message["name"]), _Exchange(members))
             exchange.texts[rank] = message["text"]
@@ -207,11 +218,7 @@ class Hub:
         known = self._rounds.pop(channel)
         text = disagreement(known.members, known.reports)
         if text is not None:
-            failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
-            message = {
-                "kind": "failure", "channel": channel, "failure": failure, "finished": None,
-            }  # fmt: skip
-            self._tell(known.members, message)
+            self._tell_mismatch(channel, known.members, text)
             return
         # Not everything to everybody: a thousand ranks may stall at once.
         reports = known.reports
@@ -241,7 +248,30 @@ class Hub:
         if exchange.texts.keys() >= set(exchange.members):
             del self._exchanges[channel, name]
 
+    def _look_for_circles(self) -> None:
+        """Break communicators whose ranks wait for each other in calls of several of them."""
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_S:
+            return  # a thousand ranks may wait, and each says so again
+        self._looked_at = now
+        calls, text = self._circles.found({rank: w["note"] for rank, w in self._waits.items()})
+        broken = {
+            message["channel"]: message["members"]
+            for message in self._waits.values()
+            if [message["note"]["name"], message["note"]["number"]] in calls
+        }
+        for channel, members in broken.items():
+            self._tell_mismatch(channel, members, text)
+        if broken:
+            self._waits.clear()  # the others say again what they wait in
+
+    def _tell_mismatch(self, channel: str, members: Iterable[int], text: str) -> None:
+        failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
+        message = {"kind": "failure", "channel": channel, "failure": failure, "finished": None}
+        self._tell(members, message)
+
     def _forget(self, rank: int) -> None:
+        self._waits.pop(rank, None)
         # What it takes part in is never complete.
         for key in [key for key, each in self._exchanges.items() if rank in each.members]:
             del self._exchanges[key]

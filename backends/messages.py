@@ -72,6 +72,12 @@ _left = {"finished": _integer, "dropped": _flag}
 _report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
 
 
+_note = _with(
+    name=_text, number=_count, header=_header, made=_text, beat=_count,
+    begun=lambda value: isinstance(value, dict) and all(map(_count, value.values())),
+)  # fmt: skip
+
+
 def _by_rank(test: _Test) -> _Test:
     return lambda value: (
         isinstance(value, dict) and all(r.isdecimal() and test(value[r]) for r in value)
@@ -89,6 +95,7 @@ FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "left": {"channel": _text, "members": _ranks, **_left},
     "stall": {"channel": _text, "members": _ranks, "asks": _or_none(_ranks)},
     "report": {"channel": _text, **_report},
+    "waits": {"channel": _text, "members": _ranks, "note": _note},
     "offer": {"channel": _text, "members": _ranks, "name": _text, "text": _text},
 }
 #: What the hub says.

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from collective.dtypes import DType
     from collective.ops import ReduceOp
     from collective.recorder import Recorder
+    from collective.stalls import Note
     from collective.work import Work
     from collective.world import World
 
@@ -211,6 +212,19 @@ class Backend(ABC):
         A transport that does not compare the ranks' calls can have the records compared
         when one stalls. By default nothing is done with it.
         """
+
+    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
+        """Let other ranks know what this one waits in, and return what they have said last.
+
+        For :mod:`collective.stalls`, from which a transport's waits call ``look`` once a
+        second. By default nobody hears of it. A transport that looks for circles itself
+        breaks the communicators in them, and returns nothing.
+
+        Args:
+            note: sent by all ranks of a family of communicators, each for itself.
+            rank: this one's number in the family.
+        """
+        return {}
 
     # -- over send and recv, unless overridden ---------------------------------------
 

@@ -209,6 +209,7 @@ class Calls:
             raise
 
     def _note_broken(self, error: CollectiveError) -> None:
+        self.recorder.failed = self.recorder.started
         if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
             self._broken = self._broken or error
 
@@ -223,6 +224,7 @@ class Calls:
 
     def _half_done(self) -> None:
         """Break the communicator: nobody can tell what the peers still expect of this rank."""
+        self.recorder.failed = self.recorder.started
         self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
 
     def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:

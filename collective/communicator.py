@@ -33,6 +33,7 @@ from collective.exchanging import Exchanging
 from collective.grouping import meet
 from collective.object_calls import ObjectCalls
 from collective.reductions import Reductions
+from collective.stalls import Membership
 from collective.store import Store
 from collective.world import World
 
@@ -78,6 +79,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # The store in which the ranks met, if this communicator is all that uses it.
         self._store: Store | None = None
+        self._membership = Membership(self)
         # In a forked child, why it is not this process's.
         self._foreign = ""
         _alive.add(self)
@@ -236,12 +238,12 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
                 made.append(self._backend.group(members, left))
 
             self._transport(make)
-            return self._child(made[0])
+            return self._child(made[0], members)
 
         child: Communicator = self._go("group", run, False)  # type: ignore[assignment]
         return child
 
-    def _child(self, backend: Backend) -> Communicator:
+    def _child(self, backend: Backend, members: Sequence[int]) -> Communicator:
         child = type(self)(
             backend,
             local_rank=backend.rank,
@@ -251,6 +253,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             check=self._check,
         )
         child._open = self._open
+        child._membership = Membership(child, self._membership, members)
         if self.capabilities.across_hosts:
             hosts = child.all_gather_object(self.host)
             child.local_rank = hosts[: child.rank].count(self.host)

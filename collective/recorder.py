@@ -67,14 +67,18 @@ class Recorder:
         title: which communicator it is, for people.
         started: the number of calls that have begun.
         finished: the number of the last call that is over.
+        failed: the number of the last call that has ended in an error.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_number", "_ring", "finished", "started", "title")
+    __slots__ = (
+        "__weakref__", "_ended", "_number", "_ring", "failed", "finished", "started", "title",
+    )  # fmt: skip
 
     def __init__(self, title: str = "") -> None:
         self.title = title
         self.started = 0
         self.finished = 0
+        self.failed = 0
         self._number = next(_numbers)
         self._ring: list[Any] = [None] * _CAPACITY
         self._ended = [0.0] * _CAPACITY
@@ -126,6 +130,20 @@ class Recorder:
             seconds = ended - began if number <= finished and ended >= began else None
             found.append(Entry(number, call, compares, _site(code, at), began, seconds))
         return found
+
+    def running(self) -> Entry | None:
+        """Return the call that keeps the program's thread, None if there is none.
+
+        May be called from any thread. A call in a lane's thread keeps nobody.
+        """
+        number = self.started
+        kept = self._ring[number & _CAPACITY - 1]
+        if max(self.finished, self.failed) >= number or kept is None or kept[0] != number:
+            return None
+        _, call, compares, code, at, began = kept
+        if isinstance(code, str):
+            return None
+        return Entry(number, call, compares, _site(code, at), began, None)
 
     def __str__(self) -> str:
         entries = self.entries(_TOLD)

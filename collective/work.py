@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
 
-__all__ = ["Lane", "Work"]
+__all__ = ["Lane", "Work", "all_idle"]
 
 T = TypeVar("T")
 
@@ -185,6 +185,11 @@ class Lane:
             )
             # Not _end(): a thread of the parent's may have held its lock.
             work._over = True
+
+
+def all_idle() -> bool:
+    """Tell whether no lane of this process has anything to do."""
+    return all(lane.idle for lane in list(_lanes))
 
 
 def _disown() -> None:

@@ -217,5 +217,5 @@ def test_memory_of_shm_is_what_the_table_says() -> None:
         parts = (layout.nbytes, layout.rings - layout.slots[0][0], layout.nbytes - layout.rings)
         assert row[1:] == (*(f"{part / 2**20:.2f}" for part in parts), str(ring >> 10))
         words = -(-(size + 1) * 512 // 4096) * 4096
-        notes, slots = size * (112 << 10), 2 * size * (256 << 10)
+        notes, slots = size * (116 << 10), 2 * size * (256 << 10)
         assert layout.nbytes == words + notes + slots + size * (size - 1) * (4096 + ring)

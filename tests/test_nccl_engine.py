@@ -133,7 +133,7 @@ def test_blocking_init_given_up_is_undone_when_it_returns(fresh: Callable[[int],
     with pytest.raises(CollectiveTimeoutError):
         NcclComm.create(ranks.library, unique_id, 0, 2, cuda.device(0), within(0.05))
     (left,) = set(threading.enumerate()) - before
-    assert left.name == "nccl-blocking"
+    assert left.name == "collective-nccl-blocking"
     assert ranks.fake.log("ncclCommAbort") == []
     # The other rank comes after all: the call that was given up returns.
     other = NcclComm.create(ranks.library, unique_id, 1, 2, cuda.device(1), within())

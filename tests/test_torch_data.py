@@ -188,7 +188,7 @@ def test_a_state_of_other_samples_is_refused_and_changes_nothing() -> None:
 
 
 def prefetching() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "collective-prefetch"]
+    return [t for t in threading.enumerate() if t.name == "prefetch"]
 
 
 @pytest.fixture(autouse=True)

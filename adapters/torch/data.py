@@ -221,7 +221,7 @@ class _Feed:
         self._thread = threading.Thread(
             target=_fill,
             args=(source, prepare, self._items, self._room, self._stop),
-            name="collective-prefetch",
+            name="prefetch",
             # An interpreter that exits is not held up by a loader that waits for ever.
             daemon=True,
         )

@@ -86,7 +86,7 @@ def in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> 
         if late:
             undo()
 
-    threading.Thread(target=run, name="nccl-blocking", daemon=True).start()
+    threading.Thread(target=run, name="collective-nccl-blocking", daemon=True).start()
     try:
         while not done.wait(STEP_S):
             poll()

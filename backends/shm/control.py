@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from collective.backend import Failure
 from collective.call import Call, Disagreement
 from collective.errors import RendezvousError, UnsupportedError
+from collective.stalls import look
 
 from .segment import Segment
 
-__all__ = ["BROKEN", "SLOT_BYTES", "Control", "Layout", "fence"]
+__all__ = ["BROKEN", "NOTICE_BYTES", "SLOT_BYTES", "Control", "Layout", "fence"]
 
 #: Messages up to here are copied through a slot: below it two copies in cache cost less
 #: than a second wait.
@@ -28,7 +29,7 @@ _LINE = 64
 _STEP = 0
 _DIGEST = 1  # + parity
 _PLACE = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
-_STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH = range(32, 38)
+_STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH, _NOTICE = range(32, 39)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
 
@@ -42,6 +43,8 @@ _GONE = {
 _NOTE_BYTES = 64 << 10
 _FAILURE_BYTES = 32 << 10
 _CALLS, _CALL_BYTES = 64, 256
+#: What a rank lets the others know while it waits; see :mod:`.board`.
+NOTICE_BYTES = 4 << 10
 _RINGS_BYTES = 16 << 20
 
 # How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
@@ -53,6 +56,8 @@ _YIELD_S = 0.002
 # A nap is a twentieth of the wait so far: that is what waking late costs at most.
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
 _CHECK_PEERS_S = 0.05
+# How long a wait lasts until it is looked at whether it is in vain, and looked at again.
+_STALL_S = 1.0
 
 # x86 keeps the order of stores and of loads. Elsewhere (AArch64, POWER) a flag could
 # overtake the data it announces; a free lock is the cheapest fence that Python has.
@@ -82,6 +87,8 @@ class Layout:
         at += size * _FAILURE_BYTES
         self.calls = [at + r * _CALLS * _CALL_BYTES for r in range(size)]
         at += size * _CALLS * _CALL_BYTES
+        self.notices = [at + r * NOTICE_BYTES for r in range(size)]
+        at += size * NOTICE_BYTES
         self.slots = [
             [at + (parity * size + r) * SLOT_BYTES for r in range(size)] for parity in (0, 1)
         ]
@@ -271,6 +278,10 @@ class Control:
         """
         return (1 + rank) * _LINE + _PLACE + 8 * parity
 
+    def version_of_notice(self, rank: int) -> int:
+        """Return the index of the word that grows with each notice of ``rank``."""
+        return (1 + rank) * _LINE + _NOTICE
+
     # -- waiting --------------------------------------------------------------------------
 
     def _wait_for(self, peer: int, step: int, timeout: float) -> None:
@@ -307,7 +318,7 @@ class Control:
                 return
             if time.monotonic() - start > self.yield_s:
                 break
-        check_at = start
+        check_at, look_at = start, start + _STALL_S
         while not ready():
             now = time.monotonic()
             if self.words[BROKEN]:
@@ -317,7 +328,10 @@ class Control:
                 raise self.failure(what)
             if now >= check_at:
                 check_at = now + _CHECK_PEERS_S
-                self._check_peers(ready, awaited, what, all_needed)
+                self._check_peers(ready, awaited, what, all_needed, timeout)
+            if now >= look_at:
+                look_at = now + _STALL_S
+                look(timeout)
             if now - start >= timeout:
                 self._late(awaited(), what, timeout)
             nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
@@ -326,7 +340,7 @@ class Control:
     def watch(self, ranks: Sequence[int], what: str) -> None:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
         self.refuse_broken(what)
-        self._check_peers(lambda: False, lambda: ranks, what, True)
+        self._check_peers(lambda: False, lambda: ranks, what, True, 0.0)
 
     def _check_peers(
         self,
@@ -334,6 +348,7 @@ class Control:
         awaited: Callable[[], Sequence[int]],
         what: object,
         all_needed: bool,
+        timeout: float,
     ) -> None:
         gone = {}
         ranks: Sequence[int] = awaited()
@@ -353,6 +368,9 @@ class Control:
         gone = {rank: fate for rank, fate in gone.items() if rank in still}
         if not gone:
             return
+        # It may have left after an error that it had in common with this rank.
+        look(timeout)
+        self.refuse_broken(what)
         text = "; ".join(
             f"rank {rank} {fate} (its last call: {self.last_call(rank)})"
             for rank, fate in gone.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from collective.errors import (
 )
 from collective.reduction import Fold, Scale
 
+from .board import Board
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .peer_memory import PeerMemory
 from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.ops import ReduceOp
+    from collective.stalls import Note
     from collective.world import World
 
 __all__ = ["ShmBackend"]
@@ -115,6 +117,7 @@ class ShmBackend(OneSided):
         self._single_copy = False
         self._rings: dict[tuple[int, int], Ring] = {}
         self._small: dict[Call, _Small] = {}
+        self._board = Board(control)
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -240,7 +243,13 @@ class ShmBackend(OneSided):
             self._control.watch([ranks[r] for r in missing if r != me], "group")
 
         deadline = time.monotonic() + timeout
-        return self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
+        child = self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
+        child._board = self._board
+        return child
+
+    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
+        self._board.post([rank, note])
+        return dict(self._board.read().values())
 
     def descriptors(self, ranks: Sequence[int]) -> int:
         return 2  # the segment's, and that of its mapping

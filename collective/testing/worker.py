@@ -36,7 +36,7 @@ def serve(rank: int, jobs: Connection, control: Connection, foreign: bool = Fals
         control: brings :data:`STACKS`; its end means that the pool's process is gone.
         foreign: whether this Python has packages of its own, which come before the pool's.
     """
-    threading.Thread(target=_attend, args=(control,), name="attend", daemon=True).start()
+    threading.Thread(target=_attend, args=(control,), name="collective-attend", daemon=True).start()
     seat = Seat(rank)
     try:
         while True:

@@ -1,0 +1,52 @@
+"""What the ranks of one segment let each other know while they wait."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .control import NOTICE_BYTES, Control, fence
+
+__all__ = ["Board"]
+
+
+class Board:
+    """One notice a rank, in the segment of all ranks, that each may read at any time.
+
+    It keeps the memory and nothing else of the control segment: whose owner may close or drop
+    it while groups that were made of it go on.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._rank = control.rank
+        self._map = control.segment.map
+        self._words = control.words
+        self._notices = control.layout.notices
+        self._versions = [control.version_of_notice(rank) for rank in range(control.size)]
+        self._version = 0
+
+    def post(self, notice: Any) -> None:
+        """Replace this rank's notice; one that is too long is not made, and the last one stays."""
+        raw = json.dumps(notice).encode()
+        if len(raw) >= NOTICE_BYTES:
+            return
+        at = self._notices[self._rank]
+        # Odd while it is written.
+        self._words[self._versions[self._rank]] = self._version + 1
+        fence()
+        self._map[at : at + len(raw) + 1] = raw + b"\0"
+        fence()
+        self._version += 2
+        self._words[self._versions[self._rank]] = self._version
+
+    def read(self) -> dict[int, Any]:
+        """Return the notices by rank; without those that are being written just now."""
+        found = {}
+        for rank, version in enumerate(self._versions):
+            before = self._words[version]
+            fence()
+            raw = self._map[self._notices[rank] : self._notices[rank] + NOTICE_BYTES]
+            fence()
+            if before and before % 2 == 0 and self._words[version] == before:
+                found[rank] = json.loads(raw.partition(b"\0")[0])
+        return found
