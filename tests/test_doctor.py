@@ -411,6 +411,29 @@ def healthy(**changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
+def with_torch(version: str) -> list[dict[str, Any]]:
+    found = {"distribution": "torch", "version": version, "error": "", "late": False}
+    return list(problems(healthy(packages={"torch": found})))
+
+
+@pytest.mark.parametrize("version", ["2.5.0", "2.13.0+cpu", "2.15.3", ""])
+def test_a_torch_that_was_tested_is_no_problem(version: str) -> None:
+    assert with_torch(version) == []
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.4.1+cu121", "2.16.0.dev20261101", "3.0.0"])
+def test_a_torch_that_was_not_tested_is_told(version: str) -> None:
+    (found,) = with_torch(version)
+    assert version in found["problem"]
+    assert not found["fatal"]
+
+
+def test_the_extra_takes_what_was_tested() -> None:
+    (found,) = with_torch("2.99.0")
+    wanted = found["remedy"].removeprefix("pip install ").strip("'")
+    assert f'torch = ["{wanted}",' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_nothing_is_wrong_where_nothing_is() -> None:
     assert list(problems(healthy())) == []
 

@@ -87,7 +87,7 @@ def check_functional_messages(rank: int, size: int) -> None:
 def check_what_goes_past_the_group(rank: int, size: int) -> None:
     # C++ finds a backend beneath the group, which must do nothing that looks like success.
     with pytest.raises(RuntimeError, match=r"error_on_collective|does not support|No backend"):
-        torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [])
+        torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [], timeout=-1)
     dist.barrier()
 
 
@@ -220,10 +220,21 @@ def check_timeouts(rank: int, size: int) -> None:
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
     # As Gloo says it, for programs that look for it.
-    assert f"Rank {rank} timed out in monitoredBarrier" in str(caught.value)
+    assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
     assert caught.value.ranks == tuple(range(1, size))
     assert time.monotonic() - start < 1.8
+
+
+def check_timeout_of_all(rank: int, size: int) -> None:
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        others = ", ".join(map(str, range(1, size)))
+        with pytest.raises(TimeoutError, match=f"Ranks {others} failed to pass monitoredBarrier"):
+            dist.group.WORLD.monitored_barrier(timedelta(0), wait_all_ranks=True)
+        store.set("over", "")
+    else:
+        store.wait(["over"])
 
 
 def check_no_time(rank: int, size: int) -> None:
@@ -287,7 +298,7 @@ def check_life(rank: int, size: int, store: str) -> None:
     [
         check_messages, check_messages_to_oneself, check_any_source,
         check_messages_beside_collectives, check_works, check_calls_of_callbacks, check_groups,
-        check_errors, check_timeouts, check_no_time, check_waits, check_abort,
+        check_errors, check_timeouts, check_timeout_of_all, check_no_time, check_waits, check_abort,
         check_what_goes_past_the_group,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),

@@ -168,7 +168,8 @@ if __name__ == "__main__":
     os.environ.update(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
     listening = dist.TCPStore("localhost", 0, is_master=True)
     os.environ["MASTER_PORT"] = str(listening.port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    # The store is there already.
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     processes.spawn(main, (2,), nprocs=2)
     print("both")
 """

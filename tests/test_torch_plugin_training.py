@@ -311,9 +311,12 @@ def check_builtin_hook_float16(rank: int, size: int) -> None:
 
 def check_limits(rank: int, size: int) -> None:
     # What docs/torch-plugin.md says: if one of these works one day, it has to be told there.
-    with pytest.raises(ValueError, match="only implemented for GLOO"):
+    if torch.__version__ < (2, 14):
+        with pytest.raises(ValueError, match="only implemented for GLOO"):
+            dist.monitored_barrier()
+    else:
         dist.monitored_barrier()
-    with pytest.raises(RuntimeError, match="No device associated"):
+    with pytest.raises(RuntimeError, match=r"No device associated|does not support splitting"):
         dist.split_group(split_ranks=[[0], [1]])
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         torch.nn.SyncBatchNorm(3)(torch.ones(4, 3))

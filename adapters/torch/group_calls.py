@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from collective.communicator import Communicator
 from collective.dtypes import BY_NAME
-from collective.errors import InvalidArgumentError, UnsupportedError
+from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 from collective.ops import ReduceOp, as_op, premul_sum
 from collective.point_to_point import Status
 
@@ -28,6 +28,7 @@ __all__ = [
     "all_to_all_single",
     "broadcast",
     "gather",
+    "monitored_barrier",
     "operator_of",
     "recv",
     "recv_own",
@@ -311,6 +312,25 @@ def _widths(comm: Communicator, name: str, tensor: Tensor, given: Sequence[int])
             f"[rank {comm.rank} of {comm.size}]."
         )
     return [rows * math.prod(tensor.shape[1:]) for rows in given]
+
+
+def monitored_barrier(comm: Communicator, everyone: bool, seconds: float | None) -> None:
+    """Wait for all ranks; name those that do not come, or the first, in Gloo's words.
+
+    Raises:
+        CollectiveTimeoutError: with all of them, whatever its text begins with.
+    """
+    try:
+        comm.barrier(timeout=seconds)
+    except CollectiveTimeoutError as error:
+        if not error.ranks:
+            raise
+        who = f"Ranks {', '.join(map(str, error.ranks))}" if everyone else f"Rank {error.ranks[0]}"
+        raise CollectiveTimeoutError(
+            f"Rank {comm.rank} timed out in monitoredBarrier: {who} failed to pass "
+            f"monitoredBarrier: {error}",
+            error.ranks,
+        ) from error
 
 
 # -- messages ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from collective.adapters.torch.refusing import register
 from collective.adapters.torch.staged import Staging
 from collective.adapters.torch.untraced import untraced
 from collective.communicator import Communicator
-from collective.errors import CollectiveTimeoutError, UnsupportedError
+from collective.errors import UnsupportedError
 
 __all__ = ["ProcessGroup"]
 
@@ -287,14 +287,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; the error names those that did not come, all of them always."""
+        """Wait for all ranks; the error has those that did not come, all of them always.
+
+        Args:
+            timeout: the group's by default.
+            wait_all_ranks: whether its text begins with all of them, or with the first.
+        """
         # torch lets a caller have no time at all: who is not here is too late.
         seconds = None if timeout is None else max(timeout.total_seconds(), _AT_ONCE_S)
-        try:
-            self._queue.run("barrier", lambda: self.comm.barrier(timeout=seconds))
-        except CollectiveTimeoutError as error:
-            who = f"Rank {self.comm.rank} timed out in monitoredBarrier"  # as Gloo has it
-            raise CollectiveTimeoutError(f"{who}: {error}", error.ranks) from error
+        run = group_calls.monitored_barrier
+        self._queue.run("barrier", lambda: run(self.comm, wait_all_ranks, seconds))
 
     # -- messages -----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from collective.config import not_read
 from collective.doctor.mpi import mates, starter_for
 from collective.install import anew
 
-__all__ = ["problems"]
+__all__ = ["TORCH", "problems"]
+
+#: The first and the last release of PyTorch that were tested, as the extra has them.
+TORCH = (2, 5), (2, 15)
 
 # Whose mpiexec a launcher's variables tell of.
 _STARTED_BY = {"mpich": "MPICH", "intelmpi": "Intel MPI", "openmpi": "Open MPI"}
@@ -47,6 +51,7 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 f"{package} is installed but cannot be imported: {found['error']}",
                 anew(found["distribution"] or package),
             )
+    yield from _problems_of_torch(report)
     yield from _problems_of_nccl(report)
     yield from _problems_of_mpi(report)
     yield from _problems_of_names(report)
@@ -56,6 +61,19 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _problem(problem: str, remedy: str = "", fatal: bool = False) -> dict[str, Any]:
     return {"problem": problem, "remedy": remedy, "fatal": fatal}
+
+
+def _problems_of_torch(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    version = report["packages"].get("torch", {}).get("version", "")
+    release = re.match(r"(\d+)\.(\d+)", version)
+    first, last = TORCH
+    if release and not first <= (int(release[1]), int(release[2])) <= last:
+        tested = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        yield _problem(
+            f"torch {version} was not tested with this package, {tested} were: the process group "
+            "for torch.distributed and the transport gloo stand on parts of it that change",
+            f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}'",
+        )
 
 
 def _problems_of_nccl(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
