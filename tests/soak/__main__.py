@@ -33,7 +33,7 @@ from .messages import TARGETS
 # Calls a job, after which it says how many were made so far.
 _TURNS_A_JOB = 50_000
 # Messages after which it is asked how late it is.
-_MUTATIONS_AT_ONCE = 5_000
+_MUTATIONS_AT_ONCE = 1_000
 # A rank that hangs is shown with its stack, after that.
 _CALL_S = 120.0
 
