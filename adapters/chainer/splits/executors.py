@@ -17,7 +17,7 @@ from collective.adjoints import Step as Node
 from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
-from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.layered import Grid, Halo, Layered
 from collective.training.splits.options import check_same
 from collective.training.splits.serial import Serial
 
@@ -133,11 +133,58 @@ class VariableExchanges(Variables):
 
         return record(Linear, Node(forward, backward), array)
 
-    def sent(
-        self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Any:  # fmt: skip
-        return functional.all_to_all(array, comm, dimension, counts=counts, recv_counts=recv_counts)
+    def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        def forward(x: Any) -> Any:
+            return _extended(x, comm, dimension, halo)
+
+        def backward(g: Any) -> Any:
+            return self._returned(g, comm, dimension, halo)
+
+        return record(Linear, Node(forward, backward), array)
+
+    def _returned(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return what is the gradient of :meth:`exchanged` for this one."""
+
+        def forward(g: Any) -> Any:
+            return _reduced(g, comm, dimension, halo)
+
+        def backward(h: Any) -> Any:
+            return self.exchanged(h, comm, dimension, halo)
+
+        return record(Linear, Node(forward, backward), array)
+
+
+def _extended(x: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+    """Return the rows that this rank needs, its own between those of others."""
+    xp = chainer.backend.get_array_module(x)
+    outgoing = xp.concatenate([x[_rows(dimension, rows)] for rows in halo.sent], dimension)
+    counts = [len(rows) for rows in halo.sent]
+    arrived = comm.all_to_all(outgoing, axis=dimension, counts=counts)
+    before, after = range(halo.before), range(halo.before, arrived.shape[dimension])
+    parts = [arrived[_rows(dimension, before)], x[_rows(dimension, halo.kept)]]
+    return xp.concatenate([*parts, arrived[_rows(dimension, after)]], dimension)
+
+
+def _reduced(g: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+    """Return the sums of what the ranks have for this rank's rows; :func:`_extended`'s adjoint."""
+    xp = chainer.backend.get_array_module(g)
+    own = range(halo.before, halo.before + len(halo.kept))
+    rest = range(own.stop, g.shape[dimension])
+    others = [g[_rows(dimension, each)] for each in (range(own.start), rest)]
+    arrived = comm.all_to_all(
+        xp.concatenate(others, dimension), axis=dimension, counts=halo.received
+    )
+    found = xp.zeros((*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :]), g.dtype)
+    found[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
+    first = 0
+    for rows in halo.sent:
+        found[_rows(dimension, rows)] += arrived[_rows(dimension, range(first, first + len(rows)))]
+        first += len(rows)
+    return found
+
+
+def _rows(dimension: int, rows: range) -> tuple[slice, ...]:
+    return (*(slice(None),) * dimension, slice(rows.start, rows.stop))
 
 
 class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]

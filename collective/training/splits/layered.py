@@ -13,7 +13,8 @@ blocks are joined       the rows are gathered                  every rank takes 
 ======================  =====================================  =====================================
 
 Rows that a window reads beyond a block travel by an all-to-all, whose adjoint is one, too, and
-adds where rows went to several ranks. Rows may come from any number of ranks away.
+adds where rows went to several ranks. Rows may come from any number of ranks away. What a rank has
+itself does not travel: it is copied once, beside the others' rows, and its gradient once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from collective.training.splits.options import check_axes
 from collective.training.splits.serial import CHANNELS, Arrays, dimension, select_rows
 from collective.training.splits.windows import exchange, overlap, pieces
 
-__all__ = ["Exchanges", "Grid", "Layered", "fetch"]
+__all__ = ["Exchanges", "Grid", "Halo", "Layered", "fetch"]
 
 
 class Exchanges(Arrays, Protocol):
@@ -51,11 +52,39 @@ class Exchanges(Arrays, Protocol):
     def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
         """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
 
-    def sent(
-        self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Any:  # fmt: skip
-        """Return what the ranks send this one; the gradients go back."""
+    def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return the rows that this rank needs of the ranks' arrays; the gradients go back."""
+
+
+class Halo(NamedTuple):
+    """Which rows along an axis travel, seen from one rank.
+
+    Attributes:
+        length: rows that the rank has; the ranges below count from the first of them.
+        kept: those of them that it needs itself.
+        sent: those that each rank needs, none for itself.
+        received: how many rows it gets from each rank, none from itself.
+        before: how many of these come before its own.
+    """
+
+    length: int
+    kept: range
+    sent: list[range]
+    received: list[int]
+    before: int
+
+    @classmethod
+    def of(cls, have: Sequence[range], want: Sequence[range], rank: int) -> Halo:
+        """Return the halo of a rank.
+
+        Args:
+            have, want: the rows that each rank has and needs, of the whole axis.
+        """
+        parts, first = exchange(have, want), have[rank].start
+        mine = [range(rows.start - first, rows.stop - first) for rows in parts[rank]]
+        sent = [range(0) if peer == rank else rows for peer, rows in enumerate(mine)]
+        received = [0 if peer == rank else len(row[rank]) for peer, row in enumerate(parts)]
+        return cls(len(have[rank]), mine[rank], sent, received, sum(received[:rank]))
 
 
 class Grid:
@@ -275,9 +304,4 @@ def fetch(
     me = group.rank
     if all(overlap(own, rows) == rows or not rows for own, rows in zip(have, want)):
         return select_rows(arrays, array, axis, have[me], want[me])
-    parts = exchange(have, want)
-    outgoing = [select_rows(arrays, array, axis, have[me], rows) for rows in parts[me]]
-    array = arrays.concatenate(outgoing, dimension(axis))
-    counts = [len(r) for r in parts[me]]
-    receive = [len(row[me]) for row in parts]
-    return arrays.sent(array, group, dimension(axis), counts, receive)
+    return arrays.exchanged(array, group, dimension(axis), Halo.of(have, want, me))
