@@ -54,7 +54,7 @@ def _overwritten_memory(comm: Communicator, call: str) -> CollectiveError:
     side, x = comm.dup(), np.ones(LONG)
     comm.barrier()
     if comm.rank == 1:
-        _stop_before(comm._backend, "fetch", side)
+        _stop_before(comm._backend.peers, "fetch", side)
         return _raised(lambda: _CALLS[call](comm, x, None))
     error = _raised(lambda: _CALLS[call](comm, x, GIVES_UP_S))
     x[:] = 99.0

@@ -85,7 +85,9 @@ class Arrival:
             finish(test, self._channel.wait(call, timeout), moving=False)
         except BaseException as error:
             self._over = error
-            leave_unfinished(self._request)
+            # With the memory, which a persistent request does not keep: whoever comes late makes
+            # MPI write to it, be it Python's again by then.
+            leave_unfinished((self._request, self._words, self._found, self._comm))
             raise
 
     def _refuse(self, call: Call) -> NoReturn:

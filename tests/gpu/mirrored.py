@@ -11,7 +11,7 @@ import ctypes
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -226,8 +226,8 @@ class Mirroring(Communicator):
         made = super().empty(shape, dtype, "mirror")
         return adapter.wrap(_host_window(made.array), made.dtype)
 
-    def _child(self, backend: Any) -> Communicator:
-        child = super()._child(backend)
+    def _child(self, backend: Any, members: Sequence[int]) -> Communicator:
+        child = super()._child(backend, members)
         child.__class__ = Mirroring
         return child
 
