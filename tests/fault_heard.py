@@ -119,7 +119,10 @@ def held(_: Communicator | None = None) -> Held:
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            # Ranks that are threads look at the same time, which opens what is below.
+            if not name.startswith("/proc/"):
+                descriptors.append(name)
     threads = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
