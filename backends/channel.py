@@ -80,8 +80,6 @@ class Channel:
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
         self._left_at: dict[int, tuple[float, int, str]] = {}
-        # How many calls this rank had finished when it left.
-        self._left_after = 0
         # How many calls the rank that broke it had finished; None where it is no matter.
         self._failed_after: int | None = None
         self._told = False
@@ -248,20 +246,9 @@ class Channel:
         if not self._closed:
             self._closed = True
             self._monitor._unclosed.pop(self.name, None)
-            self._left_after = self._finished()
-            self._say({"kind": "left", "finished": self._left_after, "dropped": False})
+            self._say({"kind": "left", "finished": self._finished(), "dropped": False})
             if self.name == WORLD:
                 self._monitor._leave()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every member has left, after the same calls as this rank, and none has failed."""
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        return (
-            self._closed
-            and self.failure is None
-            and all(self._left_at.get(rank, (0.0, -1))[1] == self._left_after for rank in others)
-        )
 
     # -- before it is used ----------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from collective.communicator import Communicator
 from collective.dtypes import BY_NAME
 from collective.errors import (
     BackendError,
+    CollectiveTimeoutError,
     PeerLostError,
     RendezvousError,
 )
@@ -292,6 +295,30 @@ def _without_persistence(comm: Communicator) -> None:
 
 def test_an_mpi_without_persistent_collectives(ranks: Run) -> None:
     ranks(_without_persistence)
+
+
+def _kept_after_giving_up(comm: Communicator) -> bool:
+    """Give a call up on rank 0, drop its communicator, and see whether its memory is still there.
+
+    MPI writes to it when the others come.
+    """
+    group = comm.dup()
+    arrival = _transport(group)._arrival
+    memory = [weakref.ref(array) for array in (arrival._words, arrival._found)]
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            group.barrier(timeout=0.2)
+    comm.barrier()
+    group.close()
+    del arrival, group
+    gc.collect()
+    kept = all(array() is not None for array in memory)
+    comm.barrier()
+    return kept
+
+
+def test_memory_of_a_call_that_was_given_up_is_kept(ranks: Run) -> None:
+    assert ranks(_kept_after_giving_up)[0]
 
 
 def _short_counts(comm: Communicator) -> None:

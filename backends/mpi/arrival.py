@@ -87,7 +87,7 @@ class Arrival:
             self._over = error
             # With the memory, which a persistent request does not keep: whoever comes late makes
             # MPI write to it, be it Python's again by then.
-            leave_unfinished((self._request, self._words, self._found, self._comm))
+            leave_unfinished((self._request, self._words, self._found))
             raise
 
     def _refuse(self, call: Call) -> NoReturn:
