@@ -5,9 +5,10 @@ of a chain of six layers like a U-Net's on one image, whole, in eight stripes, a
 channels between two convolutions in eight parts. ``--time``: the time of such a step, whole and in
 stripes, in turns. ``--ranks``: the time of a step on two ranks, each with half of the rows, and of
 one process's, in turns. ``--channels``: how far the losses of a block of VGG's are from those of
-one process in ten steps of training, with its channels split over two ranks, and with what
-ChainerMN's ``ParallelConvolution2D`` computes on two ranks: each convolves its half of the input
-channels into its half of the output channels, which is ``groups=2``. Medians; PyTorch has one
+one process in ten steps of training, with its channels split over two ranks, also where each has
+its own filters alone, whose bytes are counted, and with what ChainerMN's ``ParallelConvolution2D``
+computes on two ranks: each convolves its half of the input channels into its half of the output
+channels, which is ``groups=2``. Medians; PyTorch has one
 thread everywhere.
 
 The allocator keeps memory that is free, as that of GPUs does. glibc's own way, which ``--as-is``
@@ -156,22 +157,35 @@ def losses(module: nn.Module) -> list[float]:
     return found
 
 
-def _losses_on_a_rank(comm: collective.Communicator) -> list[float]:
+def held(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters and their gradients."""
+    return sum(each.nbytes + each.grad.nbytes for each in module.parameters())
+
+
+def _losses_on_a_rank(comm: collective.Communicator, filters: str) -> tuple[list[float], int]:
     torch.set_num_threads(1)
-    return losses(Split(vgg(), channels=comm.size, comm=comm))
+    split = Split(vgg(), channels=comm.size, comm=comm, filters=filters)
+    return losses(split), held(split)
 
 
 def channels() -> list[dict[str, Any]]:
     """Compare what is learnt with the channels over ranks with what one process learns."""
-    one = losses(vgg())
+    whole = vgg()
+    one = losses(whole)
 
     def apart(others: Sequence[float]) -> float:
         return max(abs(a - b) / abs(a) for a, b in zip(one, others))
 
-    ours = apart(run_ranks(2, _losses_on_a_rank, backend="shm", timeout=300)[0])
+    def over_ranks(filters: str) -> tuple[float, int]:
+        found = run_ranks(2, _losses_on_a_rank, filters, backend="shm", timeout=300)
+        return apart(found[0][0]), max(each for _, each in found)
+
+    (ours, _), (own, most) = over_ranks("all"), over_ranks("own")
     theirs = apart(losses(vgg(groups=2)))
     return [
         {"what": "loss, channels over 2 ranks", "ratio": ours, "must": 1e-12},
+        {"what": "loss, filters='own'", "ratio": own, "must": 1e-12},
+        {"what": "weights, filters='own'", "ratio": most / held(whole), "must": 0.51},
         {"what": "loss, groups=2, as ParallelConvolution2D", "ratio": theirs},
     ]
 

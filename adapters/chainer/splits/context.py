@@ -35,6 +35,8 @@ class Context:
         rest: its other inputs.
         shared: from an input to the one whose gradient is that of all pieces.
         shared_in_part: the same where a piece has some channels and uses theirs of the input.
+        own: how this rank's weights are cut, if these are the ``rest``; None if they are whole.
+        weight_shape: of the whole weight of a layer.
     """
 
     node: Any
@@ -45,6 +47,8 @@ class Context:
     rest: tuple[Any, ...]
     shared: Callable[[Any], Any]
     shared_in_part: Callable[[Any], Any]
+    own: str | None = None
+    weight_shape: tuple[int, ...] = ()
 
     def step(
         self, shape: Sequence[int], rules: Sequence[Rule | None], run: Run, **options: Any

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "LinkNames", "intercepting", "names"]
 
 
+class _Current(threading.local):
+    """Whose functions of parameters of which this rank has a piece are taken, in this thread."""
+
+    session: Session | None = None
+
+
+_current = _Current()
+
+
 class _Names(threading.local):
     """Which of the link's children is running, in this thread."""
 
@@ -121,10 +130,11 @@ class _Interception:
                 self.apply = original = FunctionNode.apply
 
                 def apply(node: Any, inputs: Any) -> Any:
-                    for x in inputs:
-                        if isinstance(x, Cut):
-                            return x.session.call(node, tuple(inputs))
-                    return original(node, inputs)
+                    session = _session_of(inputs)
+                    if session is None:
+                        return original(node, inputs)
+                    with _current_session(None):  # what it applies itself is for pieces
+                        return session.call(node, tuple(inputs))
 
                 FunctionNode.apply = apply
 
@@ -138,12 +148,36 @@ class _Interception:
 _interception = _Interception()
 
 
+def _session_of(inputs: Any) -> Session | None:
+    """Return the forward pass that a function of ``inputs`` belongs to."""
+    for x in inputs:
+        if isinstance(x, Cut):
+            return x.session
+        if _current.session is not None and _current.session.has_piece(x):
+            return _current.session
+    return None
+
+
 @contextlib.contextmanager
-def intercepting(link: chainer.Link) -> Iterator[None]:
-    """Give functions of cut variables to the forward passes that these belong to."""
+def _current_session(session: Session | None) -> Iterator[None]:
+    outer, _current.session = _current.session, session
+    try:
+        yield
+    finally:
+        _current.session = outer
+
+
+@contextlib.contextmanager
+def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
+    """Give functions of cut variables to the forward passes that these belong to.
+
+    Args:
+        link: that runs.
+        session: gets functions of parameters of which this rank has a piece.
+    """
     _interception.install()
     try:
-        with LinkNames(link):
+        with LinkNames(link), _current_session(session):
             yield
     finally:
         _interception.remove()

@@ -13,6 +13,7 @@ import numpy as np
 from collective.adapters.chainer import functional
 from collective.adapters.chainer.adjoints import Linear, record
 from collective.adapters.chainer.splits.context import lengths_of
+from collective.adapters.chainer.splits.filters import LinkFilters
 from collective.adjoints import Step as Node
 from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
@@ -94,6 +95,12 @@ class InTurn:
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         return lambda x: x
+
+    def layout(self, weight: Any, bias: Any) -> None:
+        return None
+
+    def parameter(self, x: Any) -> Any:
+        return x
 
     def random(self) -> Any:
         return self._xp.random
@@ -233,6 +240,7 @@ class OverRanks:
         from_pieces: whether the input is this rank's rows.
         to_pieces: whether results are.
         xp: NumPy or CuPy.
+        filters: which parameters this rank has a piece of.
     """
 
     def __init__(
@@ -243,8 +251,10 @@ class OverRanks:
         from_pieces: bool,
         to_pieces: bool,
         xp: Any,
+        filters: LinkFilters | None = None,
     ) -> None:
         self._grid = grid
+        self._filters = filters
         self._layered = layered
         self._parameters = list(parameters)
         self._from_pieces, self._to_pieces = from_pieces, to_pieces
@@ -302,6 +312,8 @@ class OverRanks:
         known = self._versions.get((axes, in_part))
         if known is None:
             wanted = [each for each in self._parameters if each.array is not None]
+            if in_part and self._filters is not None:  # each rank's is a gradient of its own
+                wanted = [each for each in wanted if self._filters.share(each) is None]
             found = self._through(wanted, axes, in_part) if wanted else ()
             known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
         return known
@@ -312,6 +324,17 @@ class OverRanks:
             if group is not None:
                 variables = used(variables, group)
         return variables
+
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        return None if self._filters is None else self._filters.layout(weight, bias)
+
+    def parameter(self, x: Any) -> Any:
+        share = None if self._filters is None else self._filters.share(x)
+        if share is None or self._filters is None:
+            return x
+        # Every rank has the same gradient of it, or that is summed before it gets here.
+        counts = share.counts
+        return VariableExchanges().joined(x, self._filters.group, share.dimension, counts)
 
     def random(self) -> Any:
         """Return random numbers that are the same on all ranks, as masks have to be."""

@@ -9,6 +9,7 @@ import chainer.functions as F
 
 from collective.adapters.chainer.splits.context import Context, applied, guarded, nothing, padded
 from collective.training.splits.blocks import Read, Run, Step
+from collective.training.splits.filters import ALONG, ROWS
 from collective.training.splits.windows import Rule, Transposed, Window
 
 __all__ = ["convolution", "dense", "transposed", "unpooling"]
@@ -145,6 +146,8 @@ def _layer(
 ) -> Made:
     """Make the step of a layer with weights, and what it is for some of its channels.
 
+    Where this rank has its own filters alone the step can be computed for these and no others.
+
     What a step uses is the weight, the bias if there is one, and both once more for those of
     whose channels each piece has some.
 
@@ -154,9 +157,11 @@ def _layer(
         outputs: the weights' dimension of output channels; the other one is that of inputs.
     """
     given = (weight, *bias)
-    uses = (*map(context.shared, given), *map(context.shared_in_part, given))
+    own = context.own
+    in_part = given if own is None else ()
+    uses = (*map(context.shared, given), *map(context.shared_in_part, in_part))
     count = len(given)
-    channels = weight.shape[outputs] * (groups if outputs else 1)
+    channels = context.weight_shape[outputs] * (groups if outputs else 1)
     rows = (rule.length(n) for rule, n in zip(rules, context.shape[2:]))
     shape = (context.shape[0], channels, *rows)
 
@@ -165,8 +170,19 @@ def _layer(
         return some(groups)(x, read, *used[:count])
 
     options: dict[str, Any] = {}
+    if bias:
+        options["after"] = lambda total, uses: _biased(total, uses[1:2])
     inputs = context.shape[1]
-    if groups == 1:
+    if own is not None:
+
+        def mine(arrays: Sequence[Any], read: Read) -> Any:
+            x, *used = arrays
+            taken = used[: 1 if own == ROWS else count]
+            return some(x.shape[1] if own == ALONG else 1)(x, read, *taken)
+
+        made = {ROWS: channels, ALONG: weight.shape[0]}.get(own, weight.shape[outputs])
+        options |= {"own": own, own: lambda wanted: guarded(mine, made)}
+    elif groups == 1:
 
         def columns(wanted: range) -> Run:
             def run(arrays: Sequence[Any], read: Read) -> Any:
@@ -189,9 +205,7 @@ def _layer(
 
             return guarded(run, channels)
 
-        options = {"columns": columns, "rows": rows_of}
-        if bias:
-            options["after"] = lambda total, uses: _biased(total, uses[1:2])
+        options |= {"columns": columns, "rows": rows_of}
     elif groups == inputs == channels:
 
         def along(wanted: range) -> Run:
@@ -202,7 +216,7 @@ def _layer(
 
             return guarded(run, len(wanted))
 
-        options = {"along": along}
+        options |= {"along": along}
     return context.step(shape, [None, *rules], guarded(run, channels), uses=uses, **options)
 
 

@@ -17,6 +17,7 @@ from collective import tree
 from collective.adapters.chainer.splits import layers, windows
 from collective.adapters.chainer.splits.context import Context, applied, lengths_of
 from collective.adapters.chainer.splits.cut import Cut, names
+from collective.adapters.chainer.splits.filters import LinkFilters
 from collective.errors import UnsupportedError
 from collective.training.splits.blocks import Read, Run, Step, Value
 from collective.training.splits.serial import dimension
@@ -48,16 +49,26 @@ class Executor(Protocol):
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         """Return what variables that meet pieces of ``value`` go through, for their gradients."""
 
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        """Return how this rank's weights of a layer are cut; None if they are whole."""
+
+    def parameter(self, x: Any) -> Any:
+        """Return all of a parameter of which this rank has a piece, and any other as it is."""
+
     def random(self) -> Any:
         """Return the source of random numbers, as NumPy's; all ranks draw the same."""
 
 
-_RECIPES = {
+# The functions of layers with weights.
+_LAYERS = {
     "Convolution2DFunction": layers.convolution,
     "ConvolutionND": layers.convolution,
     "Deconvolution2DFunction": layers.transposed,
     "DeconvolutionND": layers.transposed,
     "LinearFunction": layers.dense,
+}
+_RECIPES = {
+    **_LAYERS,
     "Unpooling2D": layers.unpooling,
     "MaxPooling2D": windows.max_pool,
     "MaxPoolingND": windows.max_pool,
@@ -85,15 +96,19 @@ class Session:
         executor: applies the functions.
         xp: NumPy or CuPy.
         strict: whether functions without a rule are refused.
+        filters: which parameters this rank has a piece of.
 
     Attributes:
         joined: the names of the functions that took whole variables.
         masks: drawn for dropout, whole.
     """
 
-    def __init__(self, executor: Executor, xp: Any, strict: bool) -> None:
+    def __init__(
+        self, executor: Executor, xp: Any, strict: bool, filters: LinkFilters | None = None
+    ) -> None:
         self._executor = executor
         self._strict = strict
+        self._filters = filters
         self.xp = xp
         self.joined: list[str] = []
         self.masks: list[Any] = []
@@ -114,6 +129,10 @@ class Session:
         found = iter(self._executor.results([x.value for x in leaves if isinstance(x, Cut)]))
         return tree.rebuild(result, (next(found) if isinstance(x, Cut) else x for x in leaves))
 
+    def has_piece(self, x: Any) -> bool:
+        """Return whether ``x`` is a parameter of which this rank has a piece."""
+        return self._filters is not None and self._filters.share(x) is not None
+
     # -- a function that was applied -------------------------------------------------------
 
     def call(self, node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,8 +140,13 @@ class Session:
         kind = type(node).__name__
         name = f"{names.current} ({kind})"
         made: Cut | None = None
+        own = self._own(kind, inputs)
+        if own is None:
+            inputs = tuple(map(self._executor.parameter, inputs))
+            if not any(isinstance(x, Cut) for x in inputs):
+                return tuple(node.apply(inputs))
         if kind in _RECIPES:
-            made = self._recipe(_RECIPES[kind], node, name, inputs)
+            made = self._recipe(_RECIPES[kind], node, name, inputs, own)
         elif kind == "BatchNormalization":
             made = self._batch_normalization(node, name, inputs)
         elif kind == "FixedBatchNormalization":
@@ -137,19 +161,39 @@ class Session:
             return (made,)
         return self._whole(node, name, inputs)
 
+    def _shape(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of all of an array or a parameter."""
+        share = None if self._filters is None else self._filters.share(x)
+        return tuple(x.shape) if share is None else share.shape
+
+    def _own(self, kind: str, inputs: tuple[Any, ...]) -> str | None:
+        """Return how this rank's weights of a layer are cut that reads a cut variable."""
+        if kind not in _LAYERS or not isinstance(inputs[0], Cut):
+            return None
+        _, weight, *bias = inputs
+        return self._executor.layout(weight, bias[0] if bias else None)
+
     def _cut(self, step: Step, shape: Sequence[int], dtype: Any) -> Cut:
         value = self._executor.add(step, lengths_of(shape))
         return Cut(value, self, shape, dtype)
 
     def _recipe(
-        self, recipe: Callable[[Context], Any], node: Any, name: str, inputs: tuple[Any, ...]
+        self,
+        recipe: Callable[[Context], Any],
+        node: Any,
+        name: str,
+        inputs: tuple[Any, ...],
+        own: str | None,
     ) -> Cut | None:
         x, *rest = inputs
         if not isinstance(x, Cut) or any(isinstance(each, Cut) for each in rest):
             return None
-        shared = (self._executor.shared(x.value, part) for part in (False, True))
+        shared, in_part = (self._executor.shared(x.value, part) for part in (False, True))
         given = tuple(map(chainer.as_variable, rest))
-        found = recipe(Context(node, name, x.value, x.shape, x.dtype, given, *shared))
+        whole = self._shape(rest[0]) if rest else ()
+        found = recipe(
+            Context(node, name, x.value, x.shape, x.dtype, given, shared, in_part, own, whole)
+        )
         if found is None:
             return None
         step, shape = found

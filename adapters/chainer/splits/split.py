@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from collective.adapters.chainer.splits.executors import (
     VariableExchanges,
     Variables,
 )
+from collective.adapters.chainer.splits.filters import LinkFilters
 from collective.adapters.chainer.splits.session import Session
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
@@ -48,14 +51,19 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
     Args:
         link: takes ``(batch, channels, ...)`` as first argument; that one is cut.
         batch, channels, data, comm, recompute, halo, inputs, outputs, strict: as there.
+        filters: as there; with ``"own"`` serializing is collective, for saving and for loading, and
+            what is written and read are whole arrays. An optimizer's own state is of this rank's
+            filters. A link whose forward reads ``.array`` of another link's parameter sees a piece.
 
     Attributes:
         joined: of the last call, the functions that took whole variables.
 
     Raises:
         InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
-            the ranks, or another option is none of its values.
-        UnsupportedError: the link contains a Split.
+            the ranks, or another option is none of its values; or a layer that is to be cut has no
+            weights yet.
+        UnsupportedError: the link contains a Split, or a weight that is to be cut belongs to two
+            layers.
     """
 
     def __init__(
@@ -70,10 +78,11 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         halo: str = "layer",
         inputs: str = "whole",
         outputs: str = "whole",
+        filters: str = "all",
         strict: bool = False,
     ) -> None:
         super().__init__()
-        check_options(batch, channels, data, comm, halo, inputs, outputs)
+        check_options(batch, channels, data, comm, halo, inputs, outputs, filters)
         if not isinstance(link, chainer.Link):
             raise InvalidArgumentError(f"Split: {type(link).__name__}; a chainer.Link.")
         for path, child in link.namedlinks():
@@ -88,6 +97,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         self._recompute, self._halo, self._strict = recompute, halo, strict
         self._inputs, self._outputs = inputs, outputs
         self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
+        self._own = filters == "own"
+        self._filters = self.filters_of(link)
         self.joined: tuple[str, ...] = ()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +114,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             raise InvalidArgumentError(
                 f"Split: {given} as input; a variable or an array (batch, channels, ...)."
             )
-        found, self.joined, _ = self.computed(self.link, chainer.as_variable(x), args, kwargs)
+        x = chainer.as_variable(x)
+        found, self.joined, _ = self.computed(self.link, x, args, kwargs, filters=self._filters)
         return found
 
     def computed(
@@ -115,6 +127,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         *,
         ends: str | None = None,
         kept: Kept | None = None,
+        filters: LinkFilters | None = None,
     ) -> tuple[Any, tuple[str, ...], list[Any]]:
         """Compute a link in this one's pieces.
 
@@ -124,6 +137,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             args, kwargs: as of ``forward``.
             ends: what inputs and outputs are; None: what this one's are.
             kept: counts what is kept by pieces that are computed again.
+            filters: which of the link's parameters this rank has a piece of.
 
         Returns:
             What the link returns, the functions that took whole variables, and the masks drawn.
@@ -149,11 +163,36 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                 from_pieces=(ends or self._inputs) == "pieces",
                 to_pieces=(ends or self._outputs) == "pieces",
                 xp=x.xp,
+                filters=filters,
             )
-        session = Session(executor, x.xp, self._strict)
-        with intercepting(link):
+        session = Session(executor, x.xp, self._strict, filters)
+        running = contextlib.nullcontext() if filters is None else filters.running()
+        with running, intercepting(link, session):
             found = session.leave(link(session.enter(x), *args, **kwargs))
         return found, tuple(session.joined), session.masks
+
+    def serialize(self, serializer: Any) -> None:
+        """Give or take the link's arrays, whole.
+
+        Collective: over ranks with ``filters="own"``.
+        """
+        whole = contextlib.nullcontext() if self._filters is None else self._filters.whole_arrays()
+        with whole:
+            super().serialize(serializer)
+
+    def filters_of(self, link: chainer.Link) -> LinkFilters | None:
+        """Keep of a link's weights those of this rank's channels, if this one does so."""
+        group = None if self._grid is None else self._grid.channel_group
+        return LinkFilters(group, link) if self._own and group is not None else None
+
+    def whole_copy(self) -> Any:
+        """Return a copy of the link with all weights.
+
+        Collective: over ranks with ``filters="own"``.
+        """
+        if self._filters is None:
+            return copy.deepcopy(self.link)
+        return self._filters.whole_copy(self.link)
 
     def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> MemoryReport:
         """Count what a call keeps for its backward pass, of the link and of this, by function.

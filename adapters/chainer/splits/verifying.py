@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from collective.adapters.chainer.splits.cut import Cut
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
 if TYPE_CHECKING:
+    from collective.adapters.chainer.splits.filters import LinkFilters
     from collective.adapters.chainer.splits.split import Split
 
 __all__ = ["Kept", "memory_report", "verify"]
@@ -49,16 +49,19 @@ def verify(split: Split, x: Any, args: Sequence[Any], tolerance: float) -> Verif
     outcomes = []
     for is_split in (False, True):
         np.random.set_state(state)
-        link = _double(copy.deepcopy(split.link))
+        link = _double(split.whole_copy())
+        filters = split.filters_of(link) if is_split else None
         given = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
         rest = [each.astype(np.float64) if _is_real(each) else each for each in args]
         with _Outputs(link) as outputs:
             if is_split:
-                result, joined, _ = split.computed(link, given, rest, {}, ends="whole")
+                result, joined, _ = split.computed(
+                    link, given, rest, {}, ends="whole", filters=filters
+                )
             else:
                 result, joined = link(given, *rest), ()
         _scalar(result).backward()
-        gradients = {"input": given.grad, **{name: p.grad for name, p in link.namedparams()}}
+        gradients = {"input": given.grad, **_gradients(link, filters)}
         outcomes.append((outputs.found, gradients, joined))
     np.random.set_state(state)
     (outputs_, gradients, _), (split_outputs, split_gradients, joined) = outcomes
@@ -71,6 +74,18 @@ def verify(split: Split, x: Any, args: Sequence[Any], tolerance: float) -> Verif
         for name, gradient in gradients.items()
     ]
     return Verification(tuple(found), tolerance, joined)
+
+
+def _gradients(link: chainer.Link, filters: LinkFilters | None) -> dict[str, Any]:
+    """Return the parameters' gradients, all of those of which ranks have pieces."""
+    found = {}
+    for name, parameter in link.namedparams():
+        share = None if filters is None else filters.share(parameter)
+        gradient = parameter.grad
+        if filters is not None and share is not None and gradient is not None:
+            gradient = filters.join(gradient, share)
+        found[name] = gradient
+    return found
 
 
 def _is_real(x: Any) -> bool:
@@ -122,21 +137,26 @@ def memory_report(
     """Do what :meth:`Split.memory_report` says."""
     state = np.random.get_state()
     x = chainer.as_variable(x)
-    counts = []
+    counts, weights = [], []
     kept = Kept()
     for is_split in (False, True):
         np.random.set_state(state)
-        link = copy.deepcopy(split.link)
+        link = split.whole_copy()
+        filters = split.filters_of(link) if is_split else None
         masks: list[Any] = []
         if is_split:
-            result, joined, masks = split.computed(link, x, args, kwargs, ends="whole", kept=kept)
+            result, joined, masks = split.computed(
+                link, x, args, kwargs, ends="whole", kept=kept, filters=filters
+            )
         else:
             result, joined = link(x, *args, **kwargs), ()
-        there = [x.array, *(p.array for p in link.params() if p.array is not None)]
+        parameters = [p.array for p in link.params() if p.array is not None]
+        weights.append(sum(int(each.nbytes) for each in parameters))
+        there = [x.array, *parameters]
         counts.append(_kept(result, masks, there))
     np.random.set_state(state)
     whole, pieces = counts
-    return MemoryReport(whole, pieces, kept.piece, joined)
+    return MemoryReport(whole, pieces, kept.piece, joined, (weights[0], weights[1]))
 
 
 class Kept:

@@ -35,6 +35,8 @@ class Context:
         sources: the values among the arguments.
         shared: from a tensor that is no source to the one whose gradient is that of all pieces.
         shared_in_part: the same where a piece has some channels and uses theirs of the tensor.
+        own: from a layer's weight and bias to how this rank's are cut; None if they are whole.
+        whole: from a parameter of which this rank has a piece, or any other, to all of it.
     """
 
     function: Callable[..., Any]
@@ -43,6 +45,8 @@ class Context:
     sources: tuple[Value, ...]
     shared: Callable[[Any], Any]
     shared_in_part: Callable[[Any], Any]
+    own: Callable[[Any, Any], str | None]
+    whole: Callable[[Any], Any]
 
     def step(self, rules: Sequence[Rule | None], run: Run, **options: Any) -> Step:
         """Make the step."""

@@ -17,6 +17,7 @@ from collective.adapters.torch.splits.context import (
     tied,
 )
 from collective.training.splits.blocks import Read, Run, Step, Value
+from collective.training.splits.filters import ALONG, ROWS
 from collective.training.splits.windows import Rule, Taken, Transposed, Window
 
 __all__ = ["convolution", "linear", "transposed"]
@@ -110,12 +111,26 @@ def _layer(
 ) -> Step:
     """Make the step of a layer with weights, and what it is for some of its channels.
 
+    Where this rank has its own filters alone the step can be computed for these and no others.
+
     Args:
         some: makes the function for some weights, bias and groups.
         groups: as in a convolution; 1 group reads all channels.
         outputs: the weights' dimension of output channels; the other one is that of inputs.
     """
+    own = context.own(weight, bias)
+    if own is None:
+        weight, bias = context.whole(weight), context.whole(bias)
     w, b = context.shared(weight), context.shared(bias)
+
+    def after(array: Any, uses: Sequence[Any]) -> Any:
+        assert b is not None
+        return array + b.reshape(-1, *(1 for _ in range(array.dim() - 2)))
+
+    if own is not None:
+        mine = some(w, None if own == ROWS else b, w.shape[0] if own == ALONG else 1)
+        add = after if own == ROWS and b is not None else None
+        return context.step(rules, mine, own=own, after=add, **{own: lambda channels: mine})
     part, part_b = context.shared_in_part(weight), context.shared_in_part(bias)
     whole = some(w, b, groups)
     if groups == 1:
@@ -126,10 +141,6 @@ def _layer(
 
         def rows(channels: range) -> Run:
             return some(part.narrow(1 - outputs, channels.start, len(channels)), None, 1)
-
-        def after(array: Any, uses: Sequence[Any]) -> Any:
-            assert b is not None
-            return array + b.reshape(-1, *(1 for _ in range(array.dim() - 2)))
 
         return context.step(
             rules, whole, columns=columns, rows=rows, after=None if b is None else after
@@ -157,12 +168,21 @@ def linear(context: Context, x: Value, weight: Tensor, bias: Tensor | None = Non
     # Along the last data axis every row of the result reads every row of the input.
     n = x.lengths[len(x.lengths) - 1]
     everything = range(n)
-    w, b = context.shared(weight), context.shared(bias)
+    weight, bias = context.whole(weight), context.whole(bias)
 
-    def run(arrays: Sequence[Any], read: Read) -> Any:
-        *_, made = read.out
-        rows = slice(made.start, made.stop)
-        return function(arrays[0], w[rows], None if b is None else b[rows])
+    def run_of(w: Tensor, b: Tensor | None, channels: int) -> Run:
+        def run(arrays: Sequence[Any], read: Read) -> Any:
+            *_, made = read.out
+            rows = slice(made.start, made.stop)
+            return function(arrays[0], w[rows], None if b is None else b[rows])
 
+        return guarded(run, channels, w, b)
+
+    def along(channels: range) -> Run:
+        # Each rank's channels meet all weights: their gradients are sums over the channels, too.
+        part, part_b = context.shared_in_part(weight), context.shared_in_part(bias)
+        return run_of(part, part_b, len(channels))
+
+    run = run_of(context.shared(weight), context.shared(bias), shape[1])
     rules = [None] * (len(shape) - 2) + [Taken(lambda i: everything, shape[len(shape) - 1])]
-    return context.step(rules, guarded(run, shape[1], w, b), along=lambda channels: run)
+    return context.step(rules, run, along=along)

@@ -10,6 +10,7 @@ import torch
 
 from collective.adapters.torch import functional
 from collective.adapters.torch.adjoints import Linear, record
+from collective.adapters.torch.splits.filters import ModuleFilters
 from collective.adapters.torch.splits.serial import Tensors
 from collective.adjoints import Step as Node
 from collective.communicator import Communicator
@@ -164,6 +165,7 @@ class OverRanks:
         parameters: of the module; their gradients are summed together.
         from_pieces: whether the input is this rank's rows.
         to_pieces: whether results are.
+        filters: which parameters this rank has a piece of.
     """
 
     def __init__(
@@ -173,8 +175,10 @@ class OverRanks:
         parameters: Sequence[Tensor],
         from_pieces: bool,
         to_pieces: bool,
+        filters: ModuleFilters | None = None,
     ) -> None:
         self._grid = grid
+        self._filters = filters
         self._layered = layered
         self._parameters = list(parameters)
         self._from_pieces, self._to_pieces = from_pieces, to_pieces
@@ -251,6 +255,8 @@ class OverRanks:
         known = self._versions.get((axes, in_part))
         if known is None:
             wanted = [each for each in self._parameters if each.requires_grad]
+            if in_part and self._filters is not None:  # each rank's is a gradient of its own
+                wanted = [each for each in wanted if self._filters.share(each) is None]
             found = self._through(wanted, axes, in_part)
             known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
         return known
@@ -261,6 +267,17 @@ class OverRanks:
             if group is not None:
                 tensors = used(tensors, group)
         return tensors
+
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        return None if self._filters is None else self._filters.layout(weight, bias)
+
+    def parameter(self, x: Any) -> Any:
+        share = None if self._filters is None else self._filters.share(x)
+        if share is None or self._filters is None:
+            return x
+        # Every rank has the same gradient of it, or that is summed before it gets here.
+        counts = share.counts
+        return TensorExchanges().joined(x, self._filters.group, share.dimension, counts)
 
     def generator(self) -> torch.Generator:
         """Return random numbers that are the same on all ranks, as masks have to be."""

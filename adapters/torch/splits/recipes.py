@@ -14,7 +14,10 @@ from collective.adapters.torch.splits.pooling import adaptive_pool, avg_pool, ma
 from collective.adapters.torch.splits.taking import getitem, interpolate, pad
 from collective.training.splits.blocks import Read, Step, Value
 
-__all__ = ["pointwise", "recipe_of"]
+__all__ = ["LAYERS", "pointwise", "recipe_of"]
+
+#: The recipes that know what to do with a piece of a parameter.
+LAYERS = convolution, transposed, linear
 
 
 def _cat(context: Context, tensors: Sequence[Value], dim: int = 0) -> Step | None:

@@ -80,6 +80,12 @@ class InTurn:
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         return lambda tensor: tensor
 
+    def layout(self, weight: Any, bias: Any) -> None:
+        return None
+
+    def parameter(self, x: Any) -> Any:
+        return x
+
     def generator(self) -> None:
         return None
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 from collective import tree
 from collective.adapters.torch.splits.context import Context
 from collective.adapters.torch.splits.cut import Cut, names
-from collective.adapters.torch.splits.recipes import pointwise, recipe_of
+from collective.adapters.torch.splits.filters import ModuleFilters
+from collective.adapters.torch.splits.recipes import LAYERS, pointwise, recipe_of
 from collective.adapters.torch.splits.rowwise import in_place, row_for_row
 from collective.errors import CollectiveError, UnsupportedError
 from collective.training.splits.blocks import Step, Value
@@ -61,6 +62,12 @@ class Executor(Protocol):
             in_part: whether each piece has some channels, and uses theirs of the tensor.
         """
 
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        """Return how this rank's weights of a layer are cut; None if they are whole."""
+
+    def parameter(self, x: Any) -> Any:
+        """Return all of a parameter of which this rank has a piece, and any other as it is."""
+
     def generator(self) -> torch.Generator | None:
         """Return the source of random numbers; all ranks draw the same."""
 
@@ -79,6 +86,8 @@ _DEVICE = {
     _Property.is_cpu.__get__: lambda device: device.type == "cpu",
     _Property.is_meta.__get__: lambda device: False,
 }
+# What a parameter is read by, and written to, without a gradient of it.
+_BEHIND = {_Property.data.__get__, _Property.grad.__get__}
 _FEATURES = {functional.dropout1d: 1, functional.dropout2d: 2, functional.dropout3d: 3}
 
 
@@ -90,6 +99,7 @@ class Session:
         like: a tensor on the device where they are made.
         strict: whether functions without a rule are refused.
         kept: is called with each tensor that steps hold, to be combined with pieces.
+        filters: which parameters this rank has a piece of.
 
     Attributes:
         joined: the names of the functions that took whole tensors.
@@ -101,10 +111,12 @@ class Session:
         like: Tensor,
         strict: bool,
         kept: Callable[[Tensor], Tensor] | None = None,
+        filters: ModuleFilters | None = None,
     ) -> None:
         self._executor = executor
         self._strict = strict
         self._kept = kept
+        self._filters = filters
         self._device = like.device
         self.joined: list[str] = []
 
@@ -143,6 +155,12 @@ class Session:
             of_device: Callable[[Any], Any] = _DEVICE[function]
             return of_device(self._device)
         name = f"{names.current or 'forward'} ({_called(function)})"
+        if self._filters is not None:
+            cut = any(isinstance(x, Cut) for x in _leaves([args, kwargs]))
+            if not cut or recipe_of(function) not in LAYERS:
+                args, kwargs = self._joined(function, name, args, kwargs)
+            if not cut:
+                return function(*args, **kwargs)
         special = _SPECIAL.get(function)
         try:
             if special is not None:
@@ -163,6 +181,21 @@ class Session:
             )
         return self._whole(function, name, args, kwargs)
 
+    def _joined(self, function: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments with all of the parameters of which this rank has a piece."""
+        assert self._filters is not None
+        changed = in_place(function, args, kwargs)
+        if function in _BEHIND or self._filters.share(changed) is not None:
+            raise UnsupportedError(
+                f"Split: filters='own': {name} reads or writes a parameter behind autograd's back, "
+                "of which this rank has a piece. Do that outside of forward, or pass filters='all'."
+            )
+        leaves = [args, kwargs]
+        joined_args, joined_kwargs = _rebuilt(
+            leaves, map(self._executor.parameter, _leaves(leaves))
+        )
+        return joined_args, joined_kwargs
+
     def _bind(self, changed: Cut | None, made: Cut) -> Cut:
         """Return the result; a tensor that was written into stands for it from now on."""
         if changed is None:
@@ -173,11 +206,18 @@ class Session:
     def _metas(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function on tensors without memory."""
         leaves = [args, kwargs]
-        found = (_meta(x) if isinstance(x, Tensor) else x for x in _leaves(leaves))
+        found = (self._meta(x) if isinstance(x, Tensor) else x for x in _leaves(leaves))
         plain_args, plain_kwargs = _rebuilt(leaves, found)
         disabled: Any = torch._C.DisableTorchFunctionSubclass
         with disabled():
             return function(*plain_args, **plain_kwargs)
+
+    def _meta(self, x: Tensor) -> Tensor:
+        if isinstance(x, Cut):
+            return x.as_subclass(Tensor)
+        if self._filters is not None:
+            return self._filters.meta(x)
+        return x if x.is_meta else torch.empty_like(x, device="meta")
 
     def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
         """Record or make a call that has a rule; None where this one has none."""
@@ -202,8 +242,12 @@ class Session:
             step = row_for_row(function, name, leaves, found, like, self._executor)
         else:
             values = tuple(x.value for x in _leaves(leaves) if isinstance(x, Cut))
-            shared = (self._executor.shared(values[0], part) for part in (False, True))
-            context = Context(function, name, tuple(like.shape), values, *shared)
+            executor = self._executor
+            shared, in_part = (executor.shared(values[0], part) for part in (False, True))
+            context = Context(
+                *(function, name, tuple(like.shape), values),
+                *(shared, in_part, executor.layout, executor.parameter),
+            )
             plain = (x.value if isinstance(x, Cut) else x for x in _leaves(leaves))
             plain_args, plain_kwargs = _rebuilt(leaves, plain)
             if any(value.lengths != values[0].lengths for value in values):
@@ -225,7 +269,7 @@ class Session:
         cut = [x for x in _leaves(leaves) if isinstance(x, Cut)]
         whole = dict(zip(map(id, cut), self._executor.whole([x.value for x in cut])))
         self.joined.append(name)
-        plain = (whole.get(id(x), x) for x in _leaves(leaves))
+        plain = (whole.get(id(x), self._executor.parameter(x)) for x in _leaves(leaves))
         plain_args, plain_kwargs = _rebuilt(leaves, plain)
         found = function(*plain_args, **plain_kwargs)
         rows = len(cut[0].value.lengths), cut[0].value.lengths
@@ -335,12 +379,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 def _called(function: Any) -> str:
     name = getattr(function, "__name__", None) or repr(function)
     return name if name != "fn" else "max_pool"
-
-
-def _meta(x: Tensor) -> Tensor:
-    if isinstance(x, Cut):
-        return x.as_subclass(Tensor)
-    return x if x.is_meta else torch.empty_like(x, device="meta")
 
 
 def _lengths(like: Tensor) -> tuple[int, ...]:

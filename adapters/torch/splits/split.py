@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collective.adapters.torch.splits.cut import Cut, names
+from collective.adapters.torch.splits.filters import ModuleFilters, Watching
 from collective.adapters.torch.splits.parallel import OverRanks, TensorExchanges
 from collective.adapters.torch.splits.serial import InTurn, Tensors
 from collective.adapters.torch.splits.session import Session
@@ -45,14 +48,15 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
     activations exist at a time; ``channels`` does the same between two layers that mix channels.
     Normalisation with statistics needs its whole input, which is kept.
 
-    **Over ranks**, every rank has the whole module and a piece of every activation. The pieces'
-    product is ``comm.size``. Rows that a window needs of other ranks are exchanged before each
-    layer (``halo="layer"``), or once for all layers up to the next normalisation, the inner rows
-    being computed twice (``halo="chain"``). Parameters' gradients are summed over the ranks, in one
-    call for all parameters. If the result is whole, every rank computes the same loss of it, and
-    everything is as in one process; if it is in pieces, the loss is the sum of the ranks' losses.
-    For data-parallel training beside it, wrap this in ``DistributedDataParallel`` over a
-    communicator of the ranks that have the same piece.
+    **Over ranks**, every rank has the whole module, or with ``filters="own"`` its part of the
+    weights, and a piece of every activation. The pieces' product is ``comm.size``. Rows that a
+    window needs of other ranks are exchanged before each layer (``halo="layer"``), or once for all
+    layers up to the next normalisation, the inner rows being computed twice (``halo="chain"``).
+    Gradients of parameters that ranks have in common are summed over them, in one call for all. If
+    the result is whole, every rank computes the same loss of it, and everything is as in one
+    process; if it is in pieces, the loss is the sum of the ranks' losses. For data-parallel
+    training beside it, wrap this in ``DistributedDataParallel`` over a communicator of the ranks
+    that have the same piece.
 
     Dropout masks are drawn whole and cut. In turn that is the draw of the module itself; over ranks
     all ranks draw from one generator, whose seed rank 0 takes from PyTorch's.
@@ -74,6 +78,14 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             gradient; ``"pieces"``: every rank passes its own rows, joined in the order of ranks.
         outputs: over ranks ``"whole"``, or ``"pieces"``: every rank's own rows, cut as
             ``numpy.array_split`` cuts.
+        filters: over ranks with ``channels``: ``"all"``: every rank keeps all weights, and computes
+            with those of its channels; ``"own"``: it keeps of convolutions and linear layers those
+            of its channels alone (groups of several channels, and layers of fewer channels than
+            ranks, it keeps whole). :attr:`module` is then this rank's part, to be called through
+            this alone, ``parameters()`` and their gradients are this rank's, and ``state_dict`` and
+            ``load_state_dict`` give and take the whole weights, so that they do not depend on the
+            number of ranks; ``state_dict`` is collective. Clip gradients by a norm that is
+            computed over the ranks, or replicated parameters part ways.
         strict: refuse calls that would end the cut.
 
     Attributes:
@@ -81,8 +93,10 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     Raises:
         InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
-            the ranks, or another option is none of its values.
-        UnsupportedError: the module contains one that communicates or that PyTorch compiled.
+            the ranks, or another option is none of its values; or a layer that is to be cut has no
+            weights yet.
+        UnsupportedError: the module contains one that communicates or that PyTorch compiled, or a
+            weight that is to be cut belongs to two layers.
     """
 
     def __init__(
@@ -97,21 +111,24 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         halo: str = "layer",
         inputs: str = "whole",
         outputs: str = "whole",
+        filters: str = "all",
         strict: bool = False,
     ) -> None:
         super().__init__()
-        check_options(batch, channels, data, comm, halo, inputs, outputs)
+        check_options(batch, channels, data, comm, halo, inputs, outputs, filters)
         _check_module(module)
         self.module = module
         self._parts = batch, channels, tuple(data)
         self._recompute, self._halo, self._strict = recompute, halo, strict
         self._inputs, self._outputs = inputs, outputs
         self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
+        self._own = filters == "own"
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
             kind = type(layer).__name__
             layer.register_forward_pre_hook(_Enter(f"{name} ({kind})" if name else kind))
             layer.register_forward_hook(_leave, always_call=True)
+        self._filters = self.filters_of(module)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns.
@@ -125,7 +142,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         if not isinstance(x, torch.Tensor) or isinstance(x, Cut) or x.dim() < 2:
             given = "a tensor of another Split" if isinstance(x, Cut) else type(x).__name__
             raise InvalidArgumentError(f"Split: {given} as input; a tensor (batch, channels, ...).")
-        found, self.joined = self.computed(self.module, x, args, kwargs)
+        found, self.joined = self.computed(self.module, x, args, kwargs, filters=self._filters)
         return found
 
     def computed(
@@ -137,6 +154,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         *,
         ends: str | None = None,
         kept: Kept | None = None,
+        filters: ModuleFilters | None = None,
     ) -> tuple[Any, tuple[str, ...]]:
         """Compute a module in this one's pieces.
 
@@ -145,6 +163,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             x, args, kwargs: as of ``forward``.
             ends: what inputs and outputs are; None: what this one's are.
             kept: counts what is kept for the backward pass.
+            filters: which of the module's parameters this rank has a piece of.
 
         Returns:
             What the module returns, and the calls that took whole tensors.
@@ -163,11 +182,35 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
                 how = Layered(arrays, grid)
             else:
                 how = Chained(arrays, grid, self._recompute)
-            pieces = [(ends or each) == "pieces" for each in (self._inputs, self._outputs)]
-            executor = OverRanks(grid, how, list(module.parameters()), *pieces)
-        session = Session(executor, x, self._strict, kept)
-        found = session.leave(module(session.enter(x), *args, **kwargs))
+            executor = OverRanks(
+                grid,
+                how,
+                list(module.parameters()),
+                from_pieces=(ends or self._inputs) == "pieces",
+                to_pieces=(ends or self._outputs) == "pieces",
+                filters=filters,
+            )
+        session = Session(executor, x, self._strict, kept, filters)
+        with contextlib.ExitStack() as stack:
+            if filters is not None:
+                stack.enter_context(filters.running())
+                stack.enter_context(Watching(filters, session.call))
+            found = session.leave(module(session.enter(x), *args, **kwargs))
         return found, tuple(session.joined)
+
+    def filters_of(self, module: torch.nn.Module) -> ModuleFilters | None:
+        """Keep of a module's weights those of this rank's channels, if this one does so."""
+        group = None if self._grid is None else self._grid.channel_group
+        return ModuleFilters(group, module) if self._own and group is not None else None
+
+    def whole_copy(self) -> Any:
+        """Return a copy of the module with all weights.
+
+        Collective: over ranks with ``filters="own"``.
+        """
+        if self._filters is None:
+            return copy.deepcopy(self.module)
+        return self._filters.whole_copy(self.module)
 
     def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
         """Count what is kept for the backward pass, of the module and of this.

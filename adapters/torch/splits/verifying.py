@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from collective.adapters.torch.splits.cut import Cut, names
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
 if TYPE_CHECKING:
+    from collective.adapters.torch.splits.filters import ModuleFilters
     from collective.adapters.torch.splits.split import Split
 
 __all__ = ["Kept", "memory_report", "verify"]
@@ -42,15 +42,18 @@ def verify(split: Split, x: Tensor, args: Sequence[Any], tolerance: float) -> Ve
     rest = [double(value) for value in args]
     outcomes = []
     for is_split in (False, True):
-        module = copy.deepcopy(split.module).double()
+        module = split.whole_copy().double()
+        filters = split.filters_of(module) if is_split else None
         given = double(x).requires_grad_()
         with _same_numbers(x), _outputs(module) as outputs:
             if is_split:
-                result, joined = split.computed(module, given, rest, {}, ends="whole")
+                result, joined = split.computed(
+                    module, given, rest, {}, ends="whole", filters=filters
+                )
             else:
                 result, joined = module(given, *rest), ()
         torch.autograd.backward(_scalar(result))
-        gradients = {"input": given.grad, **{n: p.grad for n, p in module.named_parameters()}}
+        gradients = {"input": given.grad, **_gradients(module, filters)}
         outcomes.append((outputs, gradients, joined))
     (outputs, gradients, _), (split_outputs, split_gradients, joined) = outcomes
     found = [
@@ -62,6 +65,18 @@ def verify(split: Split, x: Tensor, args: Sequence[Any], tolerance: float) -> Ve
         for name, gradient in gradients.items()
     ]
     return Verification(tuple(found), tolerance, joined)
+
+
+def _gradients(module: torch.nn.Module, filters: ModuleFilters | None) -> dict[str, Any]:
+    """Return the parameters' gradients, all of those of which ranks have pieces."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        share = None if filters is None else filters.share(parameter)
+        gradient = parameter.grad
+        if filters is not None and share is not None and gradient is not None:
+            gradient = filters.join(gradient, share)
+        found[name] = gradient
+    return found
 
 
 @contextlib.contextmanager
@@ -118,22 +133,26 @@ def memory_report(
     split: Split, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
-    kept = []
+    kept, weights = [], []
     for is_split in (False, True):
         # Statistics and the like change in a copy.
-        module = copy.deepcopy(split.module)
+        module = split.whole_copy()
+        filters = split.filters_of(module) if is_split else None
+        weights.append(sum(each.nbytes for each in module.parameters()))
         count = Kept([x, *module.parameters(), *module.buffers()])
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with torch.enable_grad(), _same_numbers(x), hooks:
             if is_split:
-                result, joined = split.computed(module, x, args, kwargs, ends="whole", kept=count)
+                result, joined = split.computed(
+                    module, x, args, kwargs, ends="whole", kept=count, filters=filters
+                )
             else:
                 result, joined = module(x, *args, **kwargs), ()
             sizes = count.sizes()
         del result
         kept.append(sizes)
     whole, pieces = kept
-    return MemoryReport(whole, pieces, count.piece, joined)
+    return MemoryReport(whole, pieces, count.piece, joined, (weights[0], weights[1]))
 
 
 class Kept:

@@ -78,6 +78,8 @@ class Step:
             to add.
         along: ``along(channels)`` is a ``run`` for some channels of the result, which read the
             same channels of the sources; else None.
+        own: which of ``columns``, ``rows`` and ``along`` the step's weights are for, where this
+            rank has those of its own channels alone; else None.
         channels: how many the result has.
         uses: whole arrays that are combined with the sources' rows, where a framework has to be
             told which they are to compute a block again.
@@ -92,6 +94,7 @@ class Step:
     rows: Callable[[range], Run] | None = None
     after: Callable[[Any, Sequence[Any]], Any] | None = None
     along: Callable[[range], Run] | None = None
+    own: str | None = None
     uses: tuple[Any, ...] = ()
 
     def read(self, out: Block) -> Read:

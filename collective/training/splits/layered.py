@@ -30,6 +30,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.training.splits.blocks import Block, Read, Step, Value
+from collective.training.splits.filters import COLUMNS, ROWS
 from collective.training.splits.options import check_axes
 from collective.training.splits.serial import CHANNELS, Arrays, dimension, select_rows
 from collective.training.splits.windows import exchange, overlap, pieces
@@ -202,6 +203,8 @@ class Layered:
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
         """Make a call on this rank's block, and on its channels where a layer allows that."""
+        if step.own is not None:
+            return self._add_own(step, lengths)
         grid, arrays = self._grid, self._arrays
         held = {self._channels.get(source) for source in step.sources}
         some = held.pop() if len(held) == 1 else None
@@ -213,7 +216,7 @@ class Layered:
                 self._join_channels(source)
         block = grid.block(lengths)
         read = step.read(block)
-        inputs = [self._fetch(source, step, lengths, read) for source in step.sources]
+        inputs = [self._fetch(each.piece, each, step, lengths, read) for each in step.sources]
         uses = step.uses
         value = Value(lengths, step)
         group = grid.channel_group
@@ -234,6 +237,38 @@ class Layered:
             self._channels[value] = some
         return value
 
+    def _add_own(self, step: Step, lengths: Sequence[int]) -> Value:
+        """Make a call of a layer of whose weights this rank has its own alone."""
+        grid, arrays, group = self._grid, self._arrays, self._grid.channel_group
+        (source,), uses, value = step.sources, step.uses, Value(lengths, step)
+        assert group is not None
+        read = step.read(grid.block(lengths))
+        if step.own == COLUMNS:
+            self._join_channels(source)
+            array = self._fetch(source.piece, source, step, lengths, read)
+            array, make = arrays.used(array, group), step.columns
+        else:
+            array = self._fetch(self._own_channels(source), source, step, lengths, read)
+            make = step.rows if step.own == ROWS else step.along
+        assert make is not None
+        mine = pieces(step.channels, grid.channels)[grid.channel]
+        made = make(mine)([array, *uses], read)
+        if step.own == ROWS:
+            made = arrays.added(made, group)
+            value.piece = made if step.after is None else step.after(made, uses)
+        else:
+            value.piece = made
+            self._channels[value] = mine
+        return value
+
+    def _own_channels(self, value: Value) -> Any:
+        """Return this rank's rows and channels of a value that may have all channels."""
+        group = self._grid.channel_group
+        if value in self._channels or group is None:
+            return value.piece
+        counts = [len(each) for each in pieces(value.piece.shape[CHANNELS], group.size)]
+        return self._arrays.cut(value.piece, group, CHANNELS, counts)
+
     def _join_channels(self, value: Value) -> None:
         if self._channels.pop(value, None) is None:
             return
@@ -242,9 +277,14 @@ class Layered:
         counts = [len(each) for each in pieces(value.step.channels, self._grid.channels)]
         value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
 
-    def _fetch(self, source: Value, step: Step, lengths: Sequence[int], read: Read) -> Any:
-        """Return the rows of a source that this rank's block of a step's result needs."""
-        array = source.piece
+    def _fetch(
+        self, array: Any, source: Value, step: Step, lengths: Sequence[int], read: Read
+    ) -> Any:
+        """Return the rows of a source that this rank's block of a step's result needs.
+
+        Args:
+            array: this rank's rows of the source, of all channels or some.
+        """
         for axis, (n, group) in enumerate(zip(source.lengths, self._grid.groups)):
             if group is None:
                 array = select_rows(self._arrays, array, axis, range(n), read.rows[axis])

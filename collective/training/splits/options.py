@@ -11,12 +11,14 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError
 
-__all__ = ["ENDS", "HALOS", "check_axes", "check_options", "check_same"]
+__all__ = ["ENDS", "FILTERS", "HALOS", "check_axes", "check_options", "check_same"]
 
 #: Whether rows travel before each layer, or once for a chain of them.
 HALOS = "layer", "chain"
 #: Whether an input or a result is whole on each rank, or in pieces.
 ENDS = "whole", "pieces"
+#: Whether each rank keeps the filters of all channels, or those of its own.
+FILTERS = "all", "own"
 
 
 def check_options(
@@ -27,18 +29,22 @@ def check_options(
     halo: str,
     inputs: str,
     outputs: str,
+    filters: str,
 ) -> None:
     """Refuse what cannot be asked for.
 
     Raises:
         InvalidArgumentError: a number of pieces is no positive integer, an option is none of its
-            values or needs ranks, or channels are cut in a chain.
+            values or needs ranks, channels are cut in a chain, or filters without channels.
     """
     for name, parts in (("batch", [batch]), ("channels", [channels]), ("data", list(data))):
         if not parts or not all(isinstance(each, int) and each >= 1 for each in parts):
             given = data if name == "data" else parts[0]
             raise InvalidArgumentError(f"Split: {name}={given!r}; positive integers.")
-    chosen = (("halo", halo, HALOS), ("inputs", inputs, ENDS), ("outputs", outputs, ENDS))
+    chosen = (
+        *(("halo", halo, HALOS), ("inputs", inputs, ENDS), ("outputs", outputs, ENDS)),
+        ("filters", filters, FILTERS),
+    )
     for name, value, known in chosen:
         if value not in known:
             raise InvalidArgumentError(f"Split: {name}={value!r}; one of {', '.join(known)}.")
@@ -50,6 +56,11 @@ def check_options(
         raise InvalidArgumentError(
             f"Split: channels={channels} with halo='chain'; channels are mixed by layers, which a "
             "chain has many of. Use halo='layer'."
+        )
+    if filters == "own" and channels == 1:
+        raise InvalidArgumentError(
+            "Split: filters='own' with channels=1; a rank's own filters are those of its channels. "
+            "Pass channels=."
         )
 
 

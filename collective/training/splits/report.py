@@ -12,6 +12,7 @@ __all__ = ["Difference", "MemoryReport", "Verification"]
 
 # What a piece that is computed again is called among the layers.
 _PIECE = "one piece, again"
+_HEAD = "kept for backward, MiB"
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class MemoryReport:
         piece: bytes that exist besides while the backward pass computes a piece again, of the piece
             that keeps most; 0 if none is computed again.
         joined: the calls that took whole arrays: there the cut ends.
+        weights: bytes of the parameters, of the module as it is and of this rank's.
     """
 
     whole: Mapping[str, int]
     split: Mapping[str, int]
     piece: int = 0
     joined: tuple[str, ...] = ()
+    weights: tuple[int, int] = (0, 0)
 
     @property
     def ratio(self) -> float:
@@ -42,14 +45,15 @@ class MemoryReport:
 
     def __str__(self) -> str:
         names = list(dict.fromkeys((*self.whole, *self.split)))
-        width = max(map(len, (*names, "kept for backward, MiB")))
-        rows = [("kept for backward, MiB", "whole", "split")]
+        width = max(map(len, (*names, _HEAD)))
+        rows = [(_HEAD, "whole", "split")]
         for name in names:
             rows.append((name, _mib(self.whole.get(name, 0)), _mib(self.split.get(name, 0))))
         if self.piece:
             rows.append((_PIECE, _mib(0), _mib(self.piece)))
         most = sum(self.split.values()) + self.piece
         rows.append(("all", _mib(sum(self.whole.values())), _mib(most)))
+        rows.append(("parameters besides", _mib(self.weights[0]), _mib(self.weights[1])))
         lines = [f"{name:<{width}} {whole:>10} {split:>10}" for name, whole, split in rows]
         lines += [f"whole at {name}" for name in self.joined]
         return "\n".join(lines)

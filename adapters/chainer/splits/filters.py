@@ -1,0 +1,140 @@
+"""A Chainer link of which each rank has its own filters alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import chainer
+import chainer.links as L
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
+from collective.training.splits.filters import Filters, Layer
+
+__all__ = ["LinkFilters"]
+
+_TRANSPOSED = L.Deconvolution2D, L.DeconvolutionND
+_KINDS = L.Convolution2D, L.ConvolutionND, L.Linear, *_TRANSPOSED
+
+
+class LinkFilters(Filters):
+    """Cuts the layers of a link, and has their arrays whole.
+
+    Args:
+        group: the ranks that share the channels.
+        link: loses what other ranks keep; None: nothing is cut.
+
+    Raises:
+        InvalidArgumentError: a layer has no weights yet.
+        UnsupportedError: a weight that has to be cut belongs to two layers.
+    """
+
+    def __init__(self, group: Communicator, link: chainer.Link | None = None) -> None:
+        super().__init__(group)
+        if link is None:
+            return
+        owners = {}
+        for path, child in _in_order(link, ""):
+            if isinstance(child, _KINDS):
+                name = f"{path} ({type(child).__name__})"
+                owners[id(child.W)] = child, _described(name, child)
+        for found in self.take([each for _, each in owners.values()], _names(link), _cut):
+            layer, _ = owners[id(found.weight)]
+            layer.add_hook(_Guard(self, found.name))
+
+    def whole_copy(self, link: chainer.Link) -> Any:
+        """Return a copy of the link with all weights.
+
+        Collective: every rank of the group.
+        """
+        memo: dict[int, Any] = {id(self): LinkFilters(self.group)}
+        for share in self.shares():
+            parameter = share.parameter
+            memo[id(parameter)] = chainer.Parameter(self.join(parameter.array, share))
+            memo[id(parameter)].name = parameter.name
+        return copy.deepcopy(link, memo)
+
+    @contextlib.contextmanager
+    def whole_arrays(self) -> Iterator[None]:
+        """Let the parameters have whole arrays, and cut afterwards what they have then.
+
+        Collective: every rank of the group.
+        """
+        own = [(share.parameter, share) for share in self.shares()]
+        pieces = [parameter.array for parameter, _ in own]
+        gradients = [parameter.grad for parameter, _ in own]
+        wholes = [self.join(parameter.array, share) for parameter, share in own]
+        try:
+            for (parameter, _), whole in zip(own, wholes):
+                parameter.cleargrad()
+                parameter.array = whole
+            yield
+            pieces = [
+                _piece(parameter.array, share.dimension, self.mine(share))
+                for parameter, share in own
+            ]
+        finally:
+            for (parameter, _), piece, gradient in zip(own, pieces, gradients):
+                parameter.array = piece
+                parameter.grad = gradient
+
+
+class _Guard(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
+    """Refuses a layer that is called by itself."""
+
+    def __init__(self, filters: LinkFilters, layer: str) -> None:
+        super().__init__()
+        # A link has hooks by their names, and may have been cut for another Split.
+        self.name = f"collective-split-filters-{id(filters)}"
+        self._filters = filters
+        self._layer = layer
+
+    def forward_preprocess(self, args: Any) -> None:
+        self._filters.check_running(self._layer, args.link.W)
+
+
+def _in_order(link: chainer.Link, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield a link and all in it in the order of a list, or that in which they were made.
+
+    ``children`` has those of a Chain by their names, and those of a Sequential in an order of its
+    own.
+    """
+    yield path or "/", link
+    own = link if isinstance(link, chainer.ChainList) else vars(link).values()
+    children = {id(child) for child in link.children()}
+    for child in dict.fromkeys(each for each in own if id(each) in children):
+        yield from _in_order(child, f"{path}/{child.name}")
+
+
+def _names(link: chainer.Link) -> dict[int, list[str]]:
+    """Return by its ``id`` all paths of a parameter, and of others that have the same array."""
+    every = list(link.namedparams(include_uninit=False))
+    alike: dict[int, list[str]] = {}
+    for name, parameter in every:
+        alike.setdefault(id(parameter.array), []).append(name)
+    return {id(parameter): alike[id(parameter.array)] for _, parameter in every}
+
+
+def _described(name: str, link: Any) -> Layer:
+    if link.W.array is None:
+        raise InvalidArgumentError(
+            f"Split: filters='own': {name} has no weights yet. Call the link once before, or say "
+            "how many channels it reads."
+        )
+    return Layer(name, link.W, link.b, getattr(link, "groups", 1), isinstance(link, _TRANSPOSED))
+
+
+def _cut(parameter: Any, dimension: int, rows: range) -> None:
+    """Keep some rows; the parameter is the same object, which an optimizer may know already."""
+    gradient, array = parameter.grad, parameter.array
+    parameter.cleargrad()
+    parameter.array = _piece(array, dimension, rows)
+    if gradient is not None:
+        parameter.grad = _piece(gradient, dimension, rows)
+
+
+def _piece(array: Any, dimension: int, rows: range) -> Any:
+    return array[(*(slice(None),) * dimension, slice(rows.start, rows.stop))].copy()
