@@ -11,14 +11,15 @@ import chainer.functions as F
 import numpy as np
 
 from collective.adapters.chainer import functional
-from collective.adapters.chainer.adjoints import Linear, record
+from collective.adapters.chainer.adjoints import Linear, module_of, record
 from collective.adapters.chainer.splits.context import lengths_of
 from collective.adapters.chainer.splits.filters import LinkFilters
 from collective.adjoints import Step as Node
 from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
-from collective.training.splits.layered import Grid, Halo, Layered
+from collective.training.splits.exchanges import Exchanges
+from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_same
 from collective.training.splits.serial import Serial
 
@@ -110,88 +111,23 @@ def _by_channel(x: Any, dims: int) -> Any:
     return F.reshape(x, (1, -1, *(1,) * (dims - 2)))
 
 
-class VariableExchanges(Variables):
-    """Variables between ranks: the four pairs of adjoints, and the all-to-all."""
+class VariableExchanges(Variables, Exchanges):
+    """Variables between ranks."""
 
     def used(self, array: Any, comm: Communicator) -> Any:
         return used([array], comm)[0]
 
-    def added(self, array: Any, comm: Communicator) -> Any:
-        return record(Linear, Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+    def record(self, node: Node, array: Any) -> Any:
+        return record(Linear, node, array)
 
-    def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        start = sum(counts[: comm.rank])
-        mine = (*(slice(None),) * dimension, slice(start, start + counts[comm.rank]))
+    def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:
+        return module_of(arrays[0]).concatenate(arrays, dimension)
 
-        def forward(x: Any) -> Any:
-            return x[mine].copy()
+    def copy_bare(self, array: Any) -> Any:
+        return array.copy()
 
-        def backward(g: Any) -> Any:
-            return self.joined(g, comm, dimension, counts)
-
-        return record(Linear, Node(forward, backward), array)
-
-    def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        def forward(x: Any) -> Any:
-            return comm.all_gather(x, axis=dimension, counts=counts)
-
-        def backward(g: Any) -> Any:
-            return self.cut(g, comm, dimension, counts)
-
-        return record(Linear, Node(forward, backward), array)
-
-    def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        def forward(x: Any) -> Any:
-            return _extended(x, comm, dimension, halo)
-
-        def backward(g: Any) -> Any:
-            return self._returned(g, comm, dimension, halo)
-
-        return record(Linear, Node(forward, backward), array)
-
-    def _returned(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return what is the gradient of :meth:`exchanged` for this one."""
-
-        def forward(g: Any) -> Any:
-            return _reduced(g, comm, dimension, halo)
-
-        def backward(h: Any) -> Any:
-            return self.exchanged(h, comm, dimension, halo)
-
-        return record(Linear, Node(forward, backward), array)
-
-
-def _extended(x: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-    """Return the rows that this rank needs, its own between those of others."""
-    xp = chainer.backend.get_array_module(x)
-    outgoing = xp.concatenate([x[_rows(dimension, rows)] for rows in halo.sent], dimension)
-    counts = [len(rows) for rows in halo.sent]
-    arrived = comm.all_to_all(outgoing, axis=dimension, counts=counts)
-    before, after = range(halo.before), range(halo.before, arrived.shape[dimension])
-    parts = [arrived[_rows(dimension, before)], x[_rows(dimension, halo.kept)]]
-    return xp.concatenate([*parts, arrived[_rows(dimension, after)]], dimension)
-
-
-def _reduced(g: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-    """Return the sums of what the ranks have for this rank's rows; :func:`_extended`'s adjoint."""
-    xp = chainer.backend.get_array_module(g)
-    own = range(halo.before, halo.before + len(halo.kept))
-    rest = range(own.stop, g.shape[dimension])
-    others = [g[_rows(dimension, each)] for each in (range(own.start), rest)]
-    arrived = comm.all_to_all(
-        xp.concatenate(others, dimension), axis=dimension, counts=halo.received
-    )
-    found = xp.zeros((*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :]), g.dtype)
-    found[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
-    first = 0
-    for rows in halo.sent:
-        found[_rows(dimension, rows)] += arrived[_rows(dimension, range(first, first + len(rows)))]
-        first += len(rows)
-    return found
-
-
-def _rows(dimension: int, rows: range) -> tuple[slice, ...]:
-    return (*(slice(None),) * dimension, slice(rows.start, rows.stop))
+    def zeros_bare(self, like: Any, shape: Sequence[int]) -> Any:
+        return module_of(like).zeros(shape, like.dtype)
 
 
 class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]

@@ -16,7 +16,8 @@ from collective.adjoints import Step as Node
 from collective.communicator import Communicator
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
-from collective.training.splits.layered import Grid, Halo, Layered
+from collective.training.splits.exchanges import Exchanges
+from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_same
 
 __all__ = ["OverRanks", "TensorExchanges"]
@@ -24,102 +25,23 @@ __all__ = ["OverRanks", "TensorExchanges"]
 Tensor = torch.Tensor
 
 
-class TensorExchanges(Tensors):
-    """Tensors between ranks: the four pairs of adjoints, and the all-to-all."""
+class TensorExchanges(Tensors, Exchanges):
+    """Tensors between ranks."""
 
     def used(self, array: Tensor, comm: Communicator) -> Tensor:
         return used([array], comm)[0]
 
-    def added(self, array: Tensor, comm: Communicator) -> Tensor:
-        return record(Linear, Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+    def record(self, node: Node, array: Tensor) -> Tensor:
+        return record(Linear, node, array)
 
-    def cut(
-        self, array: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]
-    ) -> Tensor:
-        def forward(x: Any) -> Any:
-            return _mine(x, comm, dimension, counts).contiguous()
+    def join_bare(self, arrays: Sequence[Tensor], dimension: int) -> Tensor:
+        return torch.cat(list(arrays), dimension)
 
-        def backward(g: Any) -> Any:
-            return self.joined(g, comm, dimension, counts)
+    def copy_bare(self, array: Tensor) -> Tensor:
+        return array.clone(memory_format=torch.contiguous_format)
 
-        return record(Linear, Node(forward, backward), array)
-
-    def joined(
-        self, array: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]
-    ) -> Tensor:
-        def forward(x: Any) -> Any:
-            return comm.all_gather(x, axis=dimension, counts=counts)
-
-        def backward(g: Any) -> Any:
-            return self.cut(g, comm, dimension, counts)
-
-        return record(Linear, Node(forward, backward), array)
-
-    def exchanged(self, array: Tensor, comm: Communicator, dimension: int, halo: Halo) -> Tensor:
-        def forward(x: Any) -> Any:
-            return _extended(x, comm, dimension, halo)
-
-        def backward(g: Any) -> Any:
-            return self._returned(g, comm, dimension, halo)
-
-        return record(Linear, Node(forward, backward), array)
-
-    def _returned(self, array: Tensor, comm: Communicator, dimension: int, halo: Halo) -> Tensor:
-        """Return what is the gradient of :meth:`exchanged` for this one."""
-
-        def forward(g: Any) -> Any:
-            return _reduced(g, comm, dimension, halo)
-
-        def backward(h: Any) -> Any:
-            return self.exchanged(h, comm, dimension, halo)
-
-        return record(Linear, Node(forward, backward), array)
-
-
-def _extended(x: Tensor, comm: Communicator, dimension: int, halo: Halo) -> Tensor:
-    """Return the rows that this rank needs, its own between those of others."""
-    outgoing = torch.cat([_rows(x, dimension, rows) for rows in halo.sent], dimension)
-    counts = [len(rows) for rows in halo.sent]
-    arrived = comm.all_to_all(outgoing, axis=dimension, counts=counts)
-    end = arrived.shape[dimension]
-    before, after = range(halo.before), range(halo.before, end)
-    return torch.cat(
-        [
-            _rows(arrived, dimension, before),
-            _rows(x, dimension, halo.kept),
-            _rows(arrived, dimension, after),
-        ],
-        dimension,
-    )
-
-
-def _reduced(g: Tensor, comm: Communicator, dimension: int, halo: Halo) -> Tensor:
-    """Return the sums of what the ranks have for this rank's rows; :func:`_extended`'s adjoint."""
-    own = range(halo.before, halo.before + len(halo.kept))
-    rest = range(own.stop, g.shape[dimension])
-    outgoing = torch.cat(
-        [_rows(g, dimension, each) for each in (range(own.start), rest)], dimension
-    )
-    arrived = comm.all_to_all(outgoing, axis=dimension, counts=halo.received)
-    if len(own) == halo.length:
-        found = _rows(g, dimension, own).clone(memory_format=torch.contiguous_format)
-    else:
-        found = g.new_zeros((*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :]))
-        _rows(found, dimension, halo.kept).copy_(_rows(g, dimension, own))
-    first = 0
-    for rows in halo.sent:
-        added = _rows(arrived, dimension, range(first, first + len(rows)))
-        _rows(found, dimension, rows).add_(added)
-        first += len(rows)
-    return found
-
-
-def _rows(x: Tensor, dimension: int, rows: range) -> Tensor:
-    return x.narrow(dimension, rows.start if rows else 0, len(rows))
-
-
-def _mine(x: Tensor, comm: Communicator, dimension: int, counts: Sequence[int]) -> Tensor:
-    return x.narrow(dimension, sum(counts[: comm.rank]), counts[comm.rank])
+    def zeros_bare(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return like.new_zeros(shape)
 
 
 class _Used(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

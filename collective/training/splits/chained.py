@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from collective.training.splits.blocks import Step, Value, order, wanted
-from collective.training.splits.layered import Exchanges, Grid, Layered, fetch
+from collective.training.splits.exchanges import Exchanges
+from collective.training.splits.layered import Grid, Layered, fetch
 from collective.training.splits.serial import Serial, read_by
 from collective.training.splits.windows import pieces
 

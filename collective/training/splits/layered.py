@@ -23,69 +23,20 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.training.splits.blocks import Block, Read, Step, Value
+from collective.training.splits.exchanges import Exchanges, Halo
 from collective.training.splits.filters import COLUMNS, ROWS
 from collective.training.splits.options import check_axes
-from collective.training.splits.serial import CHANNELS, Arrays, dimension, select_rows
-from collective.training.splits.windows import exchange, overlap, pieces
+from collective.training.splits.serial import CHANNELS, dimension, select_rows
+from collective.training.splits.windows import overlap, pieces
 
-__all__ = ["Exchanges", "Grid", "Halo", "Layered", "fetch"]
-
-
-class Exchanges(Arrays, Protocol):
-    """What a framework has to be able to do between ranks, differentiably."""
-
-    def used(self, array: Any, comm: Communicator) -> Any:
-        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
-
-    def added(self, array: Any, comm: Communicator) -> Any:
-        """Return the sum of the ranks' arrays; its gradient is that of each."""
-
-    def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        """Return this rank's rows of a whole array; the gradients are gathered."""
-
-    def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
-
-    def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return the rows that this rank needs of the ranks' arrays; the gradients go back."""
-
-
-class Halo(NamedTuple):
-    """Which rows along an axis travel, seen from one rank.
-
-    Attributes:
-        length: rows that the rank has; the ranges below count from the first of them.
-        kept: those of them that it needs itself.
-        sent: those that each rank needs, none for itself.
-        received: how many rows it gets from each rank, none from itself.
-        before: how many of these come before its own.
-    """
-
-    length: int
-    kept: range
-    sent: list[range]
-    received: list[int]
-    before: int
-
-    @classmethod
-    def of(cls, have: Sequence[range], want: Sequence[range], rank: int) -> Halo:
-        """Return the halo of a rank.
-
-        Args:
-            have, want: the rows that each rank has and needs, of the whole axis.
-        """
-        parts, first = exchange(have, want), have[rank].start
-        mine = [range(rows.start - first, rows.stop - first) for rows in parts[rank]]
-        sent = [range(0) if peer == rank else rows for peer, rows in enumerate(mine)]
-        received = [0 if peer == rank else len(row[rank]) for peer, row in enumerate(parts)]
-        return cls(len(have[rank]), mine[rank], sent, received, sum(received[:rank]))
+__all__ = ["Grid", "Layered", "fetch"]
 
 
 class Grid:

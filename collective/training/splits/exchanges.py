@@ -1,0 +1,163 @@
+"""What travels between ranks, with its adjoint: four pairs, and rows that windows reach over.
+
+Each is linear, so that nothing is kept for the backward pass, and its gradient is one of the
+others, which can be differentiated again. A framework adds how a node of its graph is made and
+what it calls a few operations on bare arrays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from collective.adjoints import Step as Node
+from collective.communicator import Communicator
+from collective.training.splits.serial import Arrays
+from collective.training.splits.windows import exchange
+
+__all__ = ["Exchanges", "Halo"]
+
+
+class Halo(NamedTuple):
+    """Which rows along an axis travel, seen from one rank.
+
+    Attributes:
+        length: rows that the rank has; the ranges below count from the first of them.
+        kept: those of them that it needs itself.
+        sent: those that each rank needs, none for itself.
+        received: how many rows it gets from each rank, none from itself.
+        before: how many of these come before its own.
+    """
+
+    length: int
+    kept: range
+    sent: list[range]
+    received: list[int]
+    before: int
+
+    @classmethod
+    def of(cls, have: Sequence[range], want: Sequence[range], rank: int) -> Halo:
+        """Return the halo of a rank.
+
+        Args:
+            have, want: the rows that each rank has and needs, of the whole axis.
+        """
+        parts, first = exchange(have, want), have[rank].start
+        mine = [range(rows.start - first, rows.stop - first) for rows in parts[rank]]
+        sent = [range(0) if peer == rank else rows for peer, rows in enumerate(mine)]
+        received = [0 if peer == rank else len(row[rank]) for peer, row in enumerate(parts)]
+        return cls(len(have[rank]), mine[rank], sent, received, sum(received[:rank]))
+
+
+class Exchanges(Arrays, ABC):
+    """What a framework is able to do between ranks, differentiably."""
+
+    # -- of a framework --------------------------------------------------------------------
+
+    @abstractmethod
+    def used(self, array: Any, comm: Communicator) -> Any:
+        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
+
+    @abstractmethod
+    def record(self, node: Node, array: Any) -> Any:
+        """Make a node of the graph."""
+
+    @abstractmethod
+    def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:
+        """Join arrays without gradients along a dimension."""
+
+    @abstractmethod
+    def copy_bare(self, array: Any) -> Any:
+        """Return a contiguous copy of an array without gradients."""
+
+    @abstractmethod
+    def zeros_bare(self, like: Any, shape: Sequence[int]) -> Any:
+        """Return zeros of the dtype and on the device of an array."""
+
+    # -- with their adjoints ---------------------------------------------------------------
+
+    def added(self, array: Any, comm: Communicator) -> Any:
+        """Return the sum of the ranks' arrays; its gradient is that of each."""
+        return self.record(Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+
+    def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        """Return this rank's rows of a whole array; the gradients are gathered."""
+        start = sum(counts[: comm.rank])
+        mine = _rows(dimension, range(start, start + counts[comm.rank]))
+
+        def forward(x: Any) -> Any:
+            return self.copy_bare(x[mine])
+
+        def backward(g: Any) -> Any:
+            return self.joined(g, comm, dimension, counts)
+
+        return self.record(Node(forward, backward), array)
+
+    def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
+        """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
+
+        def forward(x: Any) -> Any:
+            return comm.all_gather(x, axis=dimension, counts=counts)
+
+        def backward(g: Any) -> Any:
+            return self.cut(g, comm, dimension, counts)
+
+        return self.record(Node(forward, backward), array)
+
+    def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return the rows that this rank needs of the ranks' arrays; the gradients go back."""
+
+        def forward(x: Any) -> Any:
+            return self._extended(x, comm, dimension, halo)
+
+        def backward(g: Any) -> Any:
+            return self._returned(g, comm, dimension, halo)
+
+        return self.record(Node(forward, backward), array)
+
+    def _returned(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return what is the gradient of :meth:`exchanged` for this one."""
+
+        def forward(g: Any) -> Any:
+            return self._reduced(g, comm, dimension, halo)
+
+        def backward(h: Any) -> Any:
+            return self.exchanged(h, comm, dimension, halo)
+
+        return self.record(Node(forward, backward), array)
+
+    def _extended(self, x: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return the rows that this rank needs, its own between those of others."""
+        outgoing = self.join_bare([x[_rows(dimension, rows)] for rows in halo.sent], dimension)
+        counts = [len(rows) for rows in halo.sent]
+        arrived = comm.all_to_all(outgoing, axis=dimension, counts=counts)
+        before, after = range(halo.before), range(halo.before, arrived.shape[dimension])
+        own = x[_rows(dimension, halo.kept)]
+        first, last = (arrived[_rows(dimension, rows)] for rows in (before, after))
+        return self.join_bare([first, own, last], dimension)
+
+    def _reduced(self, g: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
+        """Return the sums of what the ranks have for this rank's rows; the adjoint."""
+        own = range(halo.before, halo.before + len(halo.kept))
+        others = range(own.start), range(own.stop, g.shape[dimension])
+        outgoing = self.join_bare([g[_rows(dimension, rows)] for rows in others], dimension)
+        arrived = comm.all_to_all(outgoing, axis=dimension, counts=halo.received)
+        if len(own) == halo.length:
+            found = self.copy_bare(g[_rows(dimension, own)])
+        else:
+            shape = (*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :])
+            found = self.zeros_bare(g, shape)
+            found[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
+        first = 0
+        for rows in halo.sent:
+            more = arrived[_rows(dimension, range(first, first + len(rows)))]
+            found[_rows(dimension, rows)] += more
+            first += len(rows)
+        return found
+
+
+def _rows(dimension: int, rows: range) -> tuple[slice, ...]:
+    """Return the index of some rows; of none whatever their numbers, which may be negative."""
+    cut = slice(rows.start, rows.stop) if rows else slice(0, 0)
+    return (*(slice(None),) * dimension, cut)
