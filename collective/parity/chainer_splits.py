@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from collective.adapters.chainer import Split
-from collective.parity.layers import Layer
+from collective.parity.layers import Layer, forward
 
 __all__ = ["gradients"]
 
@@ -18,6 +19,21 @@ Array = np.ndarray[Any, Any]
 # Not typed. Its import works because that of its adapter has come before.
 chainer: Any = importlib.import_module("chainer")
 F = chainer.functions
+
+
+def _convolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
+        return function(x, weight, bias, layer.stride, layer.padding, dilate=layer.dilation)
+
+    return apply
+
+
+_FUNCTIONS = {
+    "convolution": _convolved(F.convolution_2d),
+    "transposed": _convolved(F.deconvolution_2d),
+    "max": lambda layer, x: F.max_pooling_2d(x, layer.kernel, layer.stride, cover_all=False),
+    "tanh": lambda layer, x: F.tanh(x),
+}
 
 
 class Network(chainer.Link):  # type: ignore[misc]
@@ -33,17 +49,7 @@ class Network(chainer.Link):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         """Return the last layer's result."""
-        for number, layer in enumerate(self._layers):
-            if layer.kind == "tanh":
-                x = F.tanh(x)
-            elif layer.kind == "max":
-                x = F.max_pooling_2d(x, layer.kernel, layer.stride, cover_all=False)
-            else:
-                weight, bias = (getattr(self, f"{name} {number}") for name in ("weight", "bias"))
-                is_plain = layer.kind == "convolution"
-                function = F.convolution_2d if is_plain else F.deconvolution_2d
-                x = function(x, weight, bias, layer.stride, layer.padding, dilate=layer.dilation)
-        return x
+        return forward(self._layers, x, _FUNCTIONS, functools.partial(getattr, self))
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:

@@ -1,17 +1,18 @@
 """Small networks of convolutions, and an oracle in NumPy for their results and gradients.
 
-The oracle computes whole arrays by their definition and knows nothing of pieces.
+Frameworks compute them by :func:`forward`, with a function for each kind of layer. The oracle
+computes whole arrays by their definition and knows nothing of pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-__all__ = ["NETWORKS", "Layer", "draw", "gradients"]
+__all__ = ["NETWORKS", "Layer", "draw", "forward", "gradients"]
 
 Array = np.ndarray[Any, Any]
 
@@ -75,6 +76,27 @@ def draw(layers: Sequence[Layer], seed: int) -> dict[str, Array]:
             found[f"weight {number}"] = random.normal(size=layer.weight_shape) / layer.kernel
             found[f"bias {number}"] = random.normal(size=layer.channels[1])
     return found
+
+
+def forward(
+    layers: Sequence[Layer],
+    x: Any,
+    functions: Mapping[str, Callable[..., Any]],
+    parameter: Callable[[str], Any],
+) -> Any:
+    """Return a network's result.
+
+    Args:
+        layers: the network.
+        x: a framework's array.
+        functions: of each kind of layer, ``f(layer, x)``, or ``f(layer, x, weight, bias)`` where
+            there are some.
+        parameter: returns one by its name, as :func:`draw` has them.
+    """
+    for number, layer in enumerate(layers):
+        names = () if layer.weight_shape is None else (f"weight {number}", f"bias {number}")
+        x = functions[layer.kind](layer, x, *map(parameter, names))
+    return x
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array]) -> dict[str, Array]:

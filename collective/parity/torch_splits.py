@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,26 @@ import torch
 from torch.nn import functional
 
 from collective.adapters.torch import Split
-from collective.parity.layers import Layer
+from collective.parity.layers import Layer, forward
 
 __all__ = ["gradients"]
 
 Array = np.ndarray[Any, Any]
+
+
+def _convolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(layer: Layer, x: Any, weight: Any, bias: Any) -> Any:
+        return function(x, weight, bias, layer.stride, layer.padding, dilation=layer.dilation)
+
+    return apply
+
+
+_FUNCTIONS = {
+    "convolution": _convolved(functional.conv2d),
+    "transposed": _convolved(functional.conv_transpose2d),
+    "max": lambda layer, x: functional.max_pool2d(x, layer.kernel, layer.stride),
+    "tanh": lambda layer, x: torch.tanh(x),
+}
 
 
 class Network(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -29,17 +44,8 @@ class Network(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last layer's result."""
-        for number, layer in enumerate(self._layers):
-            if layer.kind == "tanh":
-                x = torch.tanh(x)
-            elif layer.kind == "max":
-                x = functional.max_pool2d(x, layer.kernel, layer.stride)
-            else:
-                weight, bias = (self.weights[f"{name} {number}"] for name in ("weight", "bias"))
-                is_plain = layer.kind == "convolution"
-                function = functional.conv2d if is_plain else functional.conv_transpose2d
-                x = function(x, weight, bias, layer.stride, layer.padding, dilation=layer.dilation)
-        return x
+        y: torch.Tensor = forward(self._layers, x, _FUNCTIONS, self.weights.__getitem__)
+        return y
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
