@@ -24,14 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mnist_sgd import Digits, load_digits
-from pipeline_report import idle_lines, plot, time_line
+from pipeline_report import compare, idle_lines, plot, time_line
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from collective.adapters.torch import plugin  # noqa: F401  # registers the backend "collective"
 from collective.training.pipelines import Span
 
-TOLERANCE = 1e-12  # of gradients, relative to the largest of its tensor
 PASSED = 64  # numbers of a sample that a stage passes on
 SETTLING = 2  # steps in which memory is touched for the first time
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -147,14 +146,6 @@ def train_alone(size: int, digits: Digits, options: argparse.Namespace) -> list[
     return [[state_of(stage) for stage in cut], losses, seconds]
 
 
-def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Return the largest difference of two states, relative to the largest of its tensor."""
-    return max(
-        ((found[name] - tensor).abs().max() / tensor.abs().max()).item()
-        for name, tensor in expected.items()
-    )
-
-
 def report(everything: list[Any], digits: Digits, options: argparse.Namespace) -> int:
     """Compare with one process, print and draw; return the exit code."""
     states, losses, timelines, seconds = zip(*everything)
@@ -166,13 +157,7 @@ def report(everything: list[Any], digits: Digits, options: argparse.Namespace) -
     print(time_line(seconds[0][SETTLING:], seconds_alone[SETTLING:]))
     print(idle_lines(steps, options.microbatches))
     print(f"picture        {options.output}")
-    difference = max(furthest(mine, theirs) for mine, theirs in zip(states, alone))
-    equal = difference <= TOLERANCE
-    print(
-        f"gradients      {'equal' if equal else 'NOT equal'} to one process on whole batches, and "
-        f"weights, after {len(together)} steps (to {difference:.1e}; {TOLERANCE:.0e} allowed)"
-    )
-    return int(not equal)
+    return compare(states, alone, len(together))
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from pipeline_report import idle_lines, plot, time_line
+from pipeline_report import compare, idle_lines, plot, time_line
 
 import collective
 from collective.adapters.chainer import Pipeline
@@ -35,7 +35,6 @@ import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
 TEST_PART = 5  # every fifth digit is kept for the test
-TOLERANCE = 1e-12  # of gradients, relative to the largest of its array
 PASSED = 64  # numbers of a sample that a stage passes on
 SETTLING = 2  # steps in which memory is touched for the first time
 
@@ -128,14 +127,6 @@ def train_alone(
     return [state_of(stage) for stage in cut], losses, seconds
 
 
-def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Return the largest difference of two states, relative to the largest of its array."""
-    return max(
-        float(np.abs(found[name] - array).max() / np.abs(array).max())
-        for name, array in expected.items()
-    )
-
-
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="A pipeline of stages, in Chainer.")
@@ -182,13 +173,7 @@ def main() -> int:
     print(time_line(seconds[SETTLING:], seconds_alone[SETTLING:]))
     print(idle_lines(steps, options.microbatches))
     print(f"picture        {options.output}")
-    difference = max(furthest(mine, theirs) for mine, theirs in zip(states, alone))
-    equal = difference <= TOLERANCE
-    print(
-        f"gradients      {'equal' if equal else 'NOT equal'} to one process on whole batches, and "
-        f"weights, after {len(together)} steps (to {difference:.1e}; {TOLERANCE:.0e} allowed)"
-    )
-    return int(not equal)
+    return compare(states, alone, len(together))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ programs. So three figures are printed:
   time that it was measured to take, on ranks that wait for nothing but each other: without the
   third reason;
 - *at the least*: the formula, without the second.
+
+At the end :func:`compare` says whether the pipeline has the gradients of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,8 @@ from collective.training.pipelines import Action, Span, idle_share, least_idle, 
 
 #: What of a rank's time may be idle beyond the formula.
 MARGIN = 0.1
+#: How far gradients and weights may be apart, relative to the largest of their array.
+TOLERANCE = 1e-12
 
 Timelines = Sequence[Sequence[Span]]
 
@@ -74,6 +79,31 @@ def idle_lines(steps: Sequence[Timelines], microbatches: int) -> str:
         f"               up to {least + MARGIN:.1%} is good enough: measured {measured_enough}, "
         f"replayed {replayed_enough}"
     )
+
+
+def compare(
+    states: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], steps: int
+) -> int:
+    """Print whether gradients and weights are those of one process; return the exit code.
+
+    Args:
+        states, alone: each stage's arrays by their names, of the pipeline and of one process.
+        steps: after which they are.
+    """
+    differences = [furthest(mine, theirs) for mine, theirs in zip(states, alone, strict=True)]
+    difference = float(np.max(differences))
+    equal = difference <= TOLERANCE
+    print(
+        f"gradients      {'equal' if equal else 'NOT equal'} to one process on whole batches, and "
+        f"weights, after {steps} steps (to {difference:.1e}; {TOLERANCE:.0e} allowed)"
+    )
+    return int(not equal)
+
+
+def furthest(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Return the largest difference of arrays, relative to the largest of each; NaN if one is."""
+    pairs = [(np.asarray(found[name]), np.asarray(array)) for name, array in expected.items()]
+    return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in pairs]))
 
 
 def plot(

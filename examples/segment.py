@@ -15,22 +15,26 @@ import argparse
 import copy
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from collages import CLASSES, Collages, draw_picture, load_digits
+from collages import (
+    CLASSES,
+    WEIGHTS,
+    Collages,
+    Outcome,
+    arguments,
+    difference,
+    load_digits,
+    report,
+)
 from torch import nn
 from torch.nn import functional
 
 import collective
 from collective.adapters.torch import Split
 
-# Enclosed paper is rare, so that its pixels count most.
-WEIGHTS = (0.3, 1.0, 3.0)
 STRIPES = 8
-# Sums of other orders differ by roundings, which training magnifies.
-TOLERANCE = 1e-10
 
 
 class UNet(nn.Module):
@@ -86,29 +90,9 @@ def train(model: nn.Module, digits: Any, options: argparse.Namespace) -> tuple[l
     return losses, time.perf_counter() - began
 
 
-def difference(a: nn.Module, b: nn.Module) -> float:
-    """Return the largest difference of weights, relative to the largest weight of a tensor."""
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
-
-
-def arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="A U-Net in pieces, on collages of digits.")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="collages of a step")
-    parser.add_argument("--rows", type=int, default=4, help="rows of digits in a collage")
-    parser.add_argument("--width", type=int, default=8, help="channels of the first level")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("segment.png"), help="the picture")
-    return parser.parse_args()
-
-
 def main() -> int:
     """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
-    options = arguments()
+    options = arguments("A U-Net in pieces, on collages of digits.", "segment.png")
     torch.set_num_threads(1)
     with collective.init() as comm:
         torch.manual_seed(options.seed)
@@ -120,32 +104,21 @@ def main() -> int:
             split, how = Split(model, data=(comm.size,), comm=comm), "a part on each rank"
         else:
             split, how = Split(model, data=(STRIPES,)), "eight stripes in turn"
+
         digits = load_digits(comm)
         losses, seconds = train(split, digits, options)
         collage, classes = Collages(digits, options.rows, options.seed + 1).draw(1)
         x = torch.from_numpy(collage)
-        learnt = split(x).argmax(1)
-        report = split.memory_report(x.expand(options.batch, *x.shape[1:]))
-        if comm.rank:
-            comm.barrier(timeout=3600)
-            return 0
-        right = learnt.numpy() == classes
-        print(f"{comm.size} rank(s), {comm.backend}: {how}, loss {losses[options.steps - 1]:.4f}")
-        for kind, name in enumerate(CLASSES):
-            print(f"  {name}: {right[classes == kind].mean():.1%} of the pixels are right")
-        kept = {"whole": sum(report.whole.values()) / 2**20}
-        kept[how] = kept["whole"] * report.ratio
-        sizes = ", ".join(f"{mib:.1f} MiB {name}" for name, mib in kept.items())
-        print(f"  kept for the backward pass: {sizes}")
-        _, alone = train(whole, digits, options)
-        print(f"  all steps {seconds:.1f} s, of one process and the whole U-Net {alone:.1f} s")
-        far = difference(model, whole)
-        verdict = "equal" if far <= TOLERANCE else "NOT EQUAL"
-        print(f"  weights {verdict} to those of one process: {far:.1e}, relative")
-        draw_picture(options.output, collage[0, 0], classes[0], learnt[0].numpy(), losses, kept)
-        print(f"  picture in {options.output}")
-        comm.barrier(timeout=3600)
-        return int(far > TOLERANCE)
+        learnt = split(x).argmax(1).numpy()
+        memory = split.memory_report(x.expand(options.batch, *x.shape[1:]))
+
+        def train_alone() -> tuple[float, float]:
+            _, alone = train(whole, digits, options)
+            states = (each.state_dict().values() for each in (model, whole))
+            return alone, difference(*states)
+
+        outcome = Outcome(how, losses, seconds, collage, classes, learnt, memory)
+        return report(comm, outcome, options.output, train_alone)
 
 
 if __name__ == "__main__":

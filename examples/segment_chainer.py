@@ -14,11 +14,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from collages import CLASSES, Collages, draw_picture, load_digits
+from collages import (
+    CLASSES,
+    WEIGHTS,
+    Collages,
+    Outcome,
+    arguments,
+    difference,
+    load_digits,
+    report,
+)
 
 import collective
 from collective.adapters.chainer import Split
@@ -27,11 +35,7 @@ import chainer  # isort: skip  # which the adapter makes importable
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
-# Enclosed paper is rare, so that its pixels count most.
-WEIGHTS = (0.3, 1.0, 3.0)
 STRIPES = 8
-# Sums of other orders differ by roundings, which training magnifies.
-TOLERANCE = 1e-10
 
 
 class UNet(chainer.Chain):
@@ -108,31 +112,9 @@ def train(
     return losses, time.perf_counter() - began
 
 
-def difference(a: chainer.Link, b: chainer.Link) -> float:
-    """Return the largest difference of weights, relative to the largest weight of an array."""
-    pairs = zip(a.params(), b.params(), strict=True)
-    return max(float(abs(x.array - y.array).max() / abs(y.array).max()) for x, y in pairs)
-
-
-def arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="A U-Net in pieces, in Chainer.")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="collages of a step")
-    parser.add_argument("--rows", type=int, default=4, help="rows of digits in a collage")
-    parser.add_argument("--width", type=int, default=8, help="channels of the first level")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, default=Path("segment_chainer.png"), help="the picture"
-    )
-    return parser.parse_args()
-
-
 def main() -> int:
     """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
-    options = arguments()
+    options = arguments("A U-Net in pieces, in Chainer.", "segment_chainer.png")
     with collective.init() as comm:
         with chainer.using_config("dtype", np.float64):
             model, whole = (UNet(options.width, options.seed) for _ in range(2))
@@ -140,31 +122,20 @@ def main() -> int:
             split, how = Split(model, data=(comm.size,), comm=comm), "a part on each rank"
         else:
             split, how = Split(model, data=(STRIPES,)), "eight stripes in turn"
+
         digits = load_digits(comm)
         losses, seconds = train(split, digits, options)
         collage, classes = Collages(digits, options.rows, options.seed + 1).draw(1)
         learnt = split(collage).array.argmax(1)
-        report = split.memory_report(collage.repeat(options.batch, 0))
-        if comm.rank:
-            comm.barrier(timeout=3600)
-            return 0
-        right = learnt == classes
-        print(f"{comm.size} rank(s), {comm.backend}: {how}, loss {losses[options.steps - 1]:.4f}")
-        for kind, name in enumerate(CLASSES):
-            print(f"  {name}: {right[classes == kind].mean():.1%} of the pixels are right")
-        kept = {"whole": sum(report.whole.values()) / 2**20}
-        kept[how] = kept["whole"] * report.ratio
-        sizes = ", ".join(f"{mib:.1f} MiB {name}" for name, mib in kept.items())
-        print(f"  kept for the backward pass: {sizes}")
-        _, alone = train(whole, digits, options)
-        print(f"  all steps {seconds:.1f} s, of one process and the whole U-Net {alone:.1f} s")
-        far = difference(model, whole)
-        verdict = "equal" if far <= TOLERANCE else "NOT EQUAL"
-        print(f"  weights {verdict} to those of one process: {far:.1e}, relative")
-        draw_picture(options.output, collage[0, 0], classes[0], learnt[0], losses, kept)
-        print(f"  picture in {options.output}")
-        comm.barrier(timeout=3600)
-        return int(far > TOLERANCE)
+        memory = split.memory_report(collage.repeat(options.batch, 0))
+
+        def train_alone() -> tuple[float, float]:
+            _, alone = train(whole, digits, options)
+            arrays = ([each.array for each in link.params()] for link in (model, whole))
+            return alone, difference(*arrays)
+
+        outcome = Outcome(how, losses, seconds, collage, classes, learnt, memory)
+        return report(comm, outcome, options.output, train_alone)
 
 
 if __name__ == "__main__":

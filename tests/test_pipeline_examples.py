@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.test_examples import ROOT, run
@@ -45,6 +47,19 @@ def test_a_pipeline_equals_one_process(example: str, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     options = ("--schedule", "gpipe", "--output", str(picture))
     check(run("shm", example, *SHORT, *options), 3, picture)
+
+
+def test_not_a_number_is_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    specification = importlib.util.spec_from_file_location(
+        "pipeline_report", ROOT / "examples" / "pipeline_report.py"
+    )
+    report = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(report)
+    expected = {"first": np.ones(2), "second": np.ones(2)}
+    found = {**expected, "second": np.array([1.0, np.nan])}
+    assert report.compare([found], [expected], 1) == 1
+    assert report.compare([expected], [expected], 1) == 0
+    assert "NOT equal" in capsys.readouterr().out
 
 
 def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
