@@ -17,7 +17,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,16 +68,24 @@ def stages(size: int, width: int, seed: int) -> list[nn.Sequential]:
     They take about equally long: the first has a layer less, and more pixels than the others have
     inputs.
     """
-    torch.manual_seed(seed)
+    random = torch.Generator().manual_seed(seed)
     found = []
     for rank in range(size):
         widths = [PASSED, width, width, width, PASSED] if rank else [784, width, width, PASSED]
         layers: list[nn.Module] = [] if rank else [nn.Flatten()]
         for taken, given in itertools.pairwise(widths):
-            layers += [nn.Linear(taken, given, dtype=torch.float64), nn.Tanh()]
+            layers += [dense(taken, given, random), nn.Tanh()]
         found.append(layers)
-    found[-1].append(nn.Linear(PASSED, 10, dtype=torch.float64))
+    found[-1].append(dense(PASSED, 10, random))
     return [nn.Sequential(*layers) for layers in found]
+
+
+def dense(taken: int, given: int, random: torch.Generator) -> nn.Linear:
+    """Return a layer through which numbers keep their size, in PyTorch's own they shrink."""
+    layer = nn.Linear(taken, given, dtype=torch.float64)
+    nn.init.normal_(layer.weight, std=taken**-0.5, generator=random)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def batches(digits: Digits, options: argparse.Namespace) -> Iterator[Digits]:
@@ -146,7 +154,19 @@ def train_alone(size: int, digits: Digits, options: argparse.Namespace) -> list[
     return [[state_of(stage) for stage in cut], losses, seconds]
 
 
-def report(everything: list[Any], digits: Digits, options: argparse.Namespace) -> int:
+def accuracy(states: Sequence[Any], digits: Digits, options: argparse.Namespace) -> float:
+    """Return how many digits the stages with these states tell."""
+    cut = stages(len(states), options.width, options.seed)
+    for stage, state in zip(cut, states):
+        stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+    with torch.no_grad():
+        found = nn.Sequential(*cut)(digits.images).argmax(1)
+    return (found == digits.labels).double().mean().item()
+
+
+def report(
+    everything: list[Any], digits: Digits, for_test: Digits, options: argparse.Namespace
+) -> int:
     """Compare with one process, print and draw; return the exit code."""
     states, losses, timelines, seconds = zip(*everything)
     together, steps = losses[-1], list(zip(*timelines))[SETTLING:]
@@ -154,6 +174,7 @@ def report(everything: list[Any], digits: Digits, options: argparse.Namespace) -
     plot(options.output, together, losses_alone, steps)
     print(f"{len(states)} stage(s), {options.microbatches} micro-batches, {options.schedule}")
     print(f"loss           {together[0]:.4f} at first, {together[-1]:.4f} at last")
+    print(f"test accuracy  {accuracy(states, for_test, options):.1%}")
     print(time_line(seconds[0][SETTLING:], seconds_alone[SETTLING:]))
     print(idle_lines(steps, options.microbatches))
     print(f"picture        {options.output}")
@@ -166,8 +187,8 @@ def main() -> int:
     parser.add_argument("--backend", default="collective")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=256, help="digits of a step")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=800, help="digits of a step")
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
@@ -178,13 +199,13 @@ def main() -> int:
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     # Only rank 0 reads the data.
-    read = [load_digits(options.limit, options.seed)[0] if rank == 0 else None]
+    read = [*load_digits(options.limit, options.seed)] if rank == 0 else [None, None]
     dist.broadcast_object_list(read)
-    digits: Digits = read[0]
+    digits, for_test = read
     everything = [None] * size if rank == 0 else None
     dist.gather_object(train(digits, options), everything)
     dist.destroy_process_group()
-    return 0 if everything is None else report(everything, digits, options)
+    return 0 if everything is None else report(everything, digits, for_test, options)
 
 
 if __name__ == "__main__":
