@@ -1,4 +1,4 @@
-"""The transports, one module or package each; chosen by name, see :mod:`collective.registry`."""
+"""The transports, a module or package each; :mod:`collective.contract.registry` has their names."""
 
 from __future__ import annotations
 

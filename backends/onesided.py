@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from collective import reduction
-from collective.backend import Backend
-from collective.buffer import Buffer
+from collective.algorithms import arithmetic
 from collective.call import Call
+from collective.contract.backend import Backend
+from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
 __all__ = ["OneSided", "Region"]
@@ -313,9 +313,9 @@ class _Fold:
     __slots__ = ("_fold", "_post", "_pre")
 
     def __init__(self, op: ReduceOp, src: Buffer, size: int) -> None:
-        self._fold = reduction.fold(op, src.dtype)
-        self._pre = reduction.pre(op, src.dtype, size)
-        self._post = reduction.post(op, src.dtype, size)
+        self._fold = arithmetic.fold(op, src.dtype)
+        self._pre = arithmetic.pre(op, src.dtype, size)
+        self._post = arithmetic.post(op, src.dtype, size)
 
     @np.errstate(all="ignore")
     def prepare(self, source: Array) -> Array:

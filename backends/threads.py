@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.backend import ANY_SOURCE, Failure
-from collective.buffer import Buffer
+from collective.backends.onesided import OneSided, Region
 from collective.call import Call, Disagreement
-from collective.capabilities import Capabilities
+from collective.contract.backend import ANY_SOURCE, Failure
+from collective.contract.capabilities import Capabilities
 from collective.errors import PeerLostError, RendezvousError
-
-from .onesided import OneSided, Region
+from collective.memory.buffer import Buffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.world import World
+    from collective.contract.world import World
 
 __all__ = ["ThreadsBackend"]
 

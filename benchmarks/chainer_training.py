@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import peers
 
-from collective.bench.figures import headline
-from collective.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.figures import headline
+from collective.tools.bench.report import Observer, duration, print_table, write
 
 ROOT = Path(__file__).resolve().parent.parent
 # What was promised: of ChainerMN's added time; and of the drop-in's.

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 import collective
-from collective.bench.report import Observer, print_table, write
-from collective.bench.startline import StartLine
+from collective.tools.bench.report import Observer, print_table, write
+from collective.tools.bench.startline import StartLine
 
 _MUST_S = 0.005
 _SIDES = ("without", "with")

@@ -24,9 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from collective.bench.measure import BACK_TO_BACK, Pace
-from collective.bench.report import Observer, duration, parse_size, print_table, size_name, write
-from collective.bench.startline import StartLine
+from collective.tools.bench.measure import BACK_TO_BACK, Pace
+from collective.tools.bench.report import (
+    Observer,
+    duration,
+    parse_size,
+    print_table,
+    size_name,
+    write,
+)
+from collective.tools.bench.startline import StartLine
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from collective.bench.arena import Arena, ArenaError
-from collective.bench.contestants import Contestant
-from collective.bench.report import (
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import Contestant
+from collective.tools.bench.report import (
     Observer,
     Progress,
     parse_size,

@@ -28,7 +28,7 @@ from typing import Any
 
 from overhead import turns
 
-from collective.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.report import Observer, duration, print_table, write
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 # What was promised: microseconds added to the raw binding.
@@ -145,9 +145,9 @@ class _Bench:
 
     def layers(self, x: Any, x_address: int) -> dict[str, Call]:
         """Return an all-reduce in place at each of our layers, the lowest first."""
-        from collective.buffer import Buffer
         from collective.call import Call as Header
-        from collective.dtypes import BY_NAME
+        from collective.memory.buffer import Buffer
+        from collective.memory.dtypes import BY_NAME
         from collective.ops import as_op
 
         engine, stream, backend = self.engine, self.stream.handle, self.comm._backend
@@ -179,7 +179,7 @@ def _fakes_hold() -> Callable[[int], object]:
 
 def _device_array(bench: _Bench) -> Any:
     from collective import cuda
-    from collective.cuda.array import DeviceArray
+    from collective.memory.device_array import DeviceArray
 
     memory = cuda.allocate(bench.device, _BYTES, bench.stream)
     return DeviceArray(
@@ -243,7 +243,7 @@ def _makers(bench: _Bench, real: bool) -> dict[str, Callable[[], Any]]:
 
 
 def _address(x: Any) -> int:
-    from collective.arrays import adapter_of
+    from collective.memory.arrays import adapter_of
 
     address: int = adapter_of(x).view(x)[0].address
     return address

@@ -31,9 +31,16 @@ from typing import Any
 import numpy as np
 import peers
 
-from collective.bench.libraries import Library, Ours
-from collective.bench.report import Observer, duration, parse_size, print_table, size_name, write
-from collective.bench.rivals import Gloo, Mpi
+from collective.tools.bench.libraries import Library, Ours
+from collective.tools.bench.report import (
+    Observer,
+    duration,
+    parse_size,
+    print_table,
+    size_name,
+    write,
+)
+from collective.tools.bench.rivals import Gloo, Mpi
 
 _HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"

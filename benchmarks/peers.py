@@ -19,8 +19,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from collective.bench import mpi_environments
-from collective.bench.mpi_environments import VENDORS, environments
+from collective.tools.bench import mpi_environments
+from collective.tools.bench.mpi_environments import VENDORS, environments
 
 __all__ = ["VENDORS", "add_options", "add_rivals", "environments", "find", "rivals"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from memory import Footprint
 from waiting import Wait
 
-from collective.bench.measure import Record, fastest_mpi, find
-from collective.bench.report import size_name
+from collective.tools.bench.measure import Record, fastest_mpi, find
+from collective.tools.bench.report import size_name
 
 __all__ = ["OPERATIONS", "Judged", "judge"]
 

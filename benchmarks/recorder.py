@@ -14,9 +14,9 @@ import timeit
 from collections.abc import Sequence
 from pathlib import Path
 
-from collective.bench.report import Observer, print_table, write
 from collective.call import Call
-from collective.recorder import Recorder
+from collective.contract.recorder import Recorder
+from collective.tools.bench.report import Observer, print_table, write
 
 _MUST_NS = 1000.0
 _CALLS, _TURNS = 100_000, 9

@@ -31,9 +31,9 @@ from torch import nn
 
 import collective
 from collective.adapters.torch import Split
-from collective.bench.report import Observer, print_table, write
 from collective.launch import restart_with
 from collective.testing import run_ranks
+from collective.tools.bench.report import Observer, print_table, write
 
 _STRIPES = 8
 # mallopt(3): nothing is mapped by itself, nothing is given back.

@@ -25,13 +25,20 @@ import peers
 import waiting
 from promises import OPERATIONS, judge
 
-from collective.bench.arena import Arena, ArenaError
-from collective.bench.contestants import named
-from collective.bench.figures import headline
-from collective.bench.figures import show as show_figures
-from collective.bench.measure import Pace, Task, compare, method_of
-from collective.bench.report import Observer, Progress, parse_size, print_table, size_name, write
-from collective.bench.run import Results
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import named
+from collective.tools.bench.figures import headline
+from collective.tools.bench.figures import show as show_figures
+from collective.tools.bench.measure import Pace, Task, compare, method_of
+from collective.tools.bench.report import (
+    Observer,
+    Progress,
+    parse_size,
+    print_table,
+    size_name,
+    write,
+)
+from collective.tools.bench.run import Results
 
 _ALL_REDUCE = "4 64 1K 64K 256K 1M 16M 64M"
 _OTHERS = "64K 256K 1M 16M 64M"

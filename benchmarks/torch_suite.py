@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collective.bench.report import Observer, print_table, write
+from collective.tools.bench.report import Observer, print_table, write
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _SECONDS = 60

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from collective.bench.report import Observer, duration, print_table, write
-from collective.bench.torch_models import model_of
+from collective.tools.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.torch_models import model_of
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3

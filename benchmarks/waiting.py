@@ -16,10 +16,10 @@ from pathlib import Path
 
 import peers
 
-from collective.bench.arena import Arena, ArenaError
-from collective.bench.contestants import named
-from collective.bench.measure import Pace
-from collective.bench.report import Observer, Progress, print_table, write
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import named
+from collective.tools.bench.measure import Pace
+from collective.tools.bench.report import Observer, Progress, print_table, write
 
 __all__ = ["Wait", "run", "show"]
 

@@ -14,8 +14,10 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from collective.backend import ANY_SOURCE
-from collective.communicator import Communicator, connect
+from collective.communicator import Communicator, Status
+from collective.contract.backend import ANY_SOURCE
+from collective.contract.recorder import flight_recorder
+from collective.contract.work import Work
 from collective.errors import (
     AllocationError,
     BackendError,
@@ -39,11 +41,9 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
-from collective.point_to_point import Status
-from collective.recorder import flight_recorder
-from collective.session import current, init
-from collective.session import settings as config
-from collective.work import Work
+from collective.start.connecting import connect
+from collective.start.session import current, init
+from collective.start.session import settings as config
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from collective.cli.main import main
+from collective.tools.cli.main import main
 
 sys.exit(main())

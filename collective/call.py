@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collective.dtypes import DType
+from collective.memory.dtypes import DType
 
 __all__ = ["Call", "Disagreement", "call_site", "describe", "differing", "in_thread"]
 

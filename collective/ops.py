@@ -2,7 +2,7 @@
 
 A transport sees a :class:`ReduceOp`; a user writes its name (``"sum"``), or calls
 :func:`premul_sum` or :func:`user_op`. The arithmetic itself is in
-:mod:`collective.reduction`: integers wrap, and ``min`` and ``max`` of floats are IEEE
+:mod:`collective.algorithms.arithmetic`: integers wrap, and ``min`` and ``max`` of floats are IEEE
 754-2019's minimum and maximum.
 """
 

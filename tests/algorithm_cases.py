@@ -10,11 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from collective import reduction
-from collective.algorithms import costs, pieces
-from collective.buffer import Buffer
+from collective.algorithms import arithmetic, costs, pieces
 from collective.call import Call
-from collective.dtypes import BY_NAME, DType
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import user_op
 from tests.loopback import Loopback, Rendezvous
 
@@ -72,7 +71,7 @@ def sample(dtype: DType, count: int, rank: int) -> Array:
         return whole % 2 == 0
     values = whole - 2.0 + (1j * (whole % 2) if dtype.kind == "c" else 0)
     if dtype.name == "bfloat16":
-        return reduction.float32_to_bfloat16(values.astype(np.float32))
+        return arithmetic.float32_to_bfloat16(values.astype(np.float32))
     return values.astype(dtype.storage)
 
 

@@ -16,7 +16,7 @@ from on_gpu import pretend, wait_before_reading
 from collective import cuda
 from collective.backends.mpi import MpiBackend, library
 from collective.backends.mpi.cuda_aware import CudaAwareMpi
-from collective.world import World
+from collective.contract.world import World
 
 __all__ = ["CudaAware", "Entry", "OnSomeRanks", "SaysSo", "Staged", "Watched"]
 

@@ -12,7 +12,7 @@ from collective.backends.mpi import MpiBackend
 from collective.backends.mpi.cuda_aware import CudaAwareMpi
 from collective.backends.nccl import NcclBackend
 from collective.backends.shm import ShmBackend
-from collective.world import World
+from collective.contract.world import World
 
 __all__ = ["AwareMpi", "Mpi", "Nccl", "Shm"]
 

@@ -15,13 +15,14 @@ import numpy as np
 from fakes import environment
 from on_gpu import pretend
 
-from collective import calls, cuda
+from collective import cuda
 from collective.backends.nccl import NcclBackend
-from collective.buffer import Buffer
-from collective.calls import Calls
-from collective.point_to_point import PointToPoint
-from collective.streams import StreamWork
-from collective.world import World
+from collective.communicator.calls import Calls
+from collective.communicator.communicator import calls
+from collective.communicator.point_to_point import PointToPoint
+from collective.communicator.streams import StreamWork
+from collective.contract.world import World
+from collective.memory.buffer import Buffer
 
 __all__ = ["FakeNccl", "OldNccl"]
 

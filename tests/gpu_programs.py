@@ -17,10 +17,10 @@ from fakes import POISON, Fake, FakeArray
 from nccl_places import FAR, FakeNccl
 
 from collective import cuda
-from collective.arrays import adapter_like
-from collective.cuda import layout
-from collective.cuda.array import DeviceArray
-from collective.dtypes import FOREIGN, named
+from collective.memory import device_layout
+from collective.memory.arrays import adapter_like
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import FOREIGN, named
 
 __all__ = [
     "FAR",
@@ -85,7 +85,7 @@ def of_device(comm: Any, values: Any, stream: int | None = None) -> DeviceArray:
     array = np.asarray(values)
     device = comm._backend.device
     on = device.new_stream() if stream is None else device.stream(stream)
-    low, high = layout.bounds(0, array.shape, array.strides, array.itemsize)
+    low, high = device_layout.bounds(0, array.shape, array.strides, array.itemsize)
     whole = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
     made = DeviceArray(
         whole.address - low,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from collective.work import Work
+from collective.contract.work import Work
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A transport that implements nothing but the required methods; its ranks are threads.
 
-What it runs beyond send and recv is the default of ``collective.backend.Backend``. It
+What it runs beyond send and recv is the default of ``collective.contract.backend.Backend``. It
 takes the contract literally where that helps to find faults: messages of another length
 than expected fail, and :class:`Rendezvous` sends return only once they are received.
 """
@@ -18,11 +18,11 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from collective.backend import ANY_SOURCE, Backend, Failure
-from collective.buffer import Buffer
-from collective.capabilities import Capabilities
+from collective.contract.backend import ANY_SOURCE, Backend, Failure
+from collective.contract.capabilities import Capabilities
+from collective.contract.world import World
 from collective.errors import CommunicatorClosedError, RendezvousError
-from collective.world import World
+from collective.memory.buffer import Buffer
 
 __all__ = ["Loopback", "Rendezvous", "connect_all", "run"]
 

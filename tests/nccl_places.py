@@ -13,13 +13,13 @@ import pytest
 from fakes import compiler, environment
 
 from collective.backends.nccl import NcclBackend
-from collective.buffer import Buffer
 from collective.call import Call
+from collective.contract.world import World
 from collective.cuda import Stream
-from collective.cuda.array import DeviceArray, PlainSpace
-from collective.dtypes import DType, from_numpy, named
+from collective.memory.buffer import Buffer
+from collective.memory.device_array import DeviceArray, PlainSpace
+from collective.memory.dtypes import DType, from_numpy, named
 from collective.testing import RankPool
-from collective.world import World
 
 __all__ = ["FAR", "FakeNccl", "Place", "Run", "needs_compiler", "pools", "read", "side_by_side"]
 

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 from fakes import environment
 
-from collective import arrays, calls, cuda
-from collective.arrays import Adapter, NumpyAdapter
+from collective import cuda
 from collective.backends.shm import ShmBackend
-from collective.calls import Calls
-from collective.cuda.array import DeviceArray
-from collective.dtypes import DType
-from collective.point_to_point import PointToPoint
-from collective.work import Work
-from collective.world import World
+from collective.communicator.calls import Calls
+from collective.communicator.communicator import calls
+from collective.communicator.point_to_point import PointToPoint
+from collective.contract.work import Work
+from collective.contract.world import World
+from collective.memory import arrays
+from collective.memory.arrays import Adapter, NumpyAdapter
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import DType
 
 __all__ = ["StagedShm", "pretend", "wait_before_reading"]
 

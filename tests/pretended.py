@@ -8,7 +8,7 @@ from typing import ClassVar
 # count as time in which the ranks meet.
 import collective.backends.gloo  # noqa: F401
 from collective.backends.hierarchical import HierarchicalBackend
-from collective.world import World
+from collective.contract.world import World
 
 __all__ = ["Interleaved", "Lopsided", "Pairs", "Single"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from fakes import Fake, FakeArray, current_stream
 
 from collective.adapters.cupy import arrays
-from collective.arrays import adapter_of
+from collective.memory.arrays import adapter_of
 
 __all__ = ["Runtime", "of", "over", "pretend", "values_of"]
 

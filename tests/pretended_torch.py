@@ -18,7 +18,7 @@ from fakes import Fake, FakeArray, current_stream
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from collective import dlpack
+from collective.memory import dlpack
 
 __all__ = ["CudaTensor", "PretendedCuda", "on_gpu"]
 

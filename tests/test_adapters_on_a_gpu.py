@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from collective import cuda
-from collective.arrays import adapter_like, adapter_of
-from collective.dtypes import BY_NAME
+from collective.memory.arrays import adapter_like, adapter_of
+from collective.memory.dtypes import BY_NAME
 
 if not cuda.device_count():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective import reduction
-from collective.algorithms import costs, pieces
-from collective.backend import Backend
-from collective.buffer import Buffer
-from collective.capabilities import FOLDED
-from collective.dtypes import BY_NAME, DType
+from collective.algorithms import arithmetic, costs, pieces
+from collective.contract.backend import Backend
+from collective.contract.capabilities import FOLDED
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum
 from tests.algorithm_cases import (
     CALL,
@@ -48,7 +47,7 @@ from tests.loopback import Loopback, Rendezvous, run
 
 def fold_in_order(op: ReduceOp, dtype: DType, values: list[Array]) -> Array:
     """Fold with NumPy, one rank after the other."""
-    join = reduction.fold(op, dtype)
+    join = arithmetic.fold(op, dtype)
 
     def step(a: Array, b: Array) -> Array:
         out = np.empty_like(a)
@@ -189,7 +188,7 @@ def test_ordered_fold_too_long_to_collect_and_too_short_to_cut(operation: str, s
 
 def expected_of(name: str, dtype: DType, inputs: list[Array]) -> Array:
     """Return the result as float64, complex128 or the integers themselves."""
-    wide = [reduction.bfloat16_to_float32(x) if dtype.name == "bfloat16" else x for x in inputs]
+    wide = [arithmetic.bfloat16_to_float32(x) if dtype.name == "bfloat16" else x for x in inputs]
     if dtype.kind in "fc":
         wide = [x.astype("c16" if dtype.kind == "c" else "f8") for x in wide]
     stack = np.stack(wide)
@@ -208,7 +207,7 @@ def expected_of(name: str, dtype: DType, inputs: list[Array]) -> Array:
 
 def close(dtype: DType) -> Callable[[Array, Array], None]:
     def compare(result: Array, expected: Array) -> None:
-        wide = reduction.bfloat16_to_float32(result) if dtype.name == "bfloat16" else result
+        wide = arithmetic.bfloat16_to_float32(result) if dtype.name == "bfloat16" else result
         tolerance = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype.name, 1e-6)
         if dtype.kind not in "fc":
             tolerance = 0
@@ -221,7 +220,7 @@ MEANINGFUL = [
     pytest.param(dtype, name, id=f"{dtype}-{name}")
     for dtype in map(BY_NAME.__getitem__, sorted(FOLDED))
     for name in (*NAMES, "premul_sum")
-    if dtype.kind in reduction._KINDS[name]
+    if dtype.kind in arithmetic._KINDS[name]
 ]
 
 

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective import backend as contract
 from collective.algorithms import binomial, pieces
 from collective.algorithms.tags import COLLECTIVE_TAG
-from collective.backend import Backend
-from collective.buffer import Buffer
 from collective.call import Call, Disagreement
-from collective.dtypes import BY_NAME
+from collective.contract import backend as contract
+from collective.contract.backend import Backend
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     PeerLostError,
     RankError,
 )
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
 from tests.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
 from tests.loopback import Loopback, Rendezvous, connect_all, run

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.backend import Backend
-from collective.buffer import Buffer
+from collective.contract.backend import Backend
+from collective.memory.buffer import Buffer
 from tests.algorithm_cases import (
     CALL,
     INT64,

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collective.arrays import adapter_like, adapter_of, is_array
-from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError
+from collective.memory.arrays import adapter_like, adapter_of, is_array
+from collective.memory.dtypes import BY_NAME, FOREIGN
 from collective.testing import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -342,7 +342,7 @@ def test_like_is_a_name_or_an_array():
 
 
 def test_like_of_a_framework_that_is_not_installed(monkeypatch):
-    import collective.arrays as arrays
+    import collective.memory.arrays as arrays
 
     monkeypatch.setitem(arrays._FRAMEWORKS, "absent", ("collective.adapters.absent", "Adapter"))
     with pytest.raises(InvalidArgumentError, match=r"pip install .*\[absent\]"):

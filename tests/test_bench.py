@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.bench import operations
-from collective.bench.arena import Arena, ArenaError, _Job
-from collective.bench.contestants import Contestant, named
-from collective.bench.figures import show
-from collective.bench.libraries import Ours
-from collective.bench.measure import Gap, Pace, Record, Task, compare
-from collective.bench.mpi_environments import environments
-from collective.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, stored, value_of
-from collective.bench.run import Results
-from collective.bench.startline import StartLine
-from collective.bench.training import Training
-from collective.bench.worker import Worker
 from collective.errors import BackendNotFoundError
 from collective.testing import run_ranks
+from collective.tools.bench import operations
+from collective.tools.bench.arena import Arena, ArenaError, _Job
+from collective.tools.bench.contestants import Contestant, named
+from collective.tools.bench.figures import show
+from collective.tools.bench.libraries import Ours
+from collective.tools.bench.measure import Gap, Pace, Record, Task, compare
+from collective.tools.bench.mpi_environments import environments
+from collective.tools.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, stored, value_of
+from collective.tools.bench.run import Results
+from collective.tools.bench.startline import StartLine
+from collective.tools.bench.training import Training
+from collective.tools.bench.worker import Worker
 
 # -- operations and their checks --------------------------------------------------------
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from collective.cli.main import main
 from collective.install import hint
-from collective.parity.frameworks import framework as framework_of
+from collective.tools.cli.main import main
+from collective.tools.parity.frameworks import framework as framework_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
 
@@ -122,7 +122,7 @@ def test_what_is_misspelt_is_refused(
 
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it() -> None:
     program = (
-        "import sys; sys.modules['matplotlib'] = None; from collective.cli.main import main; "
+        "import sys; sys.modules['matplotlib'] = None; from collective.tools.cli.main import main; "
         "sys.exit(main(['bench', '--plot', 'x.png']))"
     )
     done = subprocess.run(
@@ -164,7 +164,7 @@ def test_what_cannot_be_written_is_refused_before_it_measures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("collective.bench.run.measure", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr("collective.tools.bench.run.measure", lambda *_: pytest.fail("it measures"))
     if option[0] == "--plot":
         pytest.importorskip("matplotlib")
     assert main(["bench", *option]) == 2

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from collective import reduction
-from collective.dtypes import BY_NAME
+from collective.algorithms import arithmetic
+from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
+from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op, premul_sum
-from collective.reduction import bfloat16_to_float32, float32_to_bfloat16
 from tests.test_reduction import bf16, fold, scaled
 
 Array = np.ndarray[Any, Any]
 
 BF16 = BY_NAME["bfloat16"]
 EVERY_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16)
-BLOCK = reduction._BLOCK
+BLOCK = arithmetic._BLOCK
 
 
 def some_bfloat16(seed: int, count: int = 20_000) -> Array:
@@ -152,7 +152,7 @@ def test_fold_of_bfloat16_goes_block_by_block(count: int, out: str) -> None:
     b = bf16(*(np.arange(count) % 90))
     expected = bf16(*(np.arange(count) % 100 + np.arange(count) % 90))
     target = {"new": np.empty_like(a), "left": a, "right": b}[out]
-    reduction.fold(as_op("sum"), BF16)(a, b, out=target)
+    arithmetic.fold(as_op("sum"), BF16)(a, b, out=target)
     np.testing.assert_array_equal(target, expected)
 
 
@@ -166,7 +166,7 @@ def test_avg_of_bfloat16_divides_by_the_size_itself(size: int) -> None:
     theirs = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) / size).view(torch.int16)
     with np.errstate(all="ignore"):
         same_values(
-            scaled(reduction.post(as_op("avg"), BF16, size), x), theirs.numpy().view(np.uint16)
+            scaled(arithmetic.post(as_op("avg"), BF16, size), x), theirs.numpy().view(np.uint16)
         )
 
 
@@ -175,10 +175,10 @@ def test_avg_of_bfloat16_divides_by_the_size_itself(size: int) -> None:
     [(9, 3, 3), (1, 3, 0.333984375), (900, 300, 3), (256, 257, 0.99609375)],
 )
 def test_avg_of_bfloat16_by_hand(total: float, size: int, mean: float) -> None:
-    result = scaled(reduction.post(as_op("avg"), BF16, size), bf16(total))
+    result = scaled(arithmetic.post(as_op("avg"), BF16, size), bf16(total))
     assert bfloat16_to_float32(result)[0] == mean
 
 
 def test_premul_sum_of_bfloat16_by_hand() -> None:
-    result = scaled(reduction.pre(premul_sum(-1.5), BF16, 2), bf16(1, 3, 0.0078125))
+    result = scaled(arithmetic.pre(premul_sum(-1.5), BF16, 2), bf16(1, 3, 0.0078125))
     np.testing.assert_array_equal(bfloat16_to_float32(result), [-1.5, -4.5, -0.01171875])

@@ -16,8 +16,8 @@ import chainer
 import chainer.links as L
 from chainer import Parameter, Variable
 
-from collective.arrays import adapter_like, adapter_of
 from collective.errors import DeviceError, InvalidArgumentError, MismatchError
+from collective.memory.arrays import adapter_like, adapter_of
 from collective.testing import run_ranks
 from tests.shm_ranks import shm  # noqa: F401
 
@@ -76,7 +76,7 @@ def test_numpy_alone_does_not_import_chainer() -> None:
     """Nor does a class of another module that is called Variable."""
     program = """
 import sys, numpy as np
-from collective.arrays import adapter_of, is_array
+from collective.memory.arrays import adapter_of, is_array
 class Variable: array = np.ones(2)
 print(adapter_of(np.ones(2)).name, is_array(Variable()), "chainer" in sys.modules)
 """

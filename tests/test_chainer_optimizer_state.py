@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import collective
-from collective.compression import Cast
 from collective.errors import (
     CollectiveError,
     CommunicatorAbortedError,
@@ -22,6 +21,7 @@ from collective.errors import (
     MismatchError,
 )
 from collective.testing import RanksFailedError, run_ranks
+from collective.training.compression import Cast
 from tests.chainer_ranks import Run, ranks  # noqa: F401
 
 if importlib.util.find_spec("chainer") is None:

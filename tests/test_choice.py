@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from collective import choice
 from collective.backends.nccl import library
-from collective.choice import Choice, across, choose
-from collective.config import load
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.install import hint
+from collective.start import choice
+from collective.start.choice import Choice, across, choose
+from collective.start.config import load
 
 ROOT = Path(__file__).resolve().parent.parent
 Installed = Callable[..., None]
@@ -291,8 +291,9 @@ def test_what_connects_the_ranks_already_is_kept_below_nccl(gpus: Callable[[int]
 
 def test_nothing_is_imported_to_choose() -> None:
     program = (
-        "import sys; from collective.choice import choose; from collective.config import load; "
-        "from collective.choice import installed; installed('torch'); installed('mpi4py'); "
+        "import sys; from collective.start.choice import choose; "
+        "from collective.start.config import load; "
+        "from collective.start.choice import installed; installed('torch'); installed('mpi4py'); "
         "from collective.backends.nccl import library; library.find(); "
         "print(choose(load({'backend': 'gloo'})).name, {'torch', 'mpi4py'} & set(sys.modules), "
         "'libnccl' in open('/proc/self/maps').read())"

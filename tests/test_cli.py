@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from collective.cli.main import main
-from collective.config import KEYS
+from collective.start.config import KEYS
+from collective.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import collective
 from collective.adapters.torch import DistributedDataParallel
-from collective.compression import Cast, PowerSGD, TopK
-from collective.gradients import Gradients, Parameter
 from collective.testing import RankPool
+from collective.training.compression import Cast, PowerSGD, TopK
+from collective.training.gradients import Gradients, Parameter
 
 pytest.importorskip("array_api_compat")
 _SHAPES = [(40, 30), (7,), (16, 3, 5), (64, 64)]

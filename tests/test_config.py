@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.config import KEYS, load
 from collective.errors import ConfigError
+from collective.start.config import KEYS, load
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import collective
-from collective import config_file
-from collective.cli.main import main
-from collective.config import load
 from collective.errors import ConfigError
+from collective.start import config_file
+from collective.start.config import load
+from collective.tools.cli.main import main
 
 SOMEBODY = 54321  # no user of this system, and no group
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from collective import costs
-from collective.costs import ALGORITHMS, Link, Measured, coefficients, fit, operations
+from collective.algorithms import model
+from collective.algorithms.model import ALGORITHMS, Link, Measured, coefficients, fit, operations
 
 N = 1 << 20
 ALPHA, BETA, GAMMA = 4e-6, 1 / 9e9, 1 / 30e9
@@ -146,7 +146,7 @@ def test_intervals_hold_as_often_as_they_say():
 def test_the_least_squares_are_the_best_that_are_not_negative(seed, count):
     draws = np.random.default_rng(seed)
     rows, target = draws.uniform(0, 1, (count, 3)), draws.uniform(-1, 2, count)
-    (found,) = costs._non_negative(rows, target[None])
+    (found,) = model._non_negative(rows, target[None])
     assert (found >= 0).all()
     # Karush, Kuhn and Tucker: no slope where it may move, none inwards where it may not.
     slope = rows.T @ (rows @ found - target)

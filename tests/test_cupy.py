@@ -15,10 +15,10 @@ from fakes import Fake, FakeArray
 from pretended_gpu import gpu
 
 from collective import cuda
-from collective.arrays import adapter_like, adapter_of
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME, FOREIGN
 from collective.errors import AllocationError, DtypeError
+from collective.memory.arrays import adapter_like, adapter_of
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME, FOREIGN
 
 cupy = pytest.importorskip("cupy")
 

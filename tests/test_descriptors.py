@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from pretended import Pairs
 
-from collective.backends.hub import Hub
+from collective.backends.peers.hub import Hub
 from collective.communicator import Communicator
+from collective.contract.world import World
 from collective.errors import AllocationError, RendezvousError
-from collective.store import FileStore
+from collective.start.file_store import FileStore
 from collective.testing import run_ranks
-from collective.world import World
 
 ROOM = 40  # descriptors: for some groups, beside those that are left to others
 

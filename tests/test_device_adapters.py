@@ -14,12 +14,13 @@ import pytest
 from fakes import Fake, FakeArray
 from pretended_gpu import gpu
 
-from collective import cuda, dlpack
-from collective.arrays import adapter_like, adapter_of, is_array
-from collective.cuda.adapter import CudaArrayAdapter
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME, FOREIGN
+from collective import cuda
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.memory import dlpack
+from collective.memory.arrays import adapter_like, adapter_of, is_array
+from collective.memory.device_adapter import CudaArrayAdapter
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME, FOREIGN
 
 __all__ = ["gpu"]  # a fixture
 
@@ -298,7 +299,7 @@ def test_arrays_of_the_cpu_bring_nothing_of_cuda_along():
     program = """
 import sys
 import numpy, torch
-from collective.arrays import adapter_of
+from collective.memory.arrays import adapter_of
 for x in (numpy.ones(3), torch.ones(3), torch.ones(3, dtype=torch.bfloat16)):
     adapter = adapter_of(x)
     adapter.wrap(*adapter.output(x))

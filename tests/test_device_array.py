@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective import cuda
-from collective.cuda import copies as device_copies
 from collective.cuda import pinning as pinned
-from collective.cuda.array import DeviceArray, PlainSpace
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.memory import device_copies as device_copies
+from collective.memory.device_array import DeviceArray, PlainSpace
 
 POISON = fakes.POISON
 DTYPES = ["bool", "uint8", "uint16", "float32", "int64", "complex128"]
@@ -743,7 +743,7 @@ def test_cuda_array_interface(stream, device):
 
 
 def test_dlpack_lends_the_memory(stream):
-    from collective import dlpack
+    from collective.memory import dlpack
 
     mine = on_device(numbers((4, 6), "int16"), stream)[:, ::2]
     assert mine.__dlpack_device__() == (2, 0)

@@ -16,11 +16,12 @@ import pytest
 from fakes import Fake, FakeArray
 from pretended_gpu import gpu
 
-from collective import cuda, dlpack
-from collective.arrays import adapter_of
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME, FOREIGN
+from collective import cuda
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.memory import dlpack
+from collective.memory.arrays import adapter_of
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME, FOREIGN
 
 __all__ = ["gpu"]  # a fixture
 
@@ -281,7 +282,7 @@ PROGRAM = """
 import ctypes, sys
 import numpy as np, torch
 from collective import dlpack
-from collective.dtypes import BY_NAME
+from collective.memory.dtypes import BY_NAME
 
 class Owner:
     def __del__(self):

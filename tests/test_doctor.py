@@ -19,15 +19,15 @@ import fakes
 import numpy as np
 import pytest
 
-from collective import registry
-from collective.cli import doctor as command
-from collective.cli.doctor import text
-from collective.config import KEYS
-from collective.doctor import host as doctor_host
-from collective.doctor import mpi as doctor_mpi
-from collective.doctor import probe as doctor_probe
-from collective.doctor.problems import problems
+from collective.contract import registry
 from collective.install import hint
+from collective.start.config import KEYS
+from collective.tools.cli import doctor as command
+from collective.tools.cli.doctor import text
+from collective.tools.doctor import host as doctor_host
+from collective.tools.doctor import mpi as doctor_mpi
+from collective.tools.doctor import probe as doctor_probe
+from collective.tools.doctor.problems import problems
 from tests.launches import ROOT, Launches, launches
 
 __all__ = ["launches"]  # a fixture

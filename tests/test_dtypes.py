@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collective import dtypes
 from collective.errors import DtypeError
+from collective.memory import dtypes
 
 NATIVE = [name for name in dtypes.BY_NAME if name not in dtypes.FOREIGN]
 

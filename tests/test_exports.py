@@ -117,7 +117,7 @@ def test_every_call_of_a_communicator_is_a_call_of_the_module():
         "import collective, numpy; collective.init().all_reduce(numpy.ones(2))",
         "import collective, numpy; collective.init('shm').all_reduce(numpy.ones(2))",
         "import collective.testing",
-        "import collective.cli.main",
+        "import collective.tools.cli.main",
     ],
 )
 def test_nothing_is_imported_that_the_user_has_not(statement, tmp_path):

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from gloo_ranks import Run, gloo  # noqa: F401
 
-from collective.buffer import Buffer
-from collective.communicator import connect
-from collective.dtypes import BY_NAME
+from collective.contract.world import World
 from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError
-from collective.store import FileStore
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+from collective.start.connecting import connect
+from collective.start.file_store import FileStore
 from collective.testing import RankPool
-from collective.world import World
 
 torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from gloo_ranks import Run, gloo  # noqa: F401
 
-from collective.backend import COLLECTIVE_TAG
-from collective.buffer import Buffer
-from collective.dtypes import BY_NAME
+from collective.contract.backend import COLLECTIVE_TAG
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, MismatchError
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 from collective.ops import premul_sum
 from collective.testing.samples import expected, plain, values
 

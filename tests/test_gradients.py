@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import collective
-from collective.gradients import Gradients, Parameter
 from collective.testing import RankPool
+from collective.training.gradients import Gradients, Parameter
 
 _SIZES = {"float32": 4, "float64": 8, "float16": 2}
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.communicator.heads import Head
 from collective.errors import CollectiveError
-from collective.heads import Head
 from collective.testing import run_ranks
 
 # Kind, dtype, bytes, dimensions, shape; these go together:

@@ -16,6 +16,7 @@ from collective.backends.hierarchical import HierarchicalBackend, transport
 from collective.backends.hierarchical.places import Places
 from collective.backends.shm import ShmBackend
 from collective.communicator import Communicator
+from collective.contract.world import World
 from collective.errors import (
     AllocationError,
     BackendUnavailableError,
@@ -36,7 +37,6 @@ from collective.testing import (
     parametrize_with_checks,
     run_ranks,
 )
-from collective.world import World
 from tests.pretended import Interleaved, Lopsided, Pairs, Single
 
 Check = Callable[[], None]

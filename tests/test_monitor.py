@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from collective.backend import Failure
-from collective.backends.hub import Hub, disagreement
-from collective.backends.link import connect
-from collective.backends.monitor import Monitor
+from collective.backends.peers.hub import Hub, disagreement
+from collective.backends.peers.link import connect
+from collective.backends.peers.monitor import Monitor
 from collective.call import Call
-from collective.dtypes import named
+from collective.contract.backend import Failure
+from collective.contract.recorder import Recorder
+from collective.contract.world import World
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -27,9 +28,8 @@ from collective.errors import (
     PeerLostError,
     RendezvousError,
 )
-from collective.recorder import Recorder
-from collective.store import FileStore
-from collective.world import World
+from collective.memory.dtypes import named
+from collective.start.file_store import FileStore
 
 FAR = 30.0
 KEY = bytes(range(32))
@@ -136,7 +136,7 @@ def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     def late(address, key, timeout, tls):
         raise ConnectionRefusedError("nobody listens any more")
 
-    monkeypatch.setattr("collective.backends.monitor.connect", late)
+    monkeypatch.setattr("collective.backends.peers.monitor.connect", late)
     error, *_ = start([0], 2, tmp_path, timeout=0.2)
     assert isinstance(error, RendezvousError)
     assert os.listdir(tmp_path) == []
@@ -211,8 +211,8 @@ _DIES = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.test_monitor import world
-from collective.backends.monitor import Monitor
-from collective.store import FileStore
+from collective.backends.peers.monitor import Monitor
+from collective.contract.store import FileStore
 monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), 30)
 print("here", flush=True)
 sys.stdin.readline()

@@ -14,26 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.backend import ANY_SOURCE
-from collective.backends.mpi import (
-    MpiBackend,
-    MpiStore,
-    datatypes,
-    describe,
-    world_of,
-)
+from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
+from collective.backends.mpi import MpiBackend, MpiStore, datatypes, describe
 from collective.backends.mpi import transport as mpi_transport
-from collective.buffer import Buffer
 from collective.communicator import Communicator
-from collective.dtypes import BY_NAME
+from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     PeerLostError,
     RendezvousError,
 )
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 from collective.ops import premul_sum, user_op
-from collective.reduction import bfloat16_to_float32, float32_to_bfloat16
+from collective.start.mpi_world import world_of
 from collective.testing import RankPool
 from tests.mpi_launches import VENDORS, launch_of, needs
 

@@ -19,20 +19,20 @@ import pytest
 from cuda_aware import CudaAware, OnSomeRanks, SaysSo, Staged, Watched
 from fakes import Fake, FakeArray, compiler
 
-from collective import reduction
-from collective.arrays import adapter_of
+from collective.algorithms import arithmetic
 from collective.backends.mpi import library
-from collective.buffer import Buffer
 from collective.communicator import Communicator
 from collective.cuda import Event, Stream
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     DtypeError,
     MismatchError,
 )
+from collective.memory.arrays import adapter_of
+from collective.memory.buffer import Buffer
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME
 from collective.ops import NAMES, as_op, premul_sum
 from collective.testing import RankPool, all_checks, parametrize_with_checks
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
@@ -271,7 +271,7 @@ def _supported(comm: Communicator) -> dict[str, list[str]]:
         for name in ("bool", "int32", "float32", "float16", "bfloat16", "complex64"):
             for what, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
                 with contextlib.suppress(DtypeError):
-                    reduction.check(op, BY_NAME[name])
+                    arithmetic.check(op, BY_NAME[name])
                     if comm._backend.supports(what, op, BY_NAME[name], ordered):
                         key = f"{what} in order" if ordered else what
                         found.setdefault(f"{key}: {op.name}", []).append(name)

@@ -38,6 +38,7 @@ from nccl_places import Run, needs_compiler, pools
 
 import collective
 from collective.backends.nccl import NcclBackend
+from collective.contract.world import World
 from collective.errors import (
     BackendError,
     BackendUnavailableError,
@@ -52,7 +53,6 @@ from collective.errors import (
     ShapeError,
 )
 from collective.testing import RankDiedError, RanksFailedError
-from collective.world import World
 
 pytestmark = needs_compiler
 

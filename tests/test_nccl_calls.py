@@ -30,7 +30,7 @@ from gpu_programs import (
 from nccl_places import Run, needs_compiler, pools
 
 import collective
-from collective.cuda.array import DeviceArray
+from collective.memory.device_array import DeviceArray
 
 pytestmark = needs_compiler
 

@@ -10,8 +10,8 @@ from nccl_ranks import FLOAT32, NEW, OLD, SUM, Ranks, at, destroy, fresh, ranks,
 
 from collective import cuda
 from collective.backends.nccl.engine import NcclComm
-from collective.dtypes import BY_NAME
 from collective.errors import BackendError
+from collective.memory.dtypes import BY_NAME
 
 __all__ = ["fresh", "ranks"]  # fixtures
 

@@ -20,9 +20,10 @@ from fakes import Fake, library_path
 from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
 
 from collective import ops
-from collective.backend import Failure
 from collective.backends.nccl import NcclBackend
 from collective.call import Call
+from collective.contract.backend import Failure
+from collective.contract.world import World
 from collective.errors import (
     AllocationError,
     BackendUnavailableError,
@@ -33,7 +34,6 @@ from collective.errors import (
     PeerLostError,
 )
 from collective.testing import RankDiedError, RanksFailedError
-from collective.world import World
 
 pytestmark = needs_compiler
 

@@ -18,8 +18,8 @@ from collective.backends.nccl import library as libraries
 from collective.backends.nccl import prototypes
 from collective.backends.nccl.library import Library, find, install_command, load
 from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
-from collective.dtypes import BY_NAME
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
+from collective.memory.dtypes import BY_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,9 +20,9 @@ from gpu_programs import held, is_poison, peek
 from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
 
 from collective import cuda, ops
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.cuda.array import DeviceArray
+from collective.memory.buffer import Buffer
+from collective.memory.device_array import DeviceArray
 
 pytestmark = needs_compiler
 

@@ -44,15 +44,15 @@ from pretended_gpu import gpu
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
-from collective.cuda.array import DeviceArray
+from collective.contract.world import World
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     DeviceError,
     PeerFailedError,
 )
+from collective.memory.device_array import DeviceArray
 from collective.testing import RankPool, RanksFailedError
-from collective.world import World
 
 __all__ = ["gpu"]  # a fixture
 

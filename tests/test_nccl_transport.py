@@ -15,11 +15,11 @@ pytest.importorskip("fakes")
 from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
 
 from collective import ops
-from collective.backend import ANY_SOURCE
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.dtypes import from_numpy, named
+from collective.contract.backend import ANY_SOURCE
 from collective.errors import UnsupportedError
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import from_numpy, named
 
 pytestmark = needs_compiler
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, needs_hosts
 
-from collective import network
 from collective.errors import ConfigError, RendezvousError
-from collective.network import Interface, address_of, address_toward, interfaces, own_address
+from collective.start import network
+from collective.start.network import Interface, address_of, address_toward, interfaces, own_address
 
 ETH = Interface("eth0", ("10.1.0.4", "fd00::4", "fe80::4"), up=True, loopback=False)
 LO = Interface("lo", ("127.0.0.1", "::1"), up=True, loopback=True)
@@ -121,7 +121,7 @@ def test_hosts_find_their_own_address_and_the_way_to_each_other(tmp_path: Path) 
     needs_hosts()
     with Hosts(2, tmp_path) as hosts:
         program = (
-            "from collective.network import *; "
+            "from collective.start.network import *; "
             "print(own_address(), address_of('eth0'), address_toward('host0', 1))"
         )
         job = hosts.start([(1, [sys.executable, "-c", program], {})])

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from collective.dtypes import BY_NAME, FOREIGN
+from collective.communicator.objects import decode, encode
 from collective.errors import CollectiveError, DtypeError, InvalidArgumentError
-from collective.objects import decode, encode
+from collective.memory.dtypes import BY_NAME, FOREIGN
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -254,7 +254,7 @@ def test_deep_nesting_is_no_crash_where_calls_may_nest_as_they_like():
 import sys
 import numpy as np
 from collective.errors import CollectiveError
-from collective.objects import decode
+from collective.communicator.objects import decode
 sys.setrecursionlimit(10**7)
 try:
     decode(np.frombuffer(sys.stdin.buffer.read(), np.uint8))

@@ -15,14 +15,23 @@ import pytest
 
 pytest.importorskip("rich")
 
-from collective.cli.main import main
-from collective.dtypes import BY_NAME
-from collective.parity import double_double, oracle
-from collective.parity.bounds import bound, ulp, unit_roundoff
-from collective.parity.cases import DTYPES, OPERATIONS, OPS, REDUCTIONS, SHAPES, Case, Leaf, reduces
-from collective.parity.frameworks import framework, unavailable
-from collective.parity.runner import Outcome, Plan, run
-from collective.parity.transports import survey
+from collective.memory.dtypes import BY_NAME
+from collective.tools.cli.main import main
+from collective.tools.parity import double_double, oracle
+from collective.tools.parity.bounds import bound, ulp, unit_roundoff
+from collective.tools.parity.cases import (
+    DTYPES,
+    OPERATIONS,
+    OPS,
+    REDUCTIONS,
+    SHAPES,
+    Case,
+    Leaf,
+    reduces,
+)
+from collective.tools.parity.frameworks import framework, unavailable
+from collective.tools.parity.runner import Outcome, Plan, run
+from collective.tools.parity.transports import survey
 from tests.test_reduction import NAN, extreme
 
 
@@ -160,7 +169,7 @@ def test_shm_agrees_with_the_oracle() -> None:
 
 
 def test_arrays_of_every_framework_are_made_and_read_back() -> None:
-    from collective.parity.execution import lay_out
+    from collective.tools.parity.execution import lay_out
 
     for name in ("numpy", "torch", "chainer"):
         kind = framework(name)
@@ -180,7 +189,7 @@ def test_arrays_of_every_framework_are_made_and_read_back() -> None:
 
 def explored(backend: str, count: int, **options: Any) -> dict[str, Any]:
     pytest.importorskip("hypothesis")
-    from collective.parity.random_cases import explore
+    from collective.tools.parity.random_cases import explore
 
     (transport,) = survey([backend])
     given: dict[str, Any] = {"frameworks": ["numpy"], "operations": OPERATIONS, "seed": 1}
@@ -260,7 +269,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compared(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("collective.parity.runner.run", lambda *_: pytest.fail("it compares"))
+    monkeypatch.setattr("collective.tools.parity.runner.run", lambda *_: pytest.fail("it compares"))
     assert main(["parity", *arguments]) == 2
     assert says in capsys.readouterr().err
 
@@ -268,7 +277,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compared(
 def test_a_transport_that_is_not_here_is_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from collective import doctor
+    from collective.tools import doctor
 
     found = {"transports": {"gloo": {"works": False, "reason": "no torch", "fix": "pip install x"}}}
     monkeypatch.setattr(doctor, "examine", lambda **options: found)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
-from collective.backend import Backend
 from collective.backends.threads import ThreadsBackend
-from collective.parity.cases import OPERATIONS
-from collective.parity.runner import Outcome, Plan, run
-from collective.parity.transports import survey
+from collective.contract.backend import Backend
+from collective.tools.parity.cases import OPERATIONS
+from collective.tools.parity.runner import Outcome, Plan, run
+from collective.tools.parity.transports import survey
 from tests.loopback import Loopback
 from tests.meta import broken
 

@@ -13,10 +13,10 @@ if importlib.util.find_spec("chainer") is None:
     pytest.skip("chainer is not installed", allow_module_level=True)
 
 from collective.errors import InvalidArgumentError
-from collective.parity import splits, torch_splits
-from collective.parity.layers import NETWORKS, draw, gradients
-from collective.parity.runner import Plan
-from collective.parity.transports import survey
+from collective.tools.parity import splits, torch_splits
+from collective.tools.parity.layers import NETWORKS, draw, gradients
+from collective.tools.parity.runner import Plan
+from collective.tools.parity.transports import survey
 
 
 def plan(backend: str, size: int, *frameworks: str) -> Plan:

@@ -14,11 +14,11 @@ if importlib.util.find_spec("chainer") is None:
     pytest.skip("chainer is not installed", allow_module_level=True)
 
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.parity import weights
-from collective.parity.cases import OPERATIONS
-from collective.parity.runner import Plan
-from collective.parity.training import compare
-from collective.parity.transports import survey
+from collective.tools.parity import weights
+from collective.tools.parity.cases import OPERATIONS
+from collective.tools.parity.runner import Plan
+from collective.tools.parity.training import compare
+from collective.tools.parity.transports import survey
 
 
 def plan(*backends: str) -> Plan:

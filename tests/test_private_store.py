@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective import private_store
-from collective.backends.link import Link, connect
+from collective.backends.peers.link import Link, connect
+from collective.contract.secret import Secret
 from collective.errors import RendezvousError
-from collective.meeting import Place
-from collective.private_store import PrivateStore
-from collective.secret import Secret
+from collective.start import private_store
+from collective.start.private_store import PrivateStore
+from collective.start.rendezvous import Place
 from tests.hosts import ROOT
 from tests.test_monitor import FAR
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.profile.events import RankTrace, Slice
-from collective.profile.intervals import Intervals
-from collective.profile.measure import bus_factor, profile
-from collective.profile.steps import find
-from collective.profile.verdict import judge
+from collective.tools.profile.events import RankTrace, Slice
+from collective.tools.profile.intervals import Intervals
+from collective.tools.profile.measure import bus_factor, profile
+from collective.tools.profile.steps import find
+from collective.tools.profile.verdict import judge
 
 BACKGROUND = 2_000_000
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from collective.cli.main import main
-from collective.costs import ALGORITHMS, Link, Measured, coefficients
+from collective.algorithms.model import ALGORITHMS, Link, Measured, coefficients
 from collective.errors import ConfigError
-from collective.profile.calibrate import load, measure
-from collective.profile.measure import Profile, StepTimes
-from collective.profile.predict import predict, to_link
-from collective.profile.report import as_json, show
 from collective.testing import run_ranks
+from collective.tools.cli.main import main
+from collective.tools.profile.calibrate import load, measure
+from collective.tools.profile.measure import Profile, StepTimes
+from collective.tools.profile.predict import predict, to_link
+from collective.tools.profile.report import as_json, show
 
 PROGRAM = """
 import time

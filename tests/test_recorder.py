@@ -13,7 +13,7 @@ import pytest
 
 import collective
 from collective.call import Call
-from collective.recorder import Recorder, flight_recorder
+from collective.contract.recorder import Recorder, flight_recorder
 from collective.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

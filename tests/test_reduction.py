@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective import reduction
-from collective.dtypes import BY_NAME, DType
+from collective.algorithms import arithmetic
+from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum, user_op
-from collective.reduction import bfloat16_to_float32, float32_to_bfloat16
 
 Array = np.ndarray[Any, Any]
 
@@ -23,11 +23,11 @@ BF16, F16, F32 = BY_NAME["bfloat16"], BY_NAME["float16"], BY_NAME["float32"]
 
 def fold(op: ReduceOp | str, dtype: DType, a: Array, b: Array) -> Array:
     out = np.empty_like(a)
-    reduction.fold(as_op(op), dtype)(a, b, out=out)
+    arithmetic.fold(as_op(op), dtype)(a, b, out=out)
     return out
 
 
-def scaled(scale: reduction.Scale | None, x: Array) -> Array:
+def scaled(scale: arithmetic.Scale | None, x: Array) -> Array:
     assert scale is not None
     out = np.empty_like(x)
     before = x.copy()
@@ -39,7 +39,7 @@ def scaled(scale: reduction.Scale | None, x: Array) -> Array:
     return out
 
 
-def scaled_bits(scale: reduction.Scale | None, x: Array) -> Array:
+def scaled_bits(scale: arithmetic.Scale | None, x: Array) -> Array:
     """As :func:`scaled`, of values of which some do not equal themselves."""
     assert scale is not None
     out, in_place = np.empty_like(x), x.copy()
@@ -87,7 +87,7 @@ def test_fold(
 ) -> None:
     left, right = np.array(a, dtype), np.array(b, dtype)
     target = {"new": np.empty_like(left), "left": left, "right": right}[out]
-    reduction.fold(as_op(name), BY_NAME[dtype])(left, right, out=target)
+    arithmetic.fold(as_op(name), BY_NAME[dtype])(left, right, out=target)
     np.testing.assert_array_equal(target, np.array(expected, dtype))
     assert target.dtype == np.dtype(dtype)
 
@@ -148,7 +148,7 @@ def test_extremes_are_those_of_ieee_754_with_one_nan(
         for start in range(0, a.size, count):
             left, right = a[start : start + count].copy(), b[start : start + count].copy()
             target = {"new": np.empty_like(left), "left": left, "right": right}[out]
-            reduction.fold(as_op(name), kind)(left, right, out=target)
+            arithmetic.fold(as_op(name), kind)(left, right, out=target)
             found[start : start + count] = target.view(unsigned)
     np.testing.assert_array_equal(found, expected)
 
@@ -159,7 +159,7 @@ def test_the_extreme_of_a_single_rank_has_the_one_nan_too(name: str, dtype: str)
     kind = BY_NAME[dtype]
     unsigned = np.dtype(f"u{kind.itemsize}")
     given = np.array(special(dtype), unsigned)
-    result = scaled_bits(reduction.post(as_op(name), kind, 1), given.view(kind.storage))
+    result = scaled_bits(arithmetic.post(as_op(name), kind, 1), given.view(kind.storage))
     expected = [extreme(name, dtype, bits, bits) for bits in special(dtype)]
     np.testing.assert_array_equal(result.view(unsigned), np.array(expected, unsigned))
 
@@ -190,11 +190,11 @@ def test_check(name: str, dtype: DType) -> None:
     families = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
     family = families[dtype.kind]
     if family in MEANING[name].split():
-        reduction.check(op, dtype)
+        arithmetic.check(op, dtype)
     else:
         allowed = MEANING[name].replace(" ", ", ")
         with pytest.raises(DtypeError, match=f"dtype {dtype}; it is defined for {allowed}; "):
-            reduction.check(op, dtype)
+            arithmetic.check(op, dtype)
 
 
 def test_check_knows_every_named_operator() -> None:
@@ -207,8 +207,8 @@ def test_check_knows_every_named_operator() -> None:
 )
 def test_a_factor_that_the_dtype_cannot_hold_is_refused(factor: float, dtype: str) -> None:
     with pytest.raises(DtypeError, match=f"infinite in dtype {dtype}"):
-        reduction.check(premul_sum(factor), BY_NAME[dtype])
-    reduction.check(premul_sum(factor), BY_NAME["float64"])
+        arithmetic.check(premul_sum(factor), BY_NAME[dtype])
+    arithmetic.check(premul_sum(factor), BY_NAME["float64"])
 
 
 # -- scaling ------------------------------------------------------------------------
@@ -217,26 +217,26 @@ def test_a_factor_that_the_dtype_cannot_hold_is_refused(factor: float, dtype: st
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "int32"])
 @pytest.mark.parametrize("name", ["sum", "prod", "bxor", "min"])
 def test_most_operators_scale_nothing(name: str, dtype: str) -> None:
-    assert reduction.pre(as_op(name), BY_NAME[dtype], 3) is None
-    assert reduction.post(as_op(name), BY_NAME[dtype], 3) is None
+    assert arithmetic.pre(as_op(name), BY_NAME[dtype], 3) is None
+    assert arithmetic.post(as_op(name), BY_NAME[dtype], 3) is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 def test_avg_divides_the_sum(dtype: str, size: int) -> None:
     kind = BY_NAME[dtype]
-    assert reduction.pre(as_op("avg"), kind, size) is None
+    assert arithmetic.pre(as_op("avg"), kind, size) is None
     x = (np.array([6, 1, -7.5, 1e-40]) * (1 + (2j if kind.kind == "c" else 0))).astype(dtype)
     parts = x.view(x.real.dtype)
     expected = (parts / parts.dtype.type(size)).view(dtype)
-    np.testing.assert_array_equal(scaled(reduction.post(as_op("avg"), kind, size), x), expected)
+    np.testing.assert_array_equal(scaled(arithmetic.post(as_op("avg"), kind, size), x), expected)
 
 
 @pytest.mark.parametrize(("value", "size"), [(60000, 3), (65504, 2), (600, 300)])
 def test_avg_of_float16_does_not_overflow(value: float, size: int) -> None:
     inputs = [np.array([value, -value], np.float16)] * size
-    assert reduction.post(as_op("avg"), F16, size) is None
-    divided = [scaled(reduction.pre(as_op("avg"), F16, size), x) for x in inputs]
+    assert arithmetic.post(as_op("avg"), F16, size) is None
+    divided = [scaled(arithmetic.pre(as_op("avg"), F16, size), x) for x in inputs]
     total = divided[0]
     for x in divided[1:]:
         total = fold("avg", F16, total, x)
@@ -247,7 +247,7 @@ def test_avg_of_float16_does_not_overflow(value: float, size: int) -> None:
 def test_avg_of_float16_rounds_once(size: int) -> None:
     x = np.random.default_rng(size).integers(0, 0x7C00, 5000).astype(np.uint16).view(np.float16)
     expected = (x.astype(np.float64) / size).astype(np.float16)
-    result = scaled(reduction.pre(as_op("avg"), F16, size), x)
+    result = scaled(arithmetic.pre(as_op("avg"), F16, size), x)
     np.testing.assert_allclose(result, expected, rtol=0, atol=6e-8)
     if size <= 2048:  # with NumPy 1 the size is rounded to float16
         np.testing.assert_array_equal(result, expected)
@@ -265,24 +265,24 @@ def test_avg_of_float16_rounds_once(size: int) -> None:
 def test_premul_sum_rounds_its_factor_to_the_dtype(dtype: str, factor: float) -> None:
     kind = BY_NAME[dtype]
     one = bf16(1) if dtype == "bfloat16" else np.ones(1, dtype)
-    result = scaled(reduction.pre(premul_sum(0.1), kind, 4), one)
+    result = scaled(arithmetic.pre(premul_sum(0.1), kind, 4), one)
     wide = bfloat16_to_float32(result) if dtype == "bfloat16" else result
     assert float(wide[0]) == factor
-    assert reduction.post(premul_sum(0.1), kind, 4) is None
+    assert arithmetic.post(premul_sum(0.1), kind, 4) is None
 
 
 def test_a_real_factor_does_not_make_nan_of_a_complex_infinity() -> None:
     x = np.array([complex(np.inf, 1), complex(1, -np.inf)], np.complex64)
-    result = scaled(reduction.pre(premul_sum(2), BY_NAME["complex64"], 2), x)
+    result = scaled(arithmetic.pre(premul_sum(2), BY_NAME["complex64"], 2), x)
     np.testing.assert_array_equal(result.view(np.float32), [np.inf, 2, 2, -np.inf])
-    result = scaled(reduction.post(as_op("avg"), BY_NAME["complex64"], 2), x)
+    result = scaled(arithmetic.post(as_op("avg"), BY_NAME["complex64"], 2), x)
     np.testing.assert_array_equal(result.view(np.float32), [np.inf, 0.5, 0.5, -np.inf])
 
 
 @pytest.mark.parametrize("name", ["land", "lor"])
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "bfloat16"])
 def test_a_logical_result_of_one_rank_is_0_or_1_too(name: str, dtype: str) -> None:
-    post = reduction.post(as_op(name), BY_NAME[dtype], 1)
+    post = arithmetic.post(as_op(name), BY_NAME[dtype], 1)
     if dtype == "bool":
         assert post is None
     elif dtype == "bfloat16":
@@ -294,7 +294,7 @@ def test_a_logical_result_of_one_rank_is_0_or_1_too(name: str, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) -> None:
-    product = reduction.fold(as_op("prod"), BY_NAME[dtype])
+    product = arithmetic.fold(as_op("prod"), BY_NAME[dtype])
     drawn = np.random.default_rng(7).normal(size=(100, 4))
     left, right = drawn.copy().view(np.complex128).T.astype(dtype)
     together = fold("prod", BY_NAME[dtype], left, right)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from collective import registry
 from collective.backends.threads import ThreadsBackend
+from collective.contract import registry
 from collective.errors import BackendNotFoundError, BackendUnavailableError
 
 MODULE = """

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collective.communicator.rows import Rows, check_counts, split_sizes
 from collective.errors import ShapeError
-from collective.rows import Rows, check_counts, split_sizes
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collective.errors import RendezvousError
-from collective.rundir import RunStore, join, leave
+from collective.start.rundir import RunStore, join, leave
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_leftovers_of_others_are_swept_and_what_is_held_is_not(place: Path) -> N
 
 
 def test_killed_process_holds_nothing(place: Path) -> None:
-    body = "from collective.rundir import join; join('a'); import os; os.kill(os.getpid(), 9)"
+    body = "from collective.start.rundir import join; join('a'); import os; os.kill(os.getpid(), 9)"
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "TMPDIR": str(place.parent), "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", body], env=environment, timeout=30)
@@ -77,7 +77,7 @@ def test_many_processes_come_and_go(place: Path) -> None:
     """Joining, leaving and sweeping at once never takes a directory from under a holder."""
     body = """
 import os, sys
-from collective.rundir import join, leave
+from collective.start.rundir import join, leave
 for i in range(60):
     path, hold = join(f"job-{i % 3}")
     mine = path / f"{os.getpid()}-{i}"

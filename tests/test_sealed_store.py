@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 
-from collective.backends.monitor import Monitor
-from collective.cli.main import main
-from collective.communicator import connect
-from collective.config import load
+from collective.backends.peers.monitor import Monitor
+from collective.contract.secret import Secret, hkdf
+from collective.contract.store import Store
+from collective.contract.world import World
 from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
-from collective.private_store import PrivateStore
-from collective.sealed_store import SealedStore, seal
-from collective.secret import Secret, hkdf
-from collective.store import FileStore, Store
-from collective.world import World, build
+from collective.start.config import load
+from collective.start.connecting import connect
+from collective.start.file_store import FileStore
+from collective.start.private_store import PrivateStore
+from collective.start.resolver import build
+from collective.start.sealed_store import SealedStore, seal
+from collective.tools.cli.main import main
 from tests.launches import DEADLINE_S, ROOT, Launches, launches  # noqa: F401  a fixture
 from tests.test_monitor import FAR, world
 from tests.test_private_store import free_address
@@ -97,7 +99,7 @@ class Recording(FileStore):
 
 def tcp(directory: Path) -> Store:
     pytest.importorskip("torch")
-    from collective.tcp_store import TcpStore
+    from collective.start.tcp_store import TcpStore
 
     return TcpStore(free_address(), "job/", serve=True, spans_hosts=False, timeout=FAR)
 
@@ -369,7 +371,7 @@ def test_a_file_of_another_user_is_refused(nowhere: Path) -> None:
 
 
 def _settings_of_the_doctor() -> object:
-    from collective import doctor
+    from collective.tools import doctor
 
     return doctor._settings()
 

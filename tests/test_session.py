@@ -12,8 +12,6 @@ import pytest
 from launches import ROOT, launches  # noqa: F401
 
 import collective
-from collective import session
-from collective.config import load
 from collective.errors import (
     BackendNotFoundError,
     CollectiveTimeoutError,
@@ -25,8 +23,10 @@ from collective.errors import (
     PeerLostError,
     UnsupportedError,
 )
+from collective.start import session
+from collective.start.config import load
+from collective.start.resolver import build
 from collective.testing import run_ranks
-from collective.world import build
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from shm_ranks import shm  # noqa: F401
 
 import collective
 from collective.backends.shm.segment import Segment
-from collective.communicator import connect
+from collective.contract.world import World
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
@@ -28,9 +28,9 @@ from collective.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from collective.store import FileStore
+from collective.start.connecting import connect
+from collective.start.file_store import FileStore
 from collective.testing import RankDiedError, RanksFailedError
-from collective.world import World
 
 PROMISED_S = 2.0
 

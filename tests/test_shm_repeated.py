@@ -7,10 +7,10 @@ import pytest
 from shm_ranks import shm  # noqa: F401
 
 import collective
-from collective.arrays import adapter_of
+from collective.contract.world import World
 from collective.errors import CollectiveError, MismatchError
-from collective.store import FileStore
-from collective.world import World
+from collective.memory.arrays import adapter_of
+from collective.start.file_store import FileStore
 
 # Above the size from which an operation is prepared, and not a multiple of the sizes.
 N = 20_011

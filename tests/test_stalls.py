@@ -14,8 +14,8 @@ from mpi_launches import VENDORS, launch_of, needs
 from pretended import Pairs
 
 from collective.communicator import Communicator
+from collective.contract.stalls import Circles, alone
 from collective.errors import CollectiveTimeoutError, MismatchError
-from collective.stalls import Circles, alone
 from collective.testing import run_ranks
 
 # -- ranks ----------------------------------------------------------------------------------------

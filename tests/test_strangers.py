@@ -24,13 +24,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collective.backends.channel import Channel
-from collective.backends.hub import Hub
-from collective.backends.link import Challenge, Link, ProofError, connect, listen
-from collective.backends.monitor import Monitor
-from collective.backends.server import Server
+from collective.backends.peers.channel import Channel
+from collective.backends.peers.hub import Hub
+from collective.backends.peers.link import Challenge, Link, ProofError, connect, listen
+from collective.backends.peers.monitor import Monitor
+from collective.backends.peers.server import Server
 from collective.errors import RendezvousError
-from collective.store import FileStore
+from collective.start.file_store import FileStore
 from tests.hosts import ROOT
 from tests.test_monitor import FAR, KEY, until, wait_for_error, world
 
@@ -213,7 +213,7 @@ HOLDS = """
 # A hub that has no room for many more connections.
 POOR = """
     import os, resource, sys, threading
-    from collective.backends.hub import Hub
+    from collective.backends.peers.hub import Hub
     hub = Hub(2, "127.0.0.1", 60.0, bytes(range(32)))
     limit = len(os.listdir("/proc/self/fd")) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -546,7 +546,7 @@ def over_gloo(
     directory: Path, stranger: PortScanner, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> list[Any]:
     """Connect two ranks over Gloo; return what they added up to, or what each raised."""
-    from collective.communicator import connect as connect_ranks
+    from collective.start.connecting import connect as connect_ranks
 
     store, offer = FileStore(directory), Channel.offer
 

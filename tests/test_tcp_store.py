@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, needs_hosts
 
-from collective import tcp_store
 from collective.errors import BackendUnavailableError, RendezvousError
-from collective.meeting import Place
-from collective.tcp_store import TcpStore
+from collective.start import tcp_store
+from collective.start.rendezvous import Place
+from collective.start.tcp_store import TcpStore
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch")
@@ -48,8 +48,8 @@ def store(
 
 SERVER = """
     import sys
-    from collective.meeting import Place
-    from collective.tcp_store import TcpStore
+    from collective.start.rendezvous import Place
+    from collective.start.tcp_store import TcpStore
     port = int(sys.argv[1])
     store = TcpStore(Place("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
                      timeout=30.0)
@@ -146,8 +146,8 @@ def test_a_program_may_use_torch_distributed_at_the_same_port() -> None:
     body = """
         import sys
         import torch.distributed as dist
-        from collective.meeting import Place
-        from collective.tcp_store import TcpStore
+        from collective.start.rendezvous import Place
+        from collective.start.tcp_store import TcpStore
         for first in ("ours", "theirs"):
             port = int(sys.argv.pop())
             def ours():
@@ -305,7 +305,7 @@ def test_program_ends_though_a_call_hangs() -> None:
         import sys
         from collective import tcp_store
         from collective.errors import RendezvousError
-        from collective.meeting import Place
+        from collective.start.rendezvous import Place
         store = tcp_store.TcpStore(Place("127.0.0.1", int(sys.argv[1]), "test"), "job/",
                                    serve=False, spans_hosts=False, timeout=60.0)
         print("connected", flush=True)
@@ -335,9 +335,9 @@ def test_without_torch_the_error_says_how_to_install_it(monkeypatch: pytest.Monk
 
 EXCHANGE = """
     import time
-    from collective.choice import choose
-    from collective.config import load
-    from collective.world import build
+    from collective.start.choice import choose
+    from collective.start.config import load
+    from collective.start.resolver import build
     config = load({})
     world = build(config)
     end = time.monotonic() + 60
@@ -399,7 +399,7 @@ FORKING = """
     import os
     import sys
     from collective import tcp_store
-    from collective.meeting import Place
+    from collective.start.rendezvous import Place
 
     place = Place("127.0.0.1", int(sys.argv[1]), "test")
     store = tcp_store.TcpStore(place, "job/", serve=True, spans_hosts=False, timeout=30.0)

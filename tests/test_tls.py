@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from collective.backends.hub import Hub
-from collective.backends.link import Link, connect
-from collective.config import load
-from collective.doctor.security import across_hosts
+from collective.backends.peers.hub import Hub
+from collective.backends.peers.link import Link, connect
+from collective.contract.secret import Secret
+from collective.contract.world import Tls
 from collective.errors import ConfigError
-from collective.private_store import PrivateStore
-from collective.secret import Secret
-from collective.tls import Tls, resolve
-from collective.world import build
+from collective.start.certificates import resolve
+from collective.start.config import load
+from collective.start.private_store import PrivateStore
+from collective.start.resolver import build
+from collective.tools.doctor.security import across_hosts
 from tests.test_monitor import FAR, KEY, start
 from tests.test_private_store import free_address
 

@@ -11,10 +11,10 @@ from fakes import Fake, FakeArray
 from pretended_gpu import gpu
 
 from collective import cuda
-from collective.arrays import adapter_like, adapter_of
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME
 from collective.errors import AllocationError, DeviceError, InvalidArgumentError
+from collective.memory.arrays import adapter_like, adapter_of
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME
 
 torch = pytest.importorskip("torch")
 

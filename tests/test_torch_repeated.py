@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collective.arrays import adapter_of  # noqa: E402
-from collective.calls import Calls  # noqa: E402
+from collective.communicator.calls import Calls  # noqa: E402
+from collective.memory.arrays import adapter_of  # noqa: E402
 from collective.testing import RankPool  # noqa: E402
 from tests.lanes import behind_another  # noqa: E402
 

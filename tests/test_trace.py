@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from traced_ranks import traced_ranks
 
 from collective import trace
-from collective.cli.main import main
-from collective.clocks import offsets
-from collective.config import load
 from collective.errors import ConfigError, MismatchError
-from collective.gradients import Gradients, Parameter
-from collective.profile.events import merge, read
+from collective.start.config import load
 from collective.testing import run_ranks
+from collective.tools.cli.main import main
+from collective.tools.profile.events import merge, read
+from collective.trace.clocks import offsets
+from collective.training.gradients import Gradients, Parameter
 
 ROOT = Path(__file__).resolve().parent.parent
 # Keys of an event by its phase: "Trace Event Format", sections on each kind of events.
@@ -368,8 +368,8 @@ from collective.communicator import Communicator
 with collective.init() as comm:
     comm.all_reduce(np.ones(3), async_op=True).wait()
     assert type(comm) is Communicator
-    assert "collective.traced" not in sys.modules
-    assert "collective.clocks" not in sys.modules
+    assert "collective.trace.traced" not in sys.modules
+    assert "collective.trace.clocks" not in sys.modules
     assert trace.span("a") is trace.span("b", index=1)
     assert trace.interval("c") is None
     trace.step()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective import tree
 from collective.errors import InvalidArgumentError
+from collective.memory import nested
 from collective.testing import run_ranks
 
 Pair = namedtuple("Pair", "first second")
@@ -32,18 +32,18 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_a_rebuilt_tree_is_the_tree(value):
-    leaves = tree.flatten(value)
-    assert tree.rebuild(value, iter(leaves)) == value
-    assert type(tree.rebuild(value, iter(leaves))) is type(value)
+    leaves = nested.flatten(value)
+    assert nested.rebuild(value, iter(leaves)) == value
+    assert type(nested.rebuild(value, iter(leaves))) is type(value)
 
 
 @given(TREES)
 def test_a_skeleton_that_has_travelled_takes_the_leaves_in_the_same_order(value):
     """A rank that knows only the skeleton, as JSON, must put each leaf in its own place."""
-    leaves = tree.flatten(value)
-    skeleton = json.loads(json.dumps(tree.skeleton(value)))
-    built = tree.rebuild(skeleton, iter(leaves))
-    assert tree.flatten(built) == leaves
+    leaves = nested.flatten(value)
+    skeleton = json.loads(json.dumps(nested.skeleton(value)))
+    built = nested.rebuild(skeleton, iter(leaves))
+    assert nested.flatten(built) == leaves
 
     def plain(node):
         if isinstance(node, dict):
@@ -55,31 +55,31 @@ def test_a_skeleton_that_has_travelled_takes_the_leaves_in_the_same_order(value)
 
 def test_the_order_of_insertion_does_not_matter():
     a, b = {"x": 1, "y": 2}, {"y": 2, "x": 1}
-    assert tree.flatten(a) == tree.flatten(b) == [1, 2]
-    assert tree.skeleton(a) == tree.skeleton(b)
-    assert list(tree.rebuild(b, iter([10, 20]))) == ["y", "x"]
+    assert nested.flatten(a) == nested.flatten(b) == [1, 2]
+    assert nested.skeleton(a) == nested.skeleton(b)
+    assert list(nested.rebuild(b, iter([10, 20]))) == ["y", "x"]
 
 
 def test_named_tuples_stay_what_they_are():
-    built = tree.rebuild(Pair([1], 2), iter([3, 4]))
+    built = nested.rebuild(Pair([1], 2), iter([3, 4]))
     assert built == Pair([3], 4)
     assert type(built) is Pair
 
 
 @pytest.mark.parametrize("value", [[], (), {}, [[], {}]], ids=str)
 def test_empty_containers(value):
-    assert tree.flatten(value) == []
-    assert tree.rebuild(value, iter([])) == value
+    assert nested.flatten(value) == []
+    assert nested.rebuild(value, iter([])) == value
 
 
 @pytest.mark.parametrize("leaf", [0, None, "text", np.zeros(3), 1.5])
 def test_a_leaf_is_no_tree(leaf):
-    assert not tree.is_tree(leaf)
-    assert tree.skeleton(leaf) == 0
-    assert tree.flatten(leaf)[0] is leaf
+    assert not nested.is_tree(leaf)
+    assert nested.skeleton(leaf) == 0
+    assert nested.flatten(leaf)[0] is leaf
 
 
-@pytest.mark.parametrize("function", [tree.flatten, tree.skeleton])
+@pytest.mark.parametrize("function", [nested.flatten, nested.skeleton])
 def test_keys_that_cannot_be_sorted_are_refused(function):
     with pytest.raises(InvalidArgumentError, match="use strings"):
         function([{1: 0, "a": 0}])
@@ -101,9 +101,9 @@ def test_calls_take_any_kind_of_container(call, make):
     def program(comm):
         value = make(np.arange(4.0) + comm.rank)
         got = getattr(comm, call)(value)
-        alone = [getattr(comm, call)(leaf) for leaf in tree.flatten(value)]
-        assert tree.skeleton(got) == tree.skeleton(value)
-        return all(map(np.array_equal, tree.flatten(got), alone))
+        alone = [getattr(comm, call)(leaf) for leaf in nested.flatten(value)]
+        assert nested.skeleton(got) == nested.skeleton(value)
+        return all(map(np.array_equal, nested.flatten(got), alone))
 
     assert run_ranks(2, program) == [True, True]
 

@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
+from collective.contract.work import Lane, Work
 from collective.errors import CollectiveError, CollectiveTimeoutError
-from collective.work import Lane, Work
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_closing_a_lane_that_hangs_waits_as_long_as_it_is_told():
 
 
 def test_a_lane_that_lay_idle_starts_again(monkeypatch):
-    monkeypatch.setattr("collective.work._LINGER_S", 0.02)
+    monkeypatch.setattr("collective.contract.work._LINGER_S", 0.02)
     lane = Lane("a-lane")
     for _ in range(3):
         assert lane.submit("x", threading.get_ident).wait(5)

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from collective import choice
-from collective.config import load
+from collective.contract.world import World
 from collective.errors import ConfigError, RendezvousError
-from collective.meeting import expand, from_environment
-from collective.store import FileStore
-from collective.tcp_store import TcpStore
-from collective.world import World, _LateStore, build, detect
+from collective.start import choice
+from collective.start.config import load
+from collective.start.file_store import FileStore
+from collective.start.launchers import detect
+from collective.start.rendezvous import expand, from_environment
+from collective.start.resolver import _LateStore, build
+from collective.start.tcp_store import TcpStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -282,7 +284,7 @@ def test_another_launch_is_another_job(launcher: str, changes: dict[str, str]) -
     assert one.job != other.job
 
 
-JOB = "import os; from collective.launchers import detect; print(detect(os.environ).job)"
+JOB = "import os; from collective.start.launchers import detect; print(detect(os.environ).job)"
 
 
 def jobs(shell: str, script: str) -> list[str]:
@@ -577,7 +579,7 @@ def test_interface_that_does_not_exist() -> None:
 def test_address_is_that_of_the_interface_or_else_the_one_toward_the_master(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["collective.world"]
+    module = sys.modules["collective.start.resolver"]
     monkeypatch.setattr(module, "address_of", {"ib0": "10.2.0.4"}.__getitem__)
     monkeypatch.setattr(module, "own_address", lambda: "10.3.0.4")
     monkeypatch.setattr(module, "address_toward", lambda host, port: "10.1.0.4")

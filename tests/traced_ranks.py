@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from collective import trace
-from collective.communicator import Communicator, connect
+from collective.communicator import Communicator
+from collective.contract.world import World
 from collective.launch.threads import _Nowhere
-from collective.world import World
+from collective.start.connecting import connect
+from collective.trace import tracer as trace
 
 __all__ = ["traced_ranks"]
 

@@ -10,32 +10,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from collective.adapters.chainer import compatibility
+from . import compatibility
 
 if TYPE_CHECKING:
-    from collective.adapters.chainer import functional
-    from collective.adapters.chainer.batch_normalization import (
-        SyncBatchNormalization,
-        convert_batch_normalization,
-    )
     from collective.adapters.chainer.compatibility.processes import WorkerLostError
-    from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
-    from collective.adapters.chainer.evaluator import create_multi_node_evaluator
-    from collective.adapters.chainer.optimizer import (
-        MultiNodeOptimizer,
-        create_multi_node_optimizer,
-    )
-    from collective.adapters.chainer.parallel_updater import ParallelUpdater, Replicas
-    from collective.adapters.chainer.pipeline import Pipeline
-    from collective.adapters.chainer.snapshot import (
-        MultiNodeSnapshot,
-        SnapshotError,
-        load_snapshot,
-        save_snapshot,
-    )
-    from collective.adapters.chainer.splits import Split
-    from collective.adapters.chainer.state import broadcast_state
-    from collective.adapters.chainer.updaters import MultiNodeUpdater
+
+    from . import functional
+    from .batch_normalization import SyncBatchNormalization, convert_batch_normalization
+    from .dataset import ShardedIterator, scatter_dataset
+    from .evaluator import create_multi_node_evaluator
+    from .optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from .parallel_updater import ParallelUpdater, Replicas
+    from .pipeline import Pipeline
+    from .snapshot import MultiNodeSnapshot, SnapshotError, load_snapshot, save_snapshot
+    from .splits import Split
+    from .state import broadcast_state
+    from .updaters import MultiNodeUpdater
 
 __all__ = [
     "MultiNodeOptimizer",

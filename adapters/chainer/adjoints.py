@@ -10,9 +10,9 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective.adjoints import Step, check_op
 from collective.communicator import Communicator
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.training.adjoints import Step, check_op
 
 __all__ = [
     "Fold",

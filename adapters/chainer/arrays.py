@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.arrays import Adapter, adapter_like
-from collective.dtypes import DType
 from collective.errors import DeviceError, InvalidArgumentError
+from collective.memory.arrays import Adapter, adapter_like
+from collective.memory.dtypes import DType
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream

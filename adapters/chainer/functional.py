@@ -28,19 +28,12 @@ from typing import Any
 import chainer
 import chainer.functions as F
 
-from collective.adapters.chainer.adjoints import (
-    Fold,
-    Lengths,
-    Like,
-    Linear,
-    bare,
-    check,
-    record,
-)
-from collective.adapters.chainer.functional_exchanges import all_to_all, recv, send
-from collective.adjoints import LINEAR, Step, length
 from collective.communicator import Communicator
-from collective.rows import split_sizes
+from collective.communicator.rows import split_sizes
+from collective.training.adjoints import LINEAR, Step, length
+
+from .adjoints import Fold, Lengths, Like, Linear, bare, check, record
+from .functional_exchanges import all_to_all, recv, send
 
 __all__ = [
     "all_gather",

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collective.adapters.chainer.adjoints import (
-    Linear,
-    bare,
-    check,
-    module_of,
-    record,
-)
-from collective.adjoints import Step, check_source, length
 from collective.communicator import Communicator
-from collective.rows import split_sizes
+from collective.communicator.rows import split_sizes
+from collective.training.adjoints import Step, check_source, length
+
+from .adjoints import Linear, bare, check, module_of, record
 
 __all__ = ["all_to_all", "recv", "send"]
 

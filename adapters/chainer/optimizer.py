@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import chainer
 
-from collective.adapters.chainer.backward import watching
-from collective.adapters.chainer.state import broadcast_state, distinct_parameters, follow_root
 from collective.errors import (
     CollectiveError,
     GradientError,
@@ -22,11 +20,14 @@ from collective.errors import (
     MismatchError,
     UnsupportedError,
 )
-from collective.gradients import Bucket, Gradients, Parameter
+from collective.training.gradients import Bucket, Gradients, Parameter
+
+from .backward import watching
+from .state import broadcast_state, distinct_parameters, follow_root
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
-    from collective.work import Work
+    from collective.contract.work import Work
 
 __all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
 

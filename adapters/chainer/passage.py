@@ -11,10 +11,11 @@ from typing import Any
 import chainer
 import numpy as np
 
-from collective.adapters.chainer.adjoints import bare
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from collective.training.pipelines import Action, Span
+
+from .adjoints import bare
 
 __all__ = ["ARRAYS", "Others", "Passage", "other_parameters", "pieces"]
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import chainer
 
-from collective.adapters.chainer.passage import ARRAYS, Passage, other_parameters, pieces
 from collective.communicator import Communicator
+from collective.communicator.rows import split_sizes
 from collective.errors import (
     CommunicatorClosedError,
     InvalidArgumentError,
     MismatchError,
     ShapeError,
 )
-from collective.rows import split_sizes
 from collective.training.pipelines import Span, check_options, check_same, order
+
+from .passage import ARRAYS, Passage, other_parameters, pieces
 
 __all__ = ["Pipeline"]
 

@@ -8,13 +8,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from collective import cuda, dtypes
-from collective.arrays import Adapter, NumpyAdapter, adapter_like
+from collective import cuda
 from collective.cuda import Device, Stream
-from collective.cuda.adapter import root_owner
-from collective.cuda.array import DeviceArray
-from collective.dtypes import DType
 from collective.errors import AllocationError, DtypeError
+from collective.memory import dtypes
+from collective.memory.arrays import Adapter, NumpyAdapter, adapter_like
+from collective.memory.device_adapter import root_owner
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import DType
 
 __all__ = ["CupyAdapter"]
 

@@ -9,28 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from collective.adapters.torch.autoload import autoload as _autoload
+from .autoload import autoload as _autoload
 
 if TYPE_CHECKING:
-    from collective.adapters.torch import functional
-    from collective.adapters.torch.applying import parallel_apply
-    from collective.adapters.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from collective.adapters.torch.data import PrefetchLoader, ShardedSampler
-    from collective.adapters.torch.distributed_data_parallel import (
-        DistributedDataParallel,
-        broadcast_state,
-    )
-    from collective.adapters.torch.loops import sync_gradients, sync_initial_weights
-    from collective.adapters.torch.replicas import DataParallel, data_parallel
-    from collective.adapters.torch.replicating import (
-        broadcast_coalesced,
-        reduce_add_coalesced,
-        replicate,
-    )
-    from collective.adapters.torch.scattering import gather, scatter
-    from collective.adapters.torch.sharded_optimizer import ShardedOptimizer
-    from collective.adapters.torch.sparse import all_reduce_sparse
-    from collective.adapters.torch.splits import Split
+    from . import functional
+    from .applying import parallel_apply
+    from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from .data import PrefetchLoader, ShardedSampler
+    from .distributed_data_parallel import DistributedDataParallel, broadcast_state
+    from .loops import sync_gradients, sync_initial_weights
+    from .replicas import DataParallel, data_parallel
+    from .replicating import broadcast_coalesced, reduce_add_coalesced, replicate
+    from .scattering import gather, scatter
+    from .sharded_optimizer import ShardedOptimizer
+    from .sparse import all_reduce_sparse
+    from .splits import Split
 
 __all__ = [
     "DataParallel",

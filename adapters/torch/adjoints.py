@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from collective.adjoints import Step, check_op
 from collective.communicator import Communicator
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.training.adjoints import Step, check_op
 
 __all__ = [
     "Fold",

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch.scattering import as_device, tensors_in
 from collective.errors import InvalidArgumentError
+
+from .scattering import as_device, tensors_in
 
 __all__ = ["parallel_apply"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from collective.arrays import Adapter
-from collective.dtypes import BY_NAME, DType
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.memory.arrays import Adapter
+from collective.memory.dtypes import BY_NAME, DType
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream

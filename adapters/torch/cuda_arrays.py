@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from collective import cuda, dlpack
+from collective import cuda
 from collective.cuda import Device, Stream
-from collective.cuda.adapter import root_owner
-from collective.cuda.array import DeviceArray
-from collective.cuda.copies import PLAIN
-from collective.dtypes import BY_NAME, DType
 from collective.errors import AllocationError, DeviceError
+from collective.memory import dlpack
+from collective.memory.device_adapter import root_owner
+from collective.memory.device_array import DeviceArray
+from collective.memory.device_copies import PLAIN
+from collective.memory.dtypes import BY_NAME, DType
 
 __all__ = ["current_stream", "empty", "used_on", "view", "wrap"]
 

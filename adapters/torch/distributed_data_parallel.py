@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from collective.adapters.torch.joining import Attendance
-from collective.adapters.torch.passes import (
-    BackwardPass,
-    ForwardPass,
-    Passes,
-    leaves_behind,
-    tensors_in,
-)
-from collective.adapters.torch.sparse import all_reduce_sparse, empty_sparse
 from collective.errors import GradientError, InvalidArgumentError
-from collective.gradients import Bucket, Gradients, Parameter
+from collective.training.gradients import Bucket, Gradients, Parameter
+
+from .joining import Attendance
+from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in
+from .sparse import all_reduce_sparse, empty_sparse
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
-    from collective.work import Work
+    from collective.contract.work import Work
 
 __all__ = ["DistributedDataParallel", "broadcast_state"]
 

@@ -25,18 +25,12 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch.adjoints import (
-    Fold,
-    Lengths,
-    Like,
-    Linear,
-    check,
-    record,
-)
-from collective.adapters.torch.messages import recv, send
-from collective.adjoints import LINEAR, Step, length
 from collective.communicator import Communicator
-from collective.rows import split_sizes
+from collective.communicator.rows import split_sizes
+from collective.training.adjoints import LINEAR, Step, length
+
+from .adjoints import Fold, Lengths, Like, Linear, check, record
+from .messages import recv, send
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce",

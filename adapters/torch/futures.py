@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from collective import call as call_module
-from collective.adapters.torch.untraced import untraced
-from collective.work import Lane, Work
+from collective.contract.work import Lane, Work
+
+from .untraced import untraced
 
 __all__ = [
     "LOSES_WORKS",

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from collective.communicator import Communicator
-from collective.dtypes import BY_NAME
+from collective.communicator.point_to_point import Status
 from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+from collective.memory.dtypes import BY_NAME
 from collective.ops import ReduceOp, as_op, premul_sum
-from collective.point_to_point import Status
 
 __all__ = [
     "all_gather",

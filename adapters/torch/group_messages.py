@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch import group_calls
-from collective.adapters.torch.futures import Answer, Queue
-from collective.backend import ANY_SOURCE
 from collective.communicator import Communicator
+from collective.communicator.point_to_point import Status
+from collective.contract.backend import ANY_SOURCE
 from collective.errors import CollectiveTimeoutError
-from collective.point_to_point import Status
+
+from . import group_calls
+from .futures import Answer, Queue
 
 __all__ = ["Messages"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from collective.adapters.torch.distributed_data_parallel import broadcast_state
-from collective.adapters.torch.sparse import all_reduce_sparse, empty_sparse
+from .distributed_data_parallel import broadcast_state
+from .sparse import all_reduce_sparse, empty_sparse
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch.adjoints import Linear, check, record
-from collective.adjoints import Step, check_source
 from collective.communicator import Communicator
+from collective.training.adjoints import Step, check_source
+
+from .adjoints import Linear, check, record
 
 __all__ = ["recv", "send"]
 

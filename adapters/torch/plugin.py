@@ -23,19 +23,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective import choice, network, session, tls, trace
-from collective.communicator import Communicator, connect
-from collective.config import Config, load, settings
+from collective import trace
+from collective.communicator import Communicator
+from collective.contract.recorder import dump_on_signal
+from collective.contract.secret import Secret
+from collective.contract.store import Store
+from collective.contract.world import World
 from collective.errors import RendezvousError
-from collective.meeting import from_environment
-from collective.recorder import dump_on_signal
-from collective.sealed_store import seal
-from collective.secret import Secret, resolve
-from collective.store import Store
-from collective.world import World, name_libraries, options, warn_of_open
+from collective.start import certificates, choice, network, session
+from collective.start.config import Config, load, secret_of, settings
+from collective.start.connecting import connect
+from collective.start.rendezvous import from_environment
+from collective.start.resolver import name_libraries, options, warn_of_open
+from collective.start.sealed_store import seal
 
 if TYPE_CHECKING:
-    from collective.adapters.torch.process_group import ProcessGroup
+    from .process_group import ProcessGroup
 
 __all__ = ["TorchStore", "create"]
 
@@ -47,9 +50,9 @@ def create(given: Any, more: Any = None) -> ProcessGroup:
         given: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, members.
         more: ``pg_options``, of which there are none.
     """
-    from collective.adapters.torch.process_group import ProcessGroup
+    from .process_group import ProcessGroup
 
-    secret = resolve(settings({}))
+    secret = secret_of(settings({}))
     if secret is not None:
         secret = secret.within("torch.distributed", given.group_id)
     comm = _communicator(
@@ -91,7 +94,7 @@ def _communicator(
         rank, size, local_rank, local_size, socket.gethostname(),
         config.launched.launcher if config.launched else "none",
         job, meeting, {**options(config), **chosen.options}, _address(config),
-        secret=secret, open=open_, tls=tls.resolve(config),
+        secret=secret, open=open_, tls=certificates.resolve(config),
     )  # fmt: skip
     if config.trace:
         _trace_steps()
@@ -137,7 +140,7 @@ def _over_mpi(chosen: choice.Choice) -> bool:
 
 def _world_group() -> ProcessGroup | None:
     """Return the group of all ranks, if it is one of ours."""
-    from collective.adapters.torch.process_group import ProcessGroup
+    from .process_group import ProcessGroup
 
     whole = importlib.import_module("torch.distributed").group.WORLD
     return whole if isinstance(whole, ProcessGroup) else None

@@ -14,29 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collective.adapters.torch import group_calls
-from collective.adapters.torch.futures import (
-    LOSES_WORKS,
-    Answer,
-    Joined,
-    Queue,
-    called_by_torch,
-    in_backward,
-    native,
-)
-from collective.adapters.torch.group_arguments import (
-    listed,
-    op_of,
-    options_of,
-    root_of,
-    seconds_of,
-)
-from collective.adapters.torch.group_messages import Messages
-from collective.adapters.torch.refusing import register
-from collective.adapters.torch.staged import Staging
-from collective.adapters.torch.untraced import untraced
 from collective.communicator import Communicator
 from collective.errors import UnsupportedError
+
+from . import group_calls
+from .futures import LOSES_WORKS, Answer, Joined, Queue, called_by_torch, in_backward, native
+from .group_arguments import listed, op_of, options_of, root_of, seconds_of
+from .group_messages import Messages
+from .refusing import register
+from .staged import Staging
+from .untraced import untraced
 
 __all__ = ["ProcessGroup"]
 

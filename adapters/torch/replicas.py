@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from collective.adapters.torch import scattering
-from collective.adapters.torch.applying import parallel_apply
-from collective.adapters.torch.replicating import check_replicable, replicate
 from collective.errors import DeviceError, InvalidArgumentError
+
+from . import scattering
+from .applying import parallel_apply
+from .replicating import check_replicable, replicate
 
 __all__ = ["DataParallel", "data_parallel", "imbalance"]
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collective.adapters.torch.scattering import as_device, as_devices, move
 from collective.errors import DeviceError, InvalidArgumentError, ShapeError, UnsupportedError
+
+from .scattering import as_device, as_devices, move
 
 __all__ = ["broadcast_coalesced", "reduce_add_coalesced", "replicate"]
 

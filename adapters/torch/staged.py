@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from collective.adapters.torch import group_calls
-from collective.adapters.torch.futures import in_backward
 from collective.communicator import Communicator
+
+from . import group_calls
+from .futures import in_backward
 
 __all__ = ["Staging"]
 

@@ -22,8 +22,8 @@ from collective.errors import BackendError
 from .engine import CUT_TAG, Meeting, cut, device, process_group, seconds
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
-    from collective.world import World
+    from collective.backends.peers.channel import Channel, Wait
+    from collective.contract.world import World
 
 __all__ = ["Connector"]
 

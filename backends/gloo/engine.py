@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from collective.contract.forking import keep_in_children
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
-from collective.forking import keep_in_children
 from collective.install import hint
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
-    from collective.world import World
+    from collective.backends.peers.channel import Channel, Wait
+    from collective.contract.world import World
 
 # What is used of it is not in its type stubs.
 _dist: Any = torch.distributed

@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from collective.algorithms import sendrecv
-from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
-from collective.backends.channel import Channel, Monitored
-from collective.buffer import Buffer
-from collective.dtypes import BY_NAME
+from collective.backends.peers.channel import Channel, Monitored
+from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.errors import CollectiveError
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from .engine import CUT_TAG, cut, ended, seconds
 from .tensors import as_bytes

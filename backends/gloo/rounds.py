@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective import reduction
-from collective.algorithms import pieces
+from collective.algorithms import arithmetic, pieces
 from collective.algorithms.folding import Folding
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
 
 from .tensors import as_bytes
 
@@ -170,9 +169,9 @@ class Small:
     __slots__ = ("_fold", "_post", "_pre", "_rank", "_rooms", "coming")
 
     def __init__(self, rank: int, size: int, src: Buffer, op: ReduceOp) -> None:
-        self._fold = reduction.fold(op, src.dtype)
-        self._pre = reduction.pre(op, src.dtype, size)
-        self._post = reduction.post(op, src.dtype, size)
+        self._fold = arithmetic.fold(op, src.dtype)
+        self._pre = arithmetic.pre(op, src.dtype, size)
+        self._post = arithmetic.post(op, src.dtype, size)
         self._rank = rank
         rooms = [Buffer.empty(src.count, src.dtype) for _ in range(size)]
         self._rooms = [room.array for room in rooms]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collective.buffer import Buffer
-    from collective.dtypes import DType
+    from collective.memory.buffer import Buffer
+    from collective.memory.dtypes import DType
 
 __all__ = ["Native", "as_bytes", "native"]
 

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
-from collective import reduction
-from collective.algorithms import pieces
-from collective.backend import Failure
-from collective.backends.channel import Channel
-from collective.backends.monitor import Monitor
-from collective.buffer import Buffer
-from collective.capabilities import Capabilities
-from collective.descriptors import shortage
+from collective.algorithms import arithmetic, pieces
+from collective.backends.peers.channel import Channel
+from collective.backends.peers.monitor import Monitor
+from collective.contract.backend import Failure
+from collective.contract.capabilities import Capabilities
+from collective.contract.descriptors import shortage
+from collective.contract.forking import keep
 from collective.errors import CollectiveError, RendezvousError
-from collective.forking import keep
+from collective.memory.buffer import Buffer
 
 from . import rounds
 from .connecting import Connector
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.call import Call
+    from collective.contract.world import World
     from collective.ops import ReduceOp
-    from collective.world import World
 
 __all__ = ["GlooBackend"]
 
@@ -214,8 +213,8 @@ class GlooBackend(Messenger):
     ) -> None:
         """Let Gloo fold, in ``dst``, and scale before or after where ``op`` asks for it."""
         left = self._meet(timeout)
-        pre = reduction.pre(op, src.dtype, self.size)
-        post = reduction.post(op, src.dtype, self.size)
+        pre = arithmetic.pre(op, src.dtype, self.size)
+        post = arithmetic.post(op, src.dtype, self.size)
         with np.errstate(all="ignore"):
             if pre is not None:
                 pre(src.array, dst.array)

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel, Wait
 
 __all__ = ["Blocked", "Elsewhere", "watched"]
 

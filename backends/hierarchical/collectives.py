@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from collective.algorithms import pieces
-from collective.backend import Backend
-from collective.buffer import Buffer
+from collective.contract.backend import Backend
+from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
 from .places import Places, part, plain, put, room, take
@@ -30,7 +30,7 @@ from .steps import Fold, Steps, end
 
 if TYPE_CHECKING:
     from collective.call import Call
-    from collective.work import Work
+    from collective.contract.work import Work
 
 __all__ = ["TwoLevel"]
 

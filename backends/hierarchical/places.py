@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from collective.algorithms import pieces
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
 
 __all__ = ["Places", "part", "plain", "put", "room", "take"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from collective import reduction
-from collective.buffer import Buffer
+from collective.algorithms import arithmetic
+from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from collective.call import Call
-    from collective.dtypes import DType
-    from collective.work import Work
+    from collective.contract.work import Work
+    from collective.memory.dtypes import DType
 
     from .collectives import TwoLevel
 
@@ -81,8 +81,8 @@ class Fold:
         self._pre = self._post = None
         if op.name in ("avg", "premul_sum"):
             self.op = _SUM
-            self._pre = reduction.pre(op, dtype, size)
-            self._post = reduction.post(op, dtype, size)
+            self._pre = arithmetic.pre(op, dtype, size)
+            self._post = arithmetic.post(op, dtype, size)
 
     def enter(self, src: Buffer) -> Buffer:
         """Return what this rank contributes: ``src``, or new memory."""

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective import registry
-from collective.algorithms import agreement, pieces
-from collective.backend import Backend, Failure
-from collective.backends import levels
-from collective.backends.channel import Monitored
+from collective.algorithms import pieces
+from collective.backends.peers import levels
+from collective.backends.peers.channel import Monitored
 from collective.backends.shm import ShmBackend
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.capabilities import Capabilities
-from collective.dtypes import BY_NAME
+from collective.contract import registry
+from collective.contract.backend import Backend, Failure
+from collective.contract.capabilities import Capabilities
+from collective.contract.store import Store
+from collective.contract.world import World
 from collective.errors import (
     AllocationError,
     BackendError,
@@ -40,8 +40,8 @@ from collective.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from collective.store import Store
-from collective.world import World
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from .collectives import TwoLevel
 from .places import Places
@@ -49,7 +49,7 @@ from .places import Places
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.recorder import Recorder
+    from collective.contract.recorder import Recorder
 
 __all__ = ["HierarchicalBackend"]
 
@@ -213,7 +213,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 made = self._inner.empty(nbytes, steps.call(0), steps.left())
             except AllocationError as error:
                 problem = error
-        ranks = agreement.lacking(self._outer, problem is not None, call, steps.left())
+        ranks = self._outer.lacking(problem is not None, call, steps.left())
         if problem is not None:
             raise problem
         if ranks:

@@ -16,6 +16,5 @@ itself; Open MPI started with ``--with-ft ulfm`` returns an error instead.
 from .library import Library, describe
 from .store import MpiStore
 from .transport import MpiBackend
-from .world import launched_with, world_of
 
-__all__ = ["Library", "MpiBackend", "MpiStore", "describe", "launched_with", "world_of"]
+__all__ = ["Library", "MpiBackend", "MpiStore", "describe"]

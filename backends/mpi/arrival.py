@@ -14,7 +14,7 @@ from .library import leave_unfinished
 from .polling import POLLS, finish, settle
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
+    from collective.backends.peers.channel import Channel
     from collective.call import Call
 
 __all__ = ["BLOCKING", "BY_MESSAGES", "POLLED", "Arrival"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from collective.backends.channel import Channel, Monitored
+from collective.backends.peers.channel import Channel, Monitored
 from collective.call import in_thread
 
 from . import folds

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective import reduction
-from collective.buffer import Buffer
+from collective.algorithms import arithmetic
 from collective.call import Disagreement
-from collective.cuda.array import DeviceArray
-from collective.dtypes import BY_NAME
+from collective.memory.buffer import Buffer
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import BY_NAME
 
 from .datatypes import native_op
 from .library import leave_unfinished
@@ -29,7 +29,7 @@ from .transport import MpiBackend
 
 if TYPE_CHECKING:
     from collective.call import Call
-    from collective.dtypes import DType
+    from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
 
 __all__ = ["CudaAwareMpi"]
@@ -113,7 +113,7 @@ class CudaAwareMpi(MpiBackend):
         if (ordered or what == "scan") and dtype.kind not in "biu":
             return False
         size = self.size
-        return reduction.pre(op, dtype, size) is None and reduction.post(op, dtype, size) is None
+        return arithmetic.pre(op, dtype, size) is None and arithmetic.post(op, dtype, size) is None
 
     broadcast = _in_its_turn(MpiBackend.broadcast)
     gather = _in_its_turn(MpiBackend.gather)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from collective import reduction
-from collective.dtypes import BY_NAME, DType
+from collective.algorithms import arithmetic
+from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import ReduceOp, as_op
 
 __all__ = ["Deviations", "deviations", "native_op", "of_flags", "type_of"]
@@ -88,7 +88,7 @@ def _deviates(module: Any, name: str, dtype_name: str) -> bool:
         limits.min, limits.max, (2, _ELEMENTS), dtype.storage, endpoint=True
     )
     expected = np.empty_like(right)
-    reduction.fold(op, dtype)(left, right, out=expected)
+    arithmetic.fold(op, dtype)(left, right, out=expected)
     getattr(module, _OPS[name]).Reduce_local([left, _ELEMENTS, kind], [right, _ELEMENTS, kind])
     return not np.array_equal(right, expected)
 

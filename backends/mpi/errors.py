@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from collective.backend import Failure
+from collective.contract.backend import Failure
 from collective.errors import BackendError
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
+    from collective.backends.peers.channel import Channel
 
 __all__ = ["explained"]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective import reduction
+from collective.algorithms import arithmetic
 
 from .datatypes import Deviations, native_op, type_of
 
 if TYPE_CHECKING:
-    from collective.buffer import Buffer
-    from collective.dtypes import DType
+    from collective.memory.buffer import Buffer
+    from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
 
 __all__ = ["Fold", "Slot", "being_made", "making", "prepare", "slot"]
@@ -59,7 +59,7 @@ class Slot:
 
     def __init__(self, types: dict[int, Any]) -> None:
         self.types = types
-        self.fold: reduction.Fold | None = None
+        self.fold: arithmetic.Fold | None = None
         self.storage: np.dtype[Any] | None = None
         self.error: BaseException | None = None
 
@@ -166,11 +166,11 @@ class Fold:
     ) -> None:
         native = native_op(module, op, dtype, unlike)
         self.storage = dtype.storage
-        self.pre = reduction.pre(op, dtype, size)
-        self.post = reduction.post(op, dtype, size)
+        self.pre = arithmetic.pre(op, dtype, size)
+        self.post = arithmetic.post(op, dtype, size)
         self.type = None if native is None else type_of(module, dtype)
         self.op = _operators[op.commutative] if native is None else native
-        self.function = reduction.fold(op, dtype) if native is None else None
+        self.function = arithmetic.fold(op, dtype) if native is None else None
 
     def enter(self, src: Buffer, room: Buffer | None) -> Array:
         """Return what this rank contributes: ``src``, or scaled in ``room`` or new memory."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from collective.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.errors import CollectiveError
 
 from .library import leave_unfinished
@@ -20,8 +20,8 @@ from .polling import finish, settle, spin
 from .watchdog import TELL_S
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
-    from collective.buffer import Buffer
+    from collective.backends.peers.channel import Channel, Wait
+    from collective.memory.buffer import Buffer
 
 __all__ = ["MOST_BYTES", "Messages"]
 

@@ -12,8 +12,8 @@ from .carrying import Carrying, left, mapped, now, spec
 from .datatypes import type_of
 
 if TYPE_CHECKING:
-    from collective.buffer import Buffer
     from collective.call import Call
+    from collective.memory.buffer import Buffer
 
 __all__ = ["Moves"]
 

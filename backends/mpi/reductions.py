@@ -17,9 +17,9 @@ from .errors import explained
 from .folds import Fold, slot
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
-    from collective.buffer import Buffer
+    from collective.backends.peers.channel import Channel
     from collective.call import Call
+    from collective.memory.buffer import Buffer
     from collective.ops import ReduceOp
 
 __all__ = ["Reductions"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from collective.contract.store import Store
 from collective.errors import RendezvousError
-from collective.store import Store
 
 from .library import enrol, leave_unfinished, start
 

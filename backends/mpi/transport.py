@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.backends.channel import Channel
-from collective.backends.monitor import Monitor
-from collective.buffer import Buffer
-from collective.capabilities import Capabilities
+from collective.backends.peers.channel import Channel
+from collective.backends.peers.monitor import Monitor
+from collective.contract.capabilities import Capabilities
 from collective.errors import BackendUnavailableError, RendezvousError
+from collective.memory.buffer import Buffer
 
 from . import library
 from .carrying import left, mapped, now, pause
@@ -29,9 +29,9 @@ from .watchdog import watch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.backends.channel import Wait
+    from collective.backends.peers.channel import Wait
     from collective.call import Call
-    from collective.world import World
+    from collective.contract.world import World
 
 __all__ = ["MpiBackend"]
 

@@ -15,10 +15,10 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from collective.backend import Failure
+from collective.contract.backend import Failure
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
+    from collective.backends.peers.channel import Channel
 
 __all__ = ["TELL_S", "Blocking", "watch"]
 

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.backend import Backend
-from collective.buffer import Buffer
-from collective.dtypes import BY_NAME, DType
+from collective.contract.backend import Backend
 from collective.errors import UnsupportedError
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME, DType
 
 from .prototypes import DTYPES, OPS
 
 if TYPE_CHECKING:
     from collective.call import Call
+    from collective.contract.work import Work
     from collective.ops import ReduceOp
-    from collective.work import Work
 
     from .engine import NcclComm
     from .library import Library

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective import registry
-from collective.backend import Backend, Failure
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.dtypes import BY_NAME
+from collective.contract import registry
+from collective.contract.backend import Backend, Failure
+from collective.contract.store import Store
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
 )
-from collective.store import Store
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from .watch import failure_of
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel
-    from collective.world import World
+    from collective.backends.peers.channel import Channel
+    from collective.contract.world import World
 
 __all__ = ["Mail", "Telling", "breaker", "host_plane"]
 

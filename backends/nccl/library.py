@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from collective.dtypes import DType
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
+from collective.memory.dtypes import DType
 
 from .prototypes import DTYPES, FUNCTIONS, OLDEST, OPS, RESULTS, UniqueId, version_text
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collective import cuda
-from collective.algorithms import agreement
-from collective.cuda.array import DeviceArray
 from collective.errors import AllocationError, BackendError, CollectiveError
+from collective.memory.device_array import DeviceArray
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.call import Call
+    from collective.contract.backend import Backend
     from collective.cuda import Device, Event, Stream
 
     from .engine import NcclComm
@@ -117,7 +116,7 @@ class Blocks:
             except (AllocationError, BackendError) as error:
                 problem = error
         try:
-            if lacking := agreement.lacking(host, problem is not None, call, timeout):
+            if lacking := host.lacking(problem is not None, call, timeout):
                 ranks = ", ".join(map(str, lacking))
                 told = f": {problem}" if problem is not None else ""
                 raise AllocationError(

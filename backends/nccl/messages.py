@@ -40,10 +40,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collective import cuda
-from collective.backend import Backend, Failure
-from collective.backends import levels
-from collective.buffer import Buffer
-from collective.dtypes import BY_NAME
+from collective.backends.peers import levels
+from collective.contract.backend import Backend, Failure
+from collective.contract.work import Lane
 from collective.errors import (
     BackendError,
     BackendUnavailableError,
@@ -53,12 +52,13 @@ from collective.errors import (
     DeviceError,
     MismatchError,
 )
-from collective.work import Lane
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from .watch import Asked, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel, Wait
     from collective.cuda import Stream
 
     from .engine import NcclComm

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective import cuda
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.dtypes import BY_NAME
 from collective.errors import (
     BackendUnavailableError,
     CollectiveError,
     DeviceError,
     InvalidArgumentError,
 )
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from . import library as libraries
 from .prototypes import version_text
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
+    from collective.contract.backend import Backend
+    from collective.contract.world import World
     from collective.cuda import Device
-    from collective.world import World
 
     from .library import Library
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.dtypes import DType
-from collective.reduction import float32_to_bfloat16
+from collective.algorithms.arithmetic import float32_to_bfloat16
+from collective.memory.dtypes import DType
 
 from .enqueue import Calls
 from .joining import Poll

@@ -2,7 +2,7 @@
 
 The other transport (the *host plane*: shared memory on one host) carries whatever is not in a
 GPU's memory, and what the ranks tell each other before NCCL can begin. A monitor watches the
-ranks (:mod:`collective.backends.channel`). One failure breaks both planes, for all ranks.
+ranks (:mod:`collective.backends.peers.channel`). One failure breaks both planes, for all ranks.
 
 Nothing of CUDA or NCCL is loaded before the first buffer of a GPU comes by; all ranks take part
 in that call, as they do in every collective, and make NCCL's communicator in it.
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from collective.backend import Backend, Failure
-from collective.backends import levels
-from collective.backends.channel import Channel, Monitored
-from collective.backends.monitor import Monitor
-from collective.capabilities import Capabilities
+from collective.backends.peers import levels
+from collective.backends.peers.channel import Channel, Monitored
+from collective.backends.peers.monitor import Monitor
+from collective.contract.backend import Backend, Failure
+from collective.contract.capabilities import Capabilities
 from collective.errors import (
     BackendError,
     CollectiveError,
@@ -46,13 +46,13 @@ from .watch import Asked, Pending, Watch, failure_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.backends.channel import Wait
-    from collective.buffer import Buffer
+    from collective.backends.peers.channel import Wait
     from collective.call import Call
+    from collective.contract.recorder import Recorder
+    from collective.contract.world import World
     from collective.cuda import Device, Event, Stream
-    from collective.cuda.array import DeviceArray
-    from collective.recorder import Recorder
-    from collective.world import World
+    from collective.memory.buffer import Buffer
+    from collective.memory.device_array import DeviceArray
 
     from .library import Library
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from collective.backend import Failure
+from collective.contract.backend import Failure
 from collective.errors import (
     BackendError,
     CollectiveError,
@@ -26,7 +26,7 @@ from collective.errors import (
 )
 
 if TYPE_CHECKING:
-    from collective.backends.channel import Channel, Wait
+    from collective.backends.peers.channel import Channel, Wait
     from collective.cuda import Event, Stream
 
     from .engine import NcclComm

@@ -10,10 +10,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from collective.backend import Failure
 from collective.call import Call, Disagreement
+from collective.contract.backend import Failure
+from collective.contract.stalls import look
 from collective.errors import RendezvousError, UnsupportedError
-from collective.stalls import look
 
 from .segment import Segment
 

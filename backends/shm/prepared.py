@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from collective import reduction
+from collective.algorithms import arithmetic
 from collective.backends.onesided import CHUNK_BYTES
-from collective.buffer import Buffer
 from collective.call import Call
-from collective.dtypes import DType
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
 from .control import BROKEN, Control
@@ -59,14 +59,14 @@ class Prepared:
         self._copies = [(to, source) for to, source in copies if to.size]
         self._pieces = pieces
         self._whole: Array | None = None
-        self._pre: reduction.Scale | None = None
+        self._pre: arithmetic.Scale | None = None
 
     def folding(self, op: ReduceOp, buffer: Buffer) -> Prepared:
         """Set the arithmetic of the pieces."""
         size = self._control.size
-        self._fold = reduction.fold(op, buffer.dtype)
-        self._pre = reduction.pre(op, buffer.dtype, size)
-        self._post = reduction.post(op, buffer.dtype, size)
+        self._fold = arithmetic.fold(op, buffer.dtype)
+        self._pre = arithmetic.pre(op, buffer.dtype, size)
+        self._post = arithmetic.post(op, buffer.dtype, size)
         self._whole = buffer.array
         longest = max((targets[0].size for _, targets in self._pieces), default=0)
         self._scratch = np.empty(longest if size > 2 else 0, buffer.array.dtype)

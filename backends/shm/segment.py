@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 
-from collective.descriptors import RAISE_THE_LIMIT
+from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.errors import BackendUnavailableError
 
 __all__ = ["SHARED_MEMORY", "TOO_MANY_FILES", "Segment", "map_shared", "process_vm_readv"]

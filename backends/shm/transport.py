@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collective import reduction
-from collective.backend import ANY_SOURCE, Backend, Failure
+from collective.algorithms import arithmetic
+from collective.algorithms.arithmetic import Fold, Scale
 from collective.backends.onesided import OneSided, Region
-from collective.buffer import Buffer
 from collective.call import Call, Disagreement
-from collective.capabilities import Capabilities
-from collective.descriptors import RAISE_THE_LIMIT
-from collective.dtypes import BY_NAME
+from collective.contract.backend import ANY_SOURCE, Backend, Failure
+from collective.contract.capabilities import Capabilities
+from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.errors import (
     BackendUnavailableError,
     RendezvousError,
     UnsupportedError,
 )
-from collective.reduction import Fold, Scale
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
 from .board import Board
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
@@ -36,9 +36,9 @@ from .symmetric import Heap, address_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from collective.contract.backend import Note
+    from collective.contract.world import World
     from collective.ops import ReduceOp
-    from collective.stalls import Note
-    from collective.world import World
 
 __all__ = ["ShmBackend"]
 
@@ -381,9 +381,9 @@ class ShmBackend(OneSided):
         slots = self._slots_of(src.array.dtype)
         small = self._small[call] = _Small(
             [[slot[: src.count] for slot in slots[parity]] for parity in (0, 1)],
-            reduction.fold(op, src.dtype),
-            reduction.pre(op, src.dtype, self.size),
-            reduction.post(op, src.dtype, self.size),
+            arithmetic.fold(op, src.dtype),
+            arithmetic.pre(op, src.dtype, self.size),
+            arithmetic.post(op, src.dtype, self.size),
         )
         return small
 

@@ -1,6 +1,6 @@
 """Every collective operation over nothing but send and recv, one operation a module.
 
-A transport gets them by leaving the methods of :class:`collective.backend.Backend` as
+A transport gets them by leaving the methods of :class:`collective.contract.backend.Backend` as
 they are. The choice between algorithms is in :mod:`~collective.algorithms.costs`; how
 they send in :mod:`~collective.algorithms.messages`, how they fold in
 :mod:`~collective.algorithms.folding`, how they cut in

@@ -1,4 +1,4 @@
-"""Agreement: did all ranks make the same call, and have all of them memory for it?"""
+"""Agreement: did all ranks make the same call?"""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.algorithms import all_gather, pieces
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
 from collective.call import Disagreement
-from collective.dtypes import BY_NAME
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+
+from . import all_gather, pieces
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.call import Call
 
-__all__ = ["agree", "lacking"]
+__all__ = ["agree"]
 
 _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 
-def agree(backend: Backend, call: Call, timeout: float) -> None:
+def agree(backend: PointToPoint, call: Call, timeout: float) -> None:
     """Compare ``call`` with the other ranks'.
 
     One all-gather of 8 bytes a rank. Only if they differ the descriptions travel; since
@@ -41,23 +41,6 @@ def agree(backend: Backend, call: Call, timeout: float) -> None:
     all_gather.collect(messages, mine, every, lengths)
     limits = pieces.limits(lengths)
     raise Disagreement([every.array[start:stop].tobytes() for start, stop in pairwise(limits)])
-
-
-def lacking(backend: Backend, lacks: bool, call: Call, timeout: float) -> list[int]:
-    """Tell all ranks whether this one lacks memory; return those that do, the same on every rank.
-
-    Args:
-        backend: of the ranks; its ``all_gather`` carries it, and compares ``call`` where it does.
-        lacks: whether this rank does.
-        call: what the memory is for.
-        timeout: seconds.
-    """
-    mine = Buffer(np.array([lacks], np.uint8), _UINT8)
-    every = Buffer.empty(backend.size, _UINT8)
-    work = backend.all_gather(mine, every, [1] * backend.size, call, timeout)
-    if work is not None:
-        work.wait()
-    return [rank for rank, lacks in enumerate(every.array) if lacks]
 
 
 def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from collective.algorithms import costs, pieces
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
 
-if TYPE_CHECKING:
-    from collective.backend import Backend
+from . import costs, pieces
+from .messages import Messages, PointToPoint
 
 __all__ = ["all_gather", "collect", "ring"]
 
 
 def all_gather(
-    backend: Backend, src: Buffer, dst: Buffer, counts: Sequence[int], timeout: float
+    backend: PointToPoint, src: Buffer, dst: Buffer, counts: Sequence[int], timeout: float
 ) -> None:
     """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.algorithms import all_gather, costs, folds, pieces
-from collective.algorithms.folding import Folding
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import all_gather, costs, folds, pieces
+from .folding import Folding
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.ops import ReduceOp
 
 __all__ = ["all_reduce"]
@@ -20,7 +20,7 @@ __all__ = ["all_reduce"]
 
 @np.errstate(all="ignore")
 def all_reduce(
-    backend: Backend, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, timeout: float
+    backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, timeout: float
 ) -> None:
     """Fold the ranks' ``src`` into every rank's ``dst``, the same bits on all of them.
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from collective.algorithms import pieces
-from collective.algorithms.messages import Messages
+from . import pieces
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
-    from collective.buffer import Buffer
+    from collective.memory.buffer import Buffer
 
 __all__ = ["all_to_all"]
 
 
 def all_to_all(
-    backend: Backend,
+    backend: PointToPoint,
     src: Buffer,
     dst: Buffer,
     send_counts: Sequence[int],

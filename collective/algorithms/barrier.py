@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
 
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
-from collective.dtypes import BY_NAME
-
-if TYPE_CHECKING:
-    from collective.backend import Backend
+from .messages import Messages, PointToPoint
 
 __all__ = ["barrier"]
 
 
-def barrier(backend: Backend, timeout: float) -> None:
+def barrier(backend: PointToPoint, timeout: float) -> None:
     """Return when every rank has called it.
 
     Dissemination: in round k each rank tells the one 2**k ahead, so that after

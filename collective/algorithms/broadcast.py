@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from collective.algorithms import all_gather, binomial, costs, pieces
-from collective.algorithms.messages import Messages
+from . import all_gather, binomial, costs, pieces
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
-    from collective.buffer import Buffer
+    from collective.memory.buffer import Buffer
 
 __all__ = ["broadcast"]
 
 
-def broadcast(backend: Backend, buffer: Buffer, root: int, timeout: float) -> None:
+def broadcast(backend: PointToPoint, buffer: Buffer, root: int, timeout: float) -> None:
     """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank.
 
     Short messages go down a binomial tree. Long ones are scattered down the tree and

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from collective import reduction
-from collective.algorithms import pieces
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import arithmetic, pieces
 
 if TYPE_CHECKING:
-    from collective.dtypes import DType
+    from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
 
 __all__ = ["Folding"]
@@ -28,9 +28,9 @@ class Folding:
     __slots__ = ("_fold", "_post", "_pre")
 
     def __init__(self, op: ReduceOp, dtype: DType, size: int) -> None:
-        self._fold = reduction.fold(op, dtype)
-        self._pre = reduction.pre(op, dtype, size)
-        self._post = reduction.post(op, dtype, size)
+        self._fold = arithmetic.fold(op, dtype)
+        self._pre = arithmetic.pre(op, dtype, size)
+        self._post = arithmetic.post(op, dtype, size)
 
     def enter(self, src: Buffer, room: Buffer | None = None) -> Buffer:
         """Return what this rank contributes: ``src`` itself, or scaled in ``room``.

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from collective.algorithms import all_gather, pieces
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import all_gather, pieces
 
 if TYPE_CHECKING:
-    from collective.algorithms.folding import Folding
-    from collective.algorithms.messages import Messages
+    from .folding import Folding
+    from .messages import Messages
 
 __all__ = ["collected", "doubled", "parts"]
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from collective.algorithms import binomial, costs, pieces
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
 
-if TYPE_CHECKING:
-    from collective.backend import Backend
+from . import binomial, costs, pieces
+from .messages import Messages, PointToPoint
 
 __all__ = ["collect", "gather", "linear"]
 
 
 def gather(
-    backend: Backend,
+    backend: PointToPoint,
     src: Buffer,
     dst: Buffer | None,
     counts: Sequence[int],

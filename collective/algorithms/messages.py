@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from collective.algorithms.tags import COLLECTIVE_TAG
+from .tags import COLLECTIVE_TAG
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
-    from collective.buffer import Buffer
+    from collective.memory.buffer import Buffer
 
-__all__ = ["Messages"]
+__all__ = ["Messages", "PointToPoint"]
+
+
+class PointToPoint(Protocol):
+    """What the algorithms stand on: the part of a transport that every one has.
+
+    Attributes:
+        rank: this rank.
+        size: how many ranks there are.
+    """
+
+    rank: int
+    size: int
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> object: ...
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> object: ...
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> object: ...
 
 
 class Messages:
@@ -26,7 +45,7 @@ class Messages:
 
     __slots__ = ("_backend", "_end", "rank", "size")
 
-    def __init__(self, backend: Backend, timeout: float) -> None:
+    def __init__(self, backend: PointToPoint, timeout: float) -> None:
         self._backend = backend
         self._end = time.monotonic() + timeout
         self.rank = backend.rank

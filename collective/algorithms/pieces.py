@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collective.buffer import Buffer
+    from collective.memory.buffer import Buffer
 
 __all__ = ["CHUNK_BYTES", "chunk", "copy", "even", "limits"]
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.algorithms import binomial, costs, folds, gather, pieces
-from collective.algorithms.folding import Folding
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import binomial, costs, folds, gather, pieces
+from .folding import Folding
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.ops import ReduceOp
 
 __all__ = ["reduce"]
@@ -20,7 +20,7 @@ __all__ = ["reduce"]
 
 @np.errstate(all="ignore")
 def reduce(
-    backend: Backend,
+    backend: PointToPoint,
     src: Buffer,
     dst: Buffer | None,
     op: ReduceOp,

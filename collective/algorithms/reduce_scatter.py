@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.algorithms import costs, folds, pieces
-from collective.algorithms.folding import Folding
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import costs, folds, pieces
+from .folding import Folding
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.ops import ReduceOp
 
 __all__ = ["reduce_scatter"]
@@ -21,7 +21,7 @@ __all__ = ["reduce_scatter"]
 
 @np.errstate(all="ignore")
 def reduce_scatter(
-    backend: Backend,
+    backend: PointToPoint,
     src: Buffer,
     dst: Buffer,
     counts: Sequence[int],

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.algorithms import costs, folds, pieces
-from collective.algorithms.folding import Folding
-from collective.algorithms.messages import Messages
-from collective.buffer import Buffer
+from collective.memory.buffer import Buffer
+
+from . import costs, folds, pieces
+from .folding import Folding
+from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.backend import Backend
     from collective.ops import ReduceOp
 
 __all__ = ["scan"]
 
 
 @np.errstate(all="ignore")
-def scan(backend: Backend, src: Buffer, dst: Buffer, op: ReduceOp, timeout: float) -> None:
+def scan(backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, timeout: float) -> None:
     """Fold ``src`` of ranks 0 to this one, ``((x0 op x1) op x2) op …``, into ``dst``.
 
     Short arrays are collected everywhere and folded in place. Long ones pass from rank to

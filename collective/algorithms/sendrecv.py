@@ -6,19 +6,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from collective.algorithms import pieces
-from collective.algorithms.tags import COLLECTIVE_TAG
 from collective.errors import RankError
 
+from . import pieces
+from .messages import PointToPoint
+from .tags import COLLECTIVE_TAG
+
 if TYPE_CHECKING:
-    from collective.backend import Backend
-    from collective.buffer import Buffer
+    from collective.memory.buffer import Buffer
 
 __all__ = ["sendrecv"]
 
 
 def sendrecv(
-    backend: Backend, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
 ) -> None:
     """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``.
 
@@ -45,7 +46,7 @@ def sendrecv(
 
 
 def _in_turn(
-    backend: Backend, src: Buffer, to: int, dst: Buffer, source: int, timeout: float
+    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, timeout: float
 ) -> None:
     """Send first or receive first, so that no circle of ranks does the same.
 
@@ -65,7 +66,7 @@ def _in_turn(
 
 
 def _at_once(
-    backend: Backend, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
 ) -> None:
     failures: list[BaseException] = []
 

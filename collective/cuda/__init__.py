@@ -11,17 +11,12 @@ import contextlib
 import threading
 from ctypes import addressof, c_int, c_void_p
 
-from collective.cuda import library
-from collective.cuda.library import (
-    INVALID_CONTEXT,
-    INVALID_VALUE,
-    Copy2D,
-    Driver,
-    Entered,
-)
-from collective.cuda.pinning import pinned
-from collective.cuda.streams import LAST_NAME, Device, Event, Stream
 from collective.errors import BackendUnavailableError, DeviceError
+
+from . import library
+from .library import INVALID_CONTEXT, INVALID_VALUE, Copy2D, Driver, Entered
+from .pinning import pinned
+from .streams import LAST_NAME, Device, Event, Stream
 
 __all__ = [
     "Device",

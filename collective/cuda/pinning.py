@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from collective.cuda.library import OUT_OF_MEMORY, Driver, Entered, load
 from collective.errors import AllocationError
+
+from .library import OUT_OF_MEMORY, Driver, Entered, load
 
 __all__ = ["LARGEST", "is_pinned", "pinned"]
 

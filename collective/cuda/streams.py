@@ -6,7 +6,7 @@ import contextlib
 from ctypes import c_int, c_size_t, c_void_p, create_string_buffer
 from typing import Any
 
-from collective.cuda.library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
+from .library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
 
 __all__ = ["LAST_NAME", "Device", "Event", "Stream"]
 

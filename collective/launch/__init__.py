@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from collective.launch.mpi import mpiexec, supervise_mpi
-from collective.launch.processes import adopt_orphans, end_children
-from collective.launch.supervisor import supervise
-from collective.rundir import join, leave
+from collective.start.rundir import join, leave
+
+from .mpi import mpiexec, supervise_mpi
+from .processes import adopt_orphans, end_children
+from .supervisor import supervise
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from collective.errors import BackendUnavailableError
 from collective.install import hint
-from collective.launch.processes import die_with_parent, mpi_segments, remove_segments
-from collective.launch.supervisor import Rank, Supervisor
+
+from .processes import die_with_parent, mpi_segments, remove_segments
+from .supervisor import Rank, Supervisor
 
 __all__ = ["mpiexec", "supervise_mpi"]
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from collective.launch.processes import adopt_orphans, die_with_parent, end_children
-from collective.launch.screen import Screen, Stream
-from collective.launch.verdict import Failure, exit_code, first_in_cause, report
+from .processes import adopt_orphans, die_with_parent, end_children
+from .screen import Screen, Stream
+from .verdict import Failure, exit_code, first_in_cause, report
 
 __all__ = ["Rank", "Supervisor", "supervise"]
 

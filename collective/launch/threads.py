@@ -22,11 +22,11 @@ from importlib.abc import InspectLoader
 from types import CodeType
 from typing import Any, TextIO
 
-from collective import session
-from collective.backend import Failure
+from collective.contract.backend import Failure
+from collective.contract.store import Store
+from collective.contract.world import World
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
-from collective.store import Store
-from collective.world import World
+from collective.start import session
 
 __all__ = ["load_program", "main"]
 

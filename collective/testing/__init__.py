@@ -13,19 +13,14 @@ Nothing here needs a launcher, a port, a GPU or pytest (which only
 
 from __future__ import annotations
 
-from collective.testing import faults
-from collective.testing.checks import Check, RankFactory, check
-from collective.testing.conformance import Result, all_checks, run_checks
-from collective.testing.failed import (
-    RankDiedError,
-    RankHungError,
-    RanksFailedError,
-    RemoteError,
-)
-from collective.testing.faults import FaultyBackend
-from collective.testing.mpiexec_ranks import Mpiexec
-from collective.testing.parametrize import parametrize_with_checks
-from collective.testing.ranks import RankPool, run_ranks
+from . import faults
+from .checks import Check, RankFactory, check
+from .conformance import Result, all_checks, run_checks
+from .failed import RankDiedError, RankHungError, RanksFailedError, RemoteError
+from .faults import FaultyBackend
+from .mpiexec_ranks import Mpiexec
+from .parametrize import parametrize_with_checks
+from .ranks import RankPool, run_ranks
 
 __all__ = [
     "Check",

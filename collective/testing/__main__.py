@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from collective.errors import CollectiveError
-from collective.testing.conformance import Result, run_checks
+
+from .conformance import Result, run_checks
 
 _MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "-", "expected": "xfail"}
 

@@ -15,13 +15,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collective.backend import Backend
-from collective.capabilities import Capabilities
-from collective.testing.failed import RanksFailedError
-from collective.testing.faults import Fault
-from collective.testing.mpiexec_ranks import Mpiexec
-from collective.testing.ranks import RankPool
-from collective.testing.seat import backend_class
+from collective.contract.backend import Backend
+from collective.contract.capabilities import Capabilities
+
+from .failed import RanksFailedError
+from .faults import Fault
+from .mpiexec_ranks import Mpiexec
+from .ranks import RankPool
+from .seat import backend_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
+from collective.contract.capabilities import Capabilities
 from collective.errors import MismatchError
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import assert_same
+
+from .checks import Case, RankFactory, check
+from .samples import assert_same
 
 _Call = Callable[[Communicator], Any]
 

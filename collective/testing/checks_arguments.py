@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.backend import ANY_SOURCE
 from collective.communicator import Communicator
+from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
     CommunicatorClosedError,
     DtypeError,
@@ -18,8 +18,9 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import premul_sum
-from collective.testing.checks import RankFactory, check
-from collective.testing.samples import assert_same
+
+from .checks import RankFactory, check
+from .samples import assert_same
 
 # Of a communicator, whose types would refuse most of these calls.
 _Call = Callable[[Any], Any]

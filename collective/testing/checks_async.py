@@ -8,8 +8,9 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import CollectiveTimeoutError
-from collective.testing.checks import RankFactory, check
-from collective.testing.samples import LARGE, assert_same, expected, values
+
+from .checks import RankFactory, check
+from .samples import LARGE, assert_same, expected, values
 
 
 @check()

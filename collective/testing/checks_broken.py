@@ -9,19 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from collective import dtypes
-from collective.backend import ANY_SOURCE
-from collective.buffer import Buffer
 from collective.call import Call
 from collective.communicator import Communicator
+from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     UnsupportedError,
 )
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import LARGE
+from collective.memory import dtypes
+from collective.memory.buffer import Buffer
+
+from .checks import Case, RankFactory, check
+from .samples import LARGE
 
 # Tags of the messages that wait when the communicator breaks: short, long, and one that times out.
 _SHORT, _LONG, _LATE = 3, 4, 5

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import LARGE, Array, assert_same, expected, has, values
+from collective.contract.capabilities import Capabilities
+
+from .checks import Case, RankFactory, check
+from .samples import LARGE, Array, assert_same, expected, has, values
 
 #: A few elements, more than a slot of shared memory holds, and more than a mebibyte.
 _COUNTS: list[Case] = [{"count": count} for count in (12, 24_000, LARGE)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
-from collective.dtypes import BY_NAME
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import LARGE, Array, assert_bits, dtypes_of, of_bits, regions
+from collective.contract.capabilities import Capabilities
+from collective.memory.dtypes import BY_NAME
+
+from .checks import Case, RankFactory, check
+from .samples import LARGE, Array, assert_bits, dtypes_of, of_bits, regions
 
 _BY_OP: list[Case] = [{"op": "min"}, {"op": "max"}]
 #: dtype -> the bits of infinity, and of the NaN that results have.

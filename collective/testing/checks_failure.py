@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
+from collective.contract.capabilities import Capabilities
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -17,11 +17,12 @@ from collective.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from collective.testing import faults
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.failed import RankDiedError, RankHungError, RanksFailedError
-from collective.testing.heard import Heard, hold, listen
-from collective.testing.samples import LARGE, assert_same
+
+from . import faults
+from .checks import Case, RankFactory, check
+from .failed import RankDiedError, RankHungError, RanksFailedError
+from .heard import Heard, hold, listen
+from .samples import LARGE, assert_same
 
 _Call = Callable[[Communicator, Any], Any]
 

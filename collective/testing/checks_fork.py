@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from collective import session
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
-from collective.testing.checks import RankFactory, check
-from collective.testing.checks_broken import CALLS
-from collective.testing.samples import assert_same
+from collective.start import session
+
+from .checks import RankFactory, check
+from .checks_broken import CALLS
+from .samples import assert_same
 
 _PARTNER = 11  # the tag of a message that is awaited meanwhile
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import MismatchError
-from collective.testing.checks import RankFactory, check
-from collective.testing.samples import assert_same, expected, values
+
+from .checks import RankFactory, check
+from .samples import assert_same, expected, values
 
 
 def _hold(

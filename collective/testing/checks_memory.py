@@ -6,16 +6,9 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import AllocationError
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import (
-    LARGE,
-    assert_same,
-    dtypes_of,
-    expected,
-    has,
-    regions,
-    values,
-)
+
+from .checks import Case, RankFactory, check
+from .samples import LARGE, assert_same, dtypes_of, expected, has, regions, values
 
 _COUNTS: list[Case] = [{"count": count} for count in (60, 24_000, LARGE)]
 

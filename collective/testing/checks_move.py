@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.testing.checks import Case, RankFactory, check, roots
-from collective.testing.samples import (
+
+from .checks import Case, RankFactory, check, roots
+from .samples import (
     LARGE,
     LAYOUTS,
     SHAPES,

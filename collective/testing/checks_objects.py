@@ -9,8 +9,9 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.testing.checks import RankFactory, check, roots
-from collective.testing.samples import assert_same, values
+
+from .checks import RankFactory, check, roots
+from .samples import assert_same, values
 
 
 def _thing(rank: int) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
+from collective.contract.capabilities import Capabilities
 from collective.errors import CollectiveError, InvalidArgumentError, PeerFailedError
 from collective.ops import ReduceOp, user_op
-from collective.testing.checks import RankFactory, check
-from collective.testing.heard import Heard, hold
-from collective.testing.samples import LARGE, assert_same, expected, regions, values
+
+from .checks import RankFactory, check
+from .heard import Heard, hold
+from .samples import LARGE, assert_same, expected, regions, values
 
 
 class _Trouble(Exception):

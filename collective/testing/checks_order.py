@@ -6,20 +6,12 @@ import functools
 
 import numpy as np
 
-from collective.capabilities import Capabilities
 from collective.communicator import Communicator
+from collective.contract.capabilities import Capabilities
 from collective.ops import user_op
-from collective.testing.checks import Case, RankFactory, check
-from collective.testing.samples import (
-    LARGE,
-    Array,
-    assert_same,
-    bfloat16,
-    dtypes_of,
-    plain,
-    regions,
-    values,
-)
+
+from .checks import Case, RankFactory, check
+from .samples import LARGE, Array, assert_same, bfloat16, dtypes_of, plain, regions, values
 
 _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
 

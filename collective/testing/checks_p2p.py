@@ -7,21 +7,12 @@ import time
 
 import numpy as np
 
-from collective.backend import ANY_SOURCE
-from collective.capabilities import Capabilities
-from collective.communicator import Communicator
-from collective.point_to_point import Status
-from collective.testing.checks import RankFactory, check
-from collective.testing.samples import (
-    LARGE,
-    LAYOUTS,
-    SHAPES,
-    assert_same,
-    dtypes_of,
-    has,
-    laid_out,
-    values,
-)
+from collective.communicator import Communicator, Status
+from collective.contract.backend import ANY_SOURCE
+from collective.contract.capabilities import Capabilities
+
+from .checks import RankFactory, check
+from .samples import LARGE, LAYOUTS, SHAPES, assert_same, dtypes_of, has, laid_out, values
 
 
 def _needs_any_source(capabilities: Capabilities) -> str | None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.ops import premul_sum
-from collective.testing.checks import Case, RankFactory, check, roots
-from collective.testing.samples import (
+
+from .checks import Case, RankFactory, check, roots
+from .samples import (
     LARGE,
     LAYOUTS,
     OPS,

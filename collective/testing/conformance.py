@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from collective.backend import Backend
-from collective.testing.checks import Case, Check, RankFactory, registered
-from collective.testing.mpiexec_ranks import Mpiexec
+from collective.contract.backend import Backend
+
+from .checks import Case, Check, RankFactory, registered
+from .mpiexec_ranks import Mpiexec
 
 __all__ = ["Result", "all_checks", "run_checks"]
 

@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from collective.algorithms.tags import GROUP_TAG
-from collective.backend import Backend, Failure
+from collective.contract.backend import Backend, Failure
 
 if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Self
 
-    from collective.buffer import Buffer
     from collective.call import Call
+    from collective.contract.world import World
     from collective.cuda import Device, Event, Stream
-    from collective.cuda.array import DeviceArray
-    from collective.dtypes import DType
+    from collective.memory.buffer import Buffer
+    from collective.memory.device_array import DeviceArray
+    from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
-    from collective.world import World
 
 __all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
 

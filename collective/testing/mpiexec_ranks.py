@@ -20,10 +20,11 @@ from typing import IO
 
 import collective
 from collective.errors import BackendUnavailableError
-from collective.testing import worker
-from collective.testing.failed import Outcome
-from collective.testing.process_ranks import Member, ProcessRanks
-from collective.testing.seat import Job
+
+from . import worker
+from .failed import Outcome
+from .process_ranks import Member, ProcessRanks
+from .seat import Job
 
 __all__ = ["Mpiexec", "MpiexecRanks"]
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from collective.backend import Backend
-from collective.testing.checks import Case, Check, RankFactory
-from collective.testing.conformance import cases_of, chosen_checks, problem_of, reason_for, stale
-from collective.testing.mpiexec_ranks import Mpiexec
+from collective.contract.backend import Backend
+
+from .checks import Case, Check, RankFactory
+from .conformance import cases_of, chosen_checks, problem_of, reason_for, stale
+from .mpiexec_ranks import Mpiexec
 
 if TYPE_CHECKING:
     import pytest

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from collective.testing import worker
-from collective.testing.failed import Outcome, RankDiedError, RankHungError
-from collective.testing.seat import Job
+from . import worker
+from .failed import Outcome, RankDiedError, RankHungError
+from .seat import Job
 
 __all__ = ["Member", "ProcessRanks"]
 

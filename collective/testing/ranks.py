@@ -8,14 +8,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collective.backend import Backend
+from collective.contract.backend import Backend
 from collective.errors import InvalidArgumentError
-from collective.testing.failed import RanksFailedError
-from collective.testing.faults import Fault
-from collective.testing.mpiexec_ranks import Mpiexec, MpiexecRanks
-from collective.testing.process_ranks import ProcessRanks
-from collective.testing.seat import Job, Opening, backend_class
-from collective.testing.thread_ranks import ThreadRanks
+
+from .failed import RanksFailedError
+from .faults import Fault
+from .mpiexec_ranks import Mpiexec, MpiexecRanks
+from .process_ranks import ProcessRanks
+from .seat import Job, Opening, backend_class
+from .thread_ranks import ThreadRanks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.dtypes import BY_NAME
+from collective.memory.dtypes import BY_NAME
 
 __all__ = [
     "LARGE",

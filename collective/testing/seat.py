@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collective import registry, session
-from collective.backend import Backend
 from collective.communicator import Communicator
-from collective.store import FileStore
-from collective.testing.failed import Outcome, RankDiedError
-from collective.testing.faults import Fault, FaultyBackend, RankKilled
-from collective.world import World
+from collective.contract import registry
+from collective.contract.backend import Backend
+from collective.contract.world import World
+from collective.start import session
+from collective.start.file_store import FileStore
+
+from .failed import Outcome, RankDiedError
+from .faults import Fault, FaultyBackend, RankKilled
 
 __all__ = ["Job", "Opening", "Seat", "backend_class"]
 

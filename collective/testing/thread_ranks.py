@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 
-from collective.testing.failed import Outcome, RankHungError
-from collective.testing.seat import Job, Seat
+from .failed import Outcome, RankHungError
+from .seat import Job, Seat
 
 __all__ = ["ThreadRanks"]
 

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from collective.launchers import detect
-from collective.testing.failed import Outcome, RemoteError
-from collective.testing.seat import Job, Seat, backend_class
+from collective.start.launchers import detect
+
+from .failed import Outcome, RemoteError
+from .seat import Job, Seat, backend_class
 
 __all__ = ["GO", "LOADED", "PIPES", "STACKS", "leave_process_group", "main", "serve"]
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from collective import arrays, call, cuda, tree
-from collective.arrays import Adapter, adapter_like, adapter_of
+from collective import call, cuda
 from collective.communicator import Communicator
-from collective.cuda import layout
-from collective.cuda.array import DeviceArray
-from collective.dtypes import DType
+from collective.contract.work import Work
 from collective.errors import CollectiveError
+from collective.memory import arrays, device_layout, nested
+from collective.memory.arrays import Adapter, adapter_like, adapter_of
+from collective.memory.device_array import DeviceArray
+from collective.memory.dtypes import DType
 from collective.testing import seat
-from collective.work import Work
 
 __all__ = ["use"]
 
@@ -111,7 +111,7 @@ class _Arrays:
     def __init__(self, x: Any, out: Any, like: Any, stream: cuda.Stream) -> None:
         self._stream = stream
         self._adapters = [adapter_like(like)] if like is not None else []
-        inputs, outs = (list(filter(_mirrored, tree.flatten(each))) for each in (x, out))
+        inputs, outs = (list(filter(_mirrored, nested.flatten(each))) for each in (x, out))
         leaves = [*inputs, *outs]
         hosts = [adapter_of(leaf).view(leaf) for leaf in leaves]
         self._spans = self._copied([_bounds(host) for host, _ in hosts])
@@ -151,8 +151,8 @@ class _Arrays:
 
     @staticmethod
     def _replaced(given: Any, mirrors: Any) -> Any:
-        leaves = [next(mirrors) if _mirrored(leaf) else leaf for leaf in tree.flatten(given)]
-        return tree.rebuild(given, iter(leaves))
+        leaves = [next(mirrors) if _mirrored(leaf) else leaf for leaf in nested.flatten(given)]
+        return nested.rebuild(given, iter(leaves))
 
     def _of(self, host: Array) -> list[_Span]:
         low, high = _bounds(host)
@@ -176,11 +176,11 @@ class _Arrays:
                     host[...] = span.elements(after, host)
         if id(result) in self._given:
             return self._given[id(result)]
-        leaves = tree.flatten(result)
+        leaves = nested.flatten(result)
         adapters = self._adapters or [adapter_like("numpy")]
         if len(adapters) != len(leaves):
             adapters = adapters[:1] * len(leaves)
-        return tree.rebuild(result, map(_as_the_hosts, leaves, adapters))
+        return nested.rebuild(result, map(_as_the_hosts, leaves, adapters))
 
 
 class MirroredWork(Work[Any]):
@@ -240,7 +240,7 @@ def _mirroring(method: Callable[..., Any]) -> Any:
         given = signature.bind(self, *args, **options).arguments
         x, out, like = (given.get(name) for name in ("x", "out", "like"))
         inner = isinstance(like, str) and like == "mirror"
-        if self._on_host or inner or any(type(each) is Mirror for each in tree.flatten([x, out])):
+        if self._on_host or inner or any(type(each) is Mirror for each in nested.flatten([x, out])):
             return method(self, *args, **options)  # a step of a call
         stream = _stream(self._backend.device)
         moved = _Arrays(x, out, like, stream)
@@ -296,7 +296,7 @@ def _mirrored(leaf: Any) -> bool:
 
 
 def _bounds(host: Array) -> tuple[int, int]:
-    return layout.bounds(host.ctypes.data, host.shape, host.strides, host.itemsize)
+    return device_layout.bounds(host.ctypes.data, host.shape, host.strides, host.itemsize)
 
 
 def _as_the_hosts(leaf: Any, adapter: Adapter) -> Any:

@@ -14,7 +14,7 @@ import mirrored
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
-from collective.world import World
+from collective.contract.world import World
 
 __all__ = ["OnGpus", "SharingByHostId", "SharingByOption", "sizes", "why_not"]
 

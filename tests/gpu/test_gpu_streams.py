@@ -14,8 +14,8 @@ from nccl_places import Run, pools
 from real import OnGpus, sizes, why_not
 
 from collective import cuda
-from collective.cuda.array import DeviceArray, PlainSpace
 from collective.errors import CollectiveError
+from collective.memory.device_array import DeviceArray, PlainSpace
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
-from collective.buffer import Buffer
 from collective.call import Call
 from collective.errors import CollectiveTimeoutError
+from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 from tests.loopback import Loopback, _Message
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import broken
 import pytest
 
-from collective.backend import Backend
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
+from collective.contract.backend import Backend
 from collective.testing import RankFactory, all_checks, run_checks
 from tests.loopback import Loopback
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import collective
-from collective import dtypes
 from collective.communicator import Communicator
+from collective.memory import dtypes
 from collective.testing import samples
 
 __all__ = ["soak"]

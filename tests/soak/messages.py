@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from collective import objects
-from collective.backend import COLLECTIVE_TAG
-from collective.backends.hub import Hub
-from collective.backends.link import Link, Message
-from collective.backends.monitor import Monitor
+from collective.backends.peers.hub import Hub
+from collective.backends.peers.link import Link, Message
+from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
 from collective.communicator import Communicator
-from collective.sealed_store import SealedStore
-from collective.secret import Secret
-from collective.store import FileStore
+from collective.communicator.communicator import objects
+from collective.contract.backend import COLLECTIVE_TAG
+from collective.contract.secret import Secret
+from collective.start.file_store import FileStore
+from collective.start.sealed_store import SealedStore
 from collective.testing import RankPool
 from tests.mpi_launches import ROOT
 from tests.test_monitor import KEY, world
@@ -239,8 +239,8 @@ def _objects(dice: random.Random, mutations: int) -> Findings:
 
 _SERVES = """
 import sys, time
-from collective.meeting import Place
-from collective.tcp_store import TcpStore
+from collective.start.rendezvous import Place
+from collective.start.tcp_store import TcpStore
 place = Place("127.0.0.1", int(sys.argv[1]), "soak")
 store = TcpStore(place, "soak/", serve=True, spans_hosts=False, timeout=60)
 for line in sys.stdin:

@@ -21,12 +21,13 @@ from typing import Any
 import chainermn
 from chainermn import communicators, global_except_hook, optimizers
 
-from collective import session
 from collective.adapters.chainer import program
-from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator, opened
-from collective.adapters.chainer.chainermn.optimizer import DoubleBufferingOptimizer
 from collective.communicator import Communicator
 from collective.errors import CommunicatorClosedError, InvalidArgumentError
+from collective.start import session
+
+from .communicator import CollectiveCommunicator, opened
+from .optimizer import DoubleBufferingOptimizer
 
 __all__ = [
     "NAME",
@@ -102,7 +103,7 @@ def _create_named(communicator_name: str = "pure_nccl", mpi_comm: Any = None, **
     if communicator_name != NAME and not _stands_for(communicator_name, mpi_comm):
         made = _create_communicator(communicator_name, mpi_comm, **kwargs)
         # After it has imported mpi4py, which is none of ours to import.
-        from collective.backends.mpi import launched_with
+        from collective.start.mpi_world import launched_with
 
         launched_with(made.mpi_comm)
         return made

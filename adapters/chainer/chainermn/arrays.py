@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import chainer
 import numpy as np
 
-from collective import dtypes
 from collective.errors import InvalidArgumentError, MismatchError
+from collective.memory import dtypes
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator

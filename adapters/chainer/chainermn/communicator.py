@@ -11,12 +11,13 @@ import chainer
 import numpy as np
 from chainermn.communicators.communicator_base import CommunicatorBase
 
-from collective.adapters.chainer.chainermn import arrays as messages
-from collective.adapters.chainer.chainermn.gradients import PackedGradients
-from collective.adapters.chainer.chainermn.mpi_comm import MpiComm
-from collective.adapters.chainer.chainermn.objects import ANY_TAG, OBJECT_TAG, Mailbox
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
+
+from . import arrays as messages
+from .gradients import PackedGradients
+from .mpi_comm import MpiComm
+from .objects import ANY_TAG, OBJECT_TAG, Mailbox
 
 __all__ = ["CollectiveCommunicator", "opened"]
 

@@ -10,9 +10,9 @@ import chainer
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.contract.work import Work
 from collective.errors import MismatchError
-from collective.gradients import Gradients, Parameter
-from collective.work import Work
+from collective.training.gradients import Gradients, Parameter
 
 __all__ = ["PackedGradients"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collective.adapters.chainer.chainermn.objects import ANY_TAG
+from .objects import ANY_TAG
 
 if TYPE_CHECKING:
-    from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator
+    from .communicator import CollectiveCommunicator
 
 __all__ = ["MpiComm"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from chainermn.optimizers import _MultiNodeOptimizer
 
-from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator
-from collective.adapters.chainer.chainermn.gradients import PackedGradients
+from .communicator import CollectiveCommunicator
+from .gradients import PackedGradients
 
 __all__ = ["DoubleBufferingOptimizer"]
 

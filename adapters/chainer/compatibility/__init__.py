@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 
-from collective.adapters.chainer.compatibility.edits import EDITS, Edit, numpy_from
+from .edits import EDITS, Edit, numpy_from
 
 __all__ = ["CompatibilityFinder", "install"]
 

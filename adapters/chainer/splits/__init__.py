@@ -1,5 +1,5 @@
 """Chainer links computed in pieces: see :class:`Split`."""
 
-from collective.adapters.chainer.splits.split import Split
+from .split import Split
 
 __all__ = ["Split"]

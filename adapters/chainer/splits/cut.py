@@ -18,8 +18,9 @@ import numpy as np
 from chainer.function_node import FunctionNode
 
 if TYPE_CHECKING:
-    from collective.adapters.chainer.splits.session import Session
     from collective.training.splits.blocks import Value
+
+    from .session import Session
 
 __all__ = ["Cut", "LinkNames", "intercepting", "names"]
 

@@ -12,10 +12,8 @@ import numpy as np
 
 from collective.adapters.chainer import functional
 from collective.adapters.chainer.adjoints import Linear, module_of, record
-from collective.adapters.chainer.splits.context import lengths_of
-from collective.adapters.chainer.splits.filters import LinkFilters
-from collective.adjoints import Step as Node
 from collective.communicator import Communicator
+from collective.training.adjoints import Step as Node
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
@@ -23,8 +21,11 @@ from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_same
 from collective.training.splits.serial import Serial
 
+from .context import lengths_of
+from .filters import LinkFilters
+
 if TYPE_CHECKING:
-    from collective.adapters.chainer.splits.verifying import Kept
+    from .verifying import Kept
 
 __all__ = ["InTurn", "OverRanks", "VariableExchanges", "Variables"]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import chainer.functions as F
 
-from collective.adapters.chainer.splits.context import Context, applied, guarded, nothing, padded
 from collective.training.splits.blocks import Read, Run, Step
 from collective.training.splits.filters import ALONG, ROWS
 from collective.training.splits.windows import Rule, Transposed, Window
+
+from .context import Context, applied, guarded, nothing, padded
 
 __all__ = ["convolution", "dense", "transposed", "unpooling"]
 

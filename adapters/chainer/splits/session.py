@@ -13,14 +13,15 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective import tree
-from collective.adapters.chainer.splits import layers, windows
-from collective.adapters.chainer.splits.context import Context, applied, lengths_of
-from collective.adapters.chainer.splits.cut import Cut, names
-from collective.adapters.chainer.splits.filters import LinkFilters
 from collective.errors import UnsupportedError
+from collective.memory import nested
 from collective.training.splits.blocks import Read, Run, Step, Value
 from collective.training.splits.serial import dimension
+
+from . import layers, windows
+from .context import Context, applied, lengths_of
+from .cut import Cut, names
+from .filters import LinkFilters
 
 __all__ = ["Executor", "Session"]
 
@@ -125,9 +126,9 @@ class Session:
 
     def leave(self, result: Any) -> Any:
         """Return a forward's result with whole variables in it."""
-        leaves = tree.flatten(result)
+        leaves = nested.flatten(result)
         found = iter(self._executor.results([x.value for x in leaves if isinstance(x, Cut)]))
-        return tree.rebuild(result, (next(found) if isinstance(x, Cut) else x for x in leaves))
+        return nested.rebuild(result, (next(found) if isinstance(x, Cut) else x for x in leaves))
 
     def has_piece(self, x: Any) -> bool:
         """Return whether ``x`` is a parameter of which this rank has a piece."""

@@ -9,15 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import chainer
 
-from collective.adapters.chainer.splits.cut import Cut, intercepting
-from collective.adapters.chainer.splits.executors import (
-    InTurn,
-    OverRanks,
-    VariableExchanges,
-    Variables,
-)
-from collective.adapters.chainer.splits.filters import LinkFilters
-from collective.adapters.chainer.splits.session import Session
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
@@ -25,8 +16,13 @@ from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
 
+from .cut import Cut, intercepting
+from .executors import InTurn, OverRanks, VariableExchanges, Variables
+from .filters import LinkFilters
+from .session import Session
+
 if TYPE_CHECKING:
-    from collective.adapters.chainer.splits.verifying import Kept
+    from .verifying import Kept
 
 __all__ = ["Split"]
 
@@ -203,7 +199,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        from collective.adapters.chainer.splits.verifying import memory_report
+        from .verifying import memory_report
 
         return memory_report(self, x, args, kwargs)
 
@@ -216,6 +212,6 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        from collective.adapters.chainer.splits.verifying import verify
+        from .verifying import verify
 
         return verify(self, x, args, tolerance)

@@ -9,13 +9,14 @@ import chainer
 import chainer.functions as F
 import numpy as np
 
-from collective import tree
-from collective.adapters.chainer.splits.cut import Cut
+from collective.memory import nested
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
+from .cut import Cut
+
 if TYPE_CHECKING:
-    from collective.adapters.chainer.splits.filters import LinkFilters
-    from collective.adapters.chainer.splits.split import Split
+    from .filters import LinkFilters
+    from .split import Split
 
 __all__ = ["Kept", "memory_report", "verify"]
 
@@ -37,7 +38,7 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
         path = self._paths.get(id(args.link))
         if path is None or isinstance(args.link, (chainer.Chain, chainer.ChainList)):
             return
-        for leaf in tree.flatten(args.out):
+        for leaf in nested.flatten(args.out):
             if isinstance(leaf, chainer.Variable):
                 array = leaf.session.whole(leaf).array if isinstance(leaf, Cut) else leaf.array
                 self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
@@ -111,7 +112,7 @@ def _double(link: chainer.Link) -> chainer.Link:
 def _scalar(result: Any) -> Any:
     """Return a loss to which all elements contribute differently."""
     total: Any = 0.0
-    for leaf in tree.flatten(result):
+    for leaf in nested.flatten(result):
         if isinstance(leaf, chainer.Variable) and leaf.dtype.kind == "f":
             weights = leaf.xp.linspace(-1, 1, leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
             total = total + F.sum(leaf * weights)
@@ -202,7 +203,7 @@ def _owner(array: Any) -> Any:
 
 def _held(result: Any) -> Iterator[tuple[str, Any]]:
     """Walk a graph backwards over what its functions retain."""
-    leaves = [x for x in tree.flatten(result) if isinstance(x, chainer.Variable)]
+    leaves = [x for x in nested.flatten(result) if isinstance(x, chainer.Variable)]
     todo = [x.node.creator_node for x in leaves if x.node.creator_node is not None]
     seen = set(map(id, todo))
     while todo:

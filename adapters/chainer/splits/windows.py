@@ -10,9 +10,10 @@ import chainer.functions as F
 import numpy as np
 from chainer.functions.array.resize_images import ResizeImages
 
-from collective.adapters.chainer.splits.context import Context, applied, padded
 from collective.training.splits.blocks import Read, Step
 from collective.training.splits.windows import Taken, Window
+
+from .context import Context, applied, padded
 
 __all__ = ["avg_pool", "flatten", "getitem", "max_pool", "pad", "resize"]
 

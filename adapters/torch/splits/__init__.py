@@ -1,5 +1,5 @@
 """PyTorch modules computed in pieces: see :class:`Split`."""
 
-from collective.adapters.torch.splits.split import Split
+from .split import Split
 
 __all__ = ["Split"]

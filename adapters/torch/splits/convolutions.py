@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collective.adapters.torch.splits.context import (
-    Context,
-    guarded,
-    nothing,
-    padded,
-    per_axis,
-    tied,
-)
 from collective.training.splits.blocks import Read, Run, Step, Value
 from collective.training.splits.filters import ALONG, ROWS
 from collective.training.splits.windows import Rule, Taken, Transposed, Window
+
+from .context import Context, guarded, nothing, padded, per_axis, tied
 
 __all__ = ["convolution", "linear", "transposed"]
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective import tree
 from collective.errors import UnsupportedError
+from collective.memory import nested
 
 if TYPE_CHECKING:
-    from collective.adapters.torch.splits.session import Session
     from collective.training.splits.blocks import Value
+
+    from .session import Session
 
 __all__ = ["Cut", "names", "running"]
 
@@ -47,7 +48,7 @@ class Cut(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        leaves = tree.flatten([list(args), kwargs or {}])
+        leaves = nested.flatten([list(args), kwargs or {}])
         session = next(leaf.session for leaf in leaves if isinstance(leaf, Cut))
         return session.call(function, tuple(args), dict(kwargs or {}))
 

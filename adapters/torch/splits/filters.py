@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from collective import tree
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
+from collective.memory import nested
 from collective.training.splits.filters import Filters, Layer, Share
 
 __all__ = ["ModuleFilters", "Watching"]
@@ -155,6 +155,6 @@ class Watching(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         known = kwargs or {}
-        if any(self._filters.share(leaf) for leaf in tree.flatten([list(args), known])):
+        if any(self._filters.share(leaf) for leaf in nested.flatten([list(args), known])):
             return self._call(function, tuple(args), dict(known))
         return function(*args, **known)

@@ -10,15 +10,16 @@ import torch
 
 from collective.adapters.torch import functional
 from collective.adapters.torch.adjoints import Linear, record
-from collective.adapters.torch.splits.filters import ModuleFilters
-from collective.adapters.torch.splits.serial import Tensors
-from collective.adjoints import Step as Node
 from collective.communicator import Communicator
+from collective.training.adjoints import Step as Node
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
 from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_same
+
+from .filters import ModuleFilters
+from .serial import Tensors
 
 __all__ = ["OverRanks", "TensorExchanges"]
 

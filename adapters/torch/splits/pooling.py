@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from collective.adapters.torch.splits.context import Context, padded, per_axis
 from collective.training.splits.blocks import Read, Step, Value
 from collective.training.splits.windows import Taken, Window
+
+from .context import Context, padded, per_axis
 
 __all__ = ["adaptive_pool", "avg_pool", "max_pool"]
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collective.adapters.torch.splits.context import Context, Recipe
-from collective.adapters.torch.splits.convolutions import convolution, linear, transposed
-from collective.adapters.torch.splits.pooling import adaptive_pool, avg_pool, max_pool
-from collective.adapters.torch.splits.taking import getitem, interpolate, pad
 from collective.training.splits.blocks import Read, Step, Value
+
+from .context import Context, Recipe
+from .convolutions import convolution, linear, transposed
+from .pooling import adaptive_pool, avg_pool, max_pool
+from .taking import getitem, interpolate, pad
 
 __all__ = ["LAYERS", "pointwise", "recipe_of"]
 

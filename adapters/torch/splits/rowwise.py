@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from collective import tree
-from collective.adapters.torch.splits.cut import Cut
+from collective.memory import nested
 from collective.training.splits.blocks import Read, Run, Step
 from collective.training.splits.serial import dimension
 
+from .cut import Cut
+
 if TYPE_CHECKING:
-    from collective.adapters.torch.splits.session import Executor
+    from .session import Executor
 
 __all__ = ["in_place", "row_for_row"]
 
@@ -79,7 +80,7 @@ def row_for_row(
             ]
             if writes:
                 found[0] = found[0].clone()  # it may be a view of an array that is read again
-            args, kwargs = tree.rebuild(structure, iter(found))
+            args, kwargs = nested.rebuild(structure, iter(found))
             return function(*args, **kwargs)
 
         return run

@@ -12,7 +12,7 @@ from collective.training.splits.blocks import Step, Value
 from collective.training.splits.serial import Serial
 
 if TYPE_CHECKING:
-    from collective.adapters.torch.splits.verifying import Kept
+    from .verifying import Kept
 
 __all__ = ["InTurn", "Tensors", "moments"]
 

@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from collective import tree
-from collective.adapters.torch.splits.context import Context
-from collective.adapters.torch.splits.cut import Cut, names
-from collective.adapters.torch.splits.filters import ModuleFilters
-from collective.adapters.torch.splits.recipes import LAYERS, pointwise, recipe_of
-from collective.adapters.torch.splits.rowwise import in_place, row_for_row
 from collective.errors import CollectiveError, UnsupportedError
+from collective.memory import nested
 from collective.training.splits.blocks import Step, Value
+
+from .context import Context
+from .cut import Cut, names
+from .filters import ModuleFilters
+from .recipes import LAYERS, pointwise, recipe_of
+from .rowwise import in_place, row_for_row
 
 __all__ = ["Executor", "Session"]
 
@@ -140,10 +141,10 @@ class Session:
 
     def leave(self, result: Any) -> Any:
         """Return a forward's result with whole tensors in it."""
-        leaves = tree.flatten(result)
+        leaves = nested.flatten(result)
         arrays = iter(self._executor.results([x.value for x in leaves if isinstance(x, Cut)]))
         found = (next(arrays) if isinstance(x, Cut) else x for x in leaves)
-        return tree.rebuild(result, found)
+        return nested.rebuild(result, found)
 
     # -- a function that was called --------------------------------------------------------
 
@@ -387,8 +388,8 @@ def _lengths(like: Tensor) -> tuple[int, ...]:
 
 
 def _leaves(structure: Any) -> list[Any]:
-    return tree.flatten(structure)
+    return nested.flatten(structure)
 
 
 def _rebuilt(structure: Any, leaves: Iterator[Any]) -> Any:
-    return tree.rebuild(structure, leaves)
+    return nested.rebuild(structure, leaves)

@@ -9,11 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective.adapters.torch.splits.cut import Cut, names
-from collective.adapters.torch.splits.filters import ModuleFilters, Watching
-from collective.adapters.torch.splits.parallel import OverRanks, TensorExchanges
-from collective.adapters.torch.splits.serial import InTurn, Tensors
-from collective.adapters.torch.splits.session import Session
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
@@ -21,8 +16,14 @@ from collective.training.splits.layered import Grid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
 
+from .cut import Cut, names
+from .filters import ModuleFilters, Watching
+from .parallel import OverRanks, TensorExchanges
+from .serial import InTurn, Tensors
+from .session import Session
+
 if TYPE_CHECKING:
-    from collective.adapters.torch.splits.verifying import Kept
+    from .verifying import Kept
 
 __all__ = ["Split"]
 
@@ -221,7 +222,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        from collective.adapters.torch.splits.verifying import memory_report
+        from .verifying import memory_report
 
         return memory_report(self, x, args, kwargs)
 
@@ -234,7 +235,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        from collective.adapters.torch.splits.verifying import verify
+        from .verifying import verify
 
         return verify(self, x, args, tolerance)
 

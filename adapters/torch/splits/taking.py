@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collective.adapters.torch.splits.context import Context, padded
 from collective.training.splits.blocks import Read, Step, Value
 from collective.training.splits.windows import Taken, Window
+
+from .context import Context, padded
 
 __all__ = ["getitem", "interpolate", "pad"]
 

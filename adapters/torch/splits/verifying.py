@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective import tree
-from collective.adapters.torch.splits.cut import Cut, names
+from collective.memory import nested
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
+from .cut import Cut, names
+
 if TYPE_CHECKING:
-    from collective.adapters.torch.splits.filters import ModuleFilters
-    from collective.adapters.torch.splits.split import Split
+    from .filters import ModuleFilters
+    from .split import Split
 
 __all__ = ["Kept", "memory_report", "verify"]
 
@@ -86,7 +87,7 @@ def _outputs(module: torch.nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(layer: Any, given: Any, result: Any) -> None:
-            for leaf in tree.flatten(result):
+            for leaf in nested.flatten(result):
                 if isinstance(leaf, Cut):
                     leaf = leaf.session.whole(leaf)
                 if isinstance(leaf, Tensor):
@@ -109,7 +110,7 @@ def _outputs(module: torch.nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 def _scalar(result: Any) -> Tensor:
     """Return a loss to which all elements contribute differently."""
     total = torch.zeros((), dtype=torch.float64)
-    for leaf in tree.flatten(result):
+    for leaf in nested.flatten(result):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             weights = torch.linspace(-1, 1, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
             total = total + (leaf * weights.reshape(leaf.shape)).sum().cpu()

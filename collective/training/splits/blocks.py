@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from collective.training.splits.windows import Rule, clip, pieces
+from .windows import Rule, clip, pieces
 
 __all__ = ["Block", "Read", "Run", "Step", "Value", "blocks", "hull", "order", "wanted"]
 

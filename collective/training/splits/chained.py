@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collective.training.splits.blocks import Step, Value, order, wanted
-from collective.training.splits.exchanges import Exchanges
-from collective.training.splits.layered import Grid, Layered, fetch
-from collective.training.splits.serial import Serial, read_by
-from collective.training.splits.windows import pieces
+from .blocks import Step, Value, order, wanted
+from .exchanges import Exchanges
+from .layered import Grid, Layered, fetch
+from .serial import Serial, read_by
+from .windows import pieces
 
 __all__ = ["Chained"]
 

@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from collective.adjoints import Step as Node
 from collective.communicator import Communicator
-from collective.training.splits.serial import Arrays
-from collective.training.splits.windows import exchange
+from collective.training.adjoints import Step as Node
+
+from .serial import Arrays
+from .windows import exchange
 
 __all__ = ["Exchanges", "Halo"]
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from collective.communicator import Communicator
 from collective.errors import ShapeError, UnsupportedError
-from collective.training.splits.windows import pieces
+
+from .windows import pieces
 
 __all__ = ["ALONG", "COLUMNS", "ROWS", "Filters", "Layer", "Share", "arrange"]
 

@@ -29,12 +29,13 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.training.splits.blocks import Block, Read, Step, Value
-from collective.training.splits.exchanges import Exchanges, Halo
-from collective.training.splits.filters import COLUMNS, ROWS
-from collective.training.splits.options import check_axes
-from collective.training.splits.serial import CHANNELS, dimension, select_rows
-from collective.training.splits.windows import overlap, pieces
+
+from .blocks import Block, Read, Step, Value
+from .exchanges import Exchanges, Halo
+from .filters import COLUMNS, ROWS
+from .options import check_axes
+from .serial import CHANNELS, dimension, select_rows
+from .windows import overlap, pieces
 
 __all__ = ["Grid", "Layered", "fetch"]
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from collective.training.splits.blocks import Block, Run, Step, Value, blocks, order, wanted
-from collective.training.splits.windows import pieces
+from .blocks import Block, Run, Step, Value, blocks, order, wanted
+from .windows import pieces
 
 __all__ = [
     "CHANNELS",

@@ -1,0 +1,1 @@
+"""Watching the other ranks: who is lost, who has failed, who calls what."""

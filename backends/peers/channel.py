@@ -1,0 +1,517 @@
+"""One communicator as the monitor sees it, and what a call that waits asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from collective.call import describe
+from collective.contract.backend import Backend, Failure, Note
+from collective.contract.recorder import Recorder
+from collective.contract.secret import Secret
+from collective.contract.stalls import look
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    RendezvousError,
+)
+
+from .link import Link, Message
+
+if TYPE_CHECKING:
+    from .monitor import Monitor
+
+__all__ = ["WORLD", "Channel", "Monitored", "Unclosed", "Wait", "tell_dropped"]
+
+#: The communicators that a process has not closed, by name: their members, and their calls.
+Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
+
+#: The name of the communicator of all ranks.
+WORLD = "world"
+# How long a call waits until the ranks' recorders are compared, and compared again.
+_STALL_S = 1.0
+# A rank that has left may have sent what is awaited before it went.
+_GRACE_S = 0.5
+# How long the hub may take to conclude a comparison.
+_REPORT_S = 1.0
+# What the monitor may know when the engine fails: a death is told within milliseconds.
+_EXPLAIN_S = 1.0
+# Calls told in a comparison: ranks that are further apart have made different calls.
+_REPORTED = 8
+# Polls in a row before a wait gives its core away, and before it sleeps.
+_SPINS, _YIELDS = 16, 2000
+_SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
+_SLICE_S = 0.1
+
+
+class Channel:
+    """One communicator, as the monitor sees it. Ranks are the communicator's.
+
+    Attributes:
+        name: the same on all members, and no other communicator's of the job.
+        members: the ranks' numbers in the world.
+        rank, size: this rank among how many.
+        failure: why the communicator is broken, None as long as it is not.
+        left: the ranks that have closed it.
+        unfinished: returns the number of the oldest call that still runs on a device, after it
+            has returned to the program; None if there is none, or no such transport.
+        on_failure: called, in whatever thread, when ``failure`` has been set.
+    """
+
+    def __init__(self, monitor: Monitor, name: str, members: tuple[int, ...]) -> None:
+        self.name = name
+        self.members = members
+        self.rank = members.index(monitor.rank)
+        self.size = len(members)
+        self.failure: Failure | None = None
+        self.left: set[int] = set()
+        # Apart, for the finalizer.
+        self._calls: list[Recorder] = []
+        self.unfinished: Callable[[], int | None] | None = None
+        self.on_failure: list[Callable[[], None]] = []
+        self._monitor = monitor
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._left_at: dict[int, tuple[float, int, str]] = {}
+        # How many calls the rank that broke it had finished; None where it is no matter.
+        self._failed_after: int | None = None
+        self._told = False
+        self._closed = False
+        self._reported = threading.Condition()
+        self._late_ranks: dict[int, Message | None] = {}
+        self._offers: dict[str, dict[int, str]] = {}
+        self._rounds = 0
+        monitor._enter(self)
+        monitor._unclosed[name] = list(members), self._calls
+        weakref.finalize(
+            self, tell_dropped, monitor._link, monitor._unclosed, [name], os.getpid()
+        ).atexit = False
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The communicator's calls; the communicator sets it."""
+        return self._calls[0] if self._calls else None
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._calls[:] = [recorder]
+
+    def group(self, ranks: Sequence[int]) -> Channel:
+        """Return the channel of a communicator among ``ranks``; they alone call this."""
+        members = tuple(self.members[rank] for rank in ranks)
+        # The n-th group of the same members is the n-th on each of them.
+        self._groups[members] = nth = self._groups.get(members, 0) + 1
+        text = f"{self.name} {members} {nth}"
+        name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return Channel(self._monitor, f"group-{name}", members)
+
+    # -- what a call asks -----------------------------------------------------------------
+
+    def check(
+        self,
+        where: object,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
+        sequence: int | None = None,
+    ) -> None:
+        """Raise if the communicator is broken, or if an awaited rank has left for good.
+
+        Args:
+            where: the operation, for the error.
+            awaited: ranks; None for all others.
+            any_of: one of ``awaited`` is enough: none is missed before all have left.
+            sequence: the collective call's number, if it need not be the last one.
+
+        Raises:
+            PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
+            CollectiveTimeoutError: what the failure asks for.
+        """
+        if self.failure is not None:
+            raise self._error(where)
+        if self._left_at:
+            self._check_left(where, awaited, any_of, sequence)
+
+    def refuse_unfinished(self, where: object) -> None:
+        """Raise if whoever broke the communicator did so before the end of its running call."""
+        if self.failure is not None:
+            after = self._failed_after
+            if after is not None and after < self._running(None):
+                raise self._error(where)
+
+    def _error(self, where: object) -> Exception:
+        assert self.failure is not None
+        error = self.failure.error(str(where), self.rank)
+        if self.failure.kind == "mismatch" and self._told:
+            # The mismatch was one call's; this is another, on what it left behind.
+            text = f"{where}: broken by an earlier mismatch: {self.failure.text}"
+            return CommunicatorAbortedError(f"{text} [rank {self.rank}]")
+        self._told = True
+        return error
+
+    def _check_left(
+        self,
+        where: object,
+        awaited: Sequence[int] | None,
+        any_of: bool,
+        sequence: int | None,
+    ) -> None:
+        now = time.monotonic()
+        collective = awaited is None
+        running = self._running(sequence)
+        gone = []
+        for rank, (since, finished, _) in sorted(self._left_at.items()):
+            if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
+                continue
+            if collective and finished >= running > 0:
+                continue  # it has done its part of the running call
+            gone.append(rank)
+        if any_of and awaited is not None and len(gone) < len(awaited):
+            return
+        if gone:
+            text = "; ".join(f"rank {rank} {self._left_at[rank][2]}" for rank in gone)
+            self.abort(Failure("lost", self.rank, text, tuple(gone)))
+            raise self._error(where)
+
+    def _running(self, sequence: int | None) -> int:
+        """Return the number of the call in question: the last one, if it is not given."""
+        if sequence is not None:
+            return sequence
+        return self.recorder.started if self.recorder is not None else 0
+
+    def _finished(self) -> int:
+        """Return the number of the last call that is over, on the devices as well."""
+        if self.recorder is None:
+            return 0
+        finished = self.recorder.finished
+        oldest = self.unfinished() if self.unfinished is not None else None
+        return finished if oldest is None else min(finished, oldest - 1)
+
+    def wait(
+        self,
+        where: object,
+        timeout: float,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
+        sequence: int | None = None,
+    ) -> Wait:
+        """Return what one waiting call needs; see :class:`Wait` and :meth:`check`."""
+        return Wait(self, where, timeout, awaited, any_of, sequence)
+
+    def explain(
+        self,
+        where: object,
+        error: BaseException,
+        awaited: Sequence[int] | None = None,
+        any_of: bool = False,
+    ) -> Exception:
+        """Return the error to raise for ``error`` of the engine, and break the communicator.
+
+        The engine notices the end of a connection before the monitor knows why. ``awaited``
+        and ``any_of`` are as in :meth:`check`.
+        """
+        end = time.monotonic() + _EXPLAIN_S
+        while time.monotonic() < end:
+            try:
+                self.check(where, awaited, any_of)
+            except Exception as known:
+                return known
+            time.sleep(0.005)
+        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        self.abort(Failure("aborted", self.rank, text))
+        return BackendError(f"{where}: {error} [rank {self.rank}]", code=None)
+
+    # -- what a rank tells ----------------------------------------------------------------
+
+    def abort(self, failure: Failure) -> None:
+        """Break the communicator for every rank; the first failure counts."""
+        with self._monitor._lock:
+            if self.failure is not None:
+                return
+            # First said, then known here: the call that raises it may be this rank's last,
+            # and close the link.
+            finished = self._finished()
+            self._say({"kind": "failure", "failure": _packed(failure), "finished": finished})
+            self._failed_after = finished
+            self._break(failure)
+
+    def close(self) -> None:
+        """Leave this communicator, with that of all ranks the monitor; twice does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._monitor._unclosed.pop(self.name, None)
+            self._say({"kind": "left", "finished": self._finished(), "dropped": False})
+            if self.name == WORLD:
+                self._monitor._leave()
+
+    # -- before it is used ----------------------------------------------------------------
+
+    @property
+    def secret(self) -> Secret:
+        """What the members know and nobody else: of this communicator alone."""
+        return self._monitor.secret.within(self.name)
+
+    def offer(self, name: str, text: str) -> None:
+        """Give ``text`` to all members, who give theirs under the same name.
+
+        Args:
+            name: used once in this communicator.
+            text: anything.
+        """
+        self._say({"kind": "offer", "name": name, "text": text})
+
+    def offered(self, name: str) -> dict[int, str]:
+        """Return what members have offered so far, by rank; nothing before this one has.
+
+        Raises:
+            RendezvousError: the world's rank 0 has ended, whose process passes it on.
+        """
+        if self._monitor.hub_gone:
+            raise RendezvousError(
+                "rendezvous: the world's rank 0 has ended, through whose process ranks connect; "
+                f"keep it running while others make groups [rank {self.rank}]"
+            )
+        return self._offers.get(name, {})
+
+    def withdraw(self, name: str) -> None:
+        """Forget what was offered."""
+        self._offers.pop(name, None)
+
+    def _say(self, message: Message) -> None:
+        self._monitor._say({**message, "channel": self.name, "members": list(self.members)})
+
+    def _break(self, failure: Failure) -> None:
+        with self._monitor._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        for function in list(self.on_failure):
+            function()
+
+    # -- what the monitor hears -----------------------------------------------------------
+
+    def _hear(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "failure":
+            told = message["failure"]
+            if self.failure is None:
+                self._failed_after = message["finished"]
+            self._break(Failure(told["kind"], told["rank"], told["text"], tuple(told["ranks"])))
+        elif kind == "left":
+            rank = self.members.index(message["rank"])
+            self.left.add(rank)
+            how = "has closed its communicator"
+            if message["dropped"]:
+                how = "has dropped its communicator without closing it"
+            self._left_at[rank] = time.monotonic(), message["finished"], how
+        elif kind == "report":
+            self._report()
+        elif kind == "offers":
+            texts = {self.members.index(int(r)): text for r, text in message["texts"].items()}
+            # A new one: others may be looking at the old.
+            self._offers[message["name"]] = {**self._offers.get(message["name"], {}), **texts}
+        else:
+            with self._reported:
+                late = message["late"].items()
+                self._late_ranks = {self.members.index(int(rank)): said for rank, said in late}
+                self._rounds += 1
+                self._reported.notify_all()
+
+    def _report(self) -> None:
+        recorder = self.recorder
+        entries, finished, started = [], 0, 0
+        if recorder is not None:
+            finished, started = self._finished(), recorder.started
+            # From the oldest that is not over: a program may be far ahead of its device.
+            ahead = recorder.entries(max(_REPORTED, started - finished))
+            for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
+                header = json.loads(entry.call.header(entry.site))
+                entries.append([entry.sequence, entry.call.digest, entry.compares, header])
+        report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
+        self._monitor._say({**report, "channel": self.name})
+
+    def _lose(self, world_rank: int, why: str = "") -> None:
+        rank = self.members.index(world_rank)
+        host = self._monitor.hosts[world_rank]
+        why = f"what it says is wrong: {why}" if why else "its process ended or its host is cut off"
+        text = f"rank {rank} (on {host}) is gone: {why}"
+        self._break(Failure("lost", self.rank, text, (rank,)))
+
+    # -- stalls ---------------------------------------------------------------------------
+
+    def compare(self, asks: list[int] | None = None) -> None:
+        """Have the recorders compared: ranks that made different calls get ``MismatchError``.
+
+        Args:
+            asks: be told who is late, and about these ranks, numbered as in the world.
+        """
+        self._say({"kind": "stall", "asks": asks})
+
+    def _late(
+        self,
+        where: object,
+        seconds: float,
+        awaited: Sequence[int] | None,
+        sequence: int | None = None,
+    ) -> NoReturn:
+        """Break the communicator because a deadline has passed."""
+        before = self._rounds
+        self.compare([self.members[rank] for rank in awaited or ()])
+        with self._reported:
+            answered = self._reported.wait_for(
+                lambda: self._rounds > before or self.failure is not None, _REPORT_S
+            )
+        if self.failure is not None:
+            raise self._error(where)
+        mine = self._running(sequence)
+        late = self._late_ranks if answered else {}
+        absent = list(awaited or ())
+        if awaited is None:
+            behind = (r for r, said in late.items() if said is None or said["started"] < mine)
+            absent = sorted(behind)
+        if absent:
+            what = f"rank {', '.join(map(str, absent))}: {_told(absent, late)}"
+        elif answered and sequence is not None:
+            what = "the devices: every rank has made this call, and one's has not got to its end"
+        elif answered:
+            what = "the transport: every rank is in this call, which has not ended"
+        else:
+            what = "peers, and the monitor of the world's rank 0 does not answer"
+            absent = [self.members.index(0)] if 0 in self.members else []
+        failure = Failure.timed_out(self.rank, seconds, what, absent)
+        self.abort(failure)
+        raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
+
+
+class Wait:
+    """One call that waits. Made when its first polls were in vain.
+
+    Engines that are polled call :meth:`turn` between polls; engines that block with a
+    timeout block for :meth:`slice` seconds and then call :meth:`check`. Both raise what
+    :meth:`Channel.check` raises, and ``CollectiveTimeoutError`` when the deadline passes.
+    """
+
+    __slots__ = ("_any_of", "_awaited", "_channel", "_compare_at", "_end", "_pause", "_sequence",
+                 "_turns", "_where", "timeout")  # fmt: skip
+
+    def __init__(
+        self,
+        channel: Channel,
+        where: object,
+        timeout: float,
+        awaited: Sequence[int] | None,
+        any_of: bool,
+        sequence: int | None,
+    ) -> None:
+        self.timeout = timeout
+        self._sequence = sequence
+        self._any_of = any_of
+        self._channel = channel
+        self._where = where
+        self._awaited = awaited
+        now = time.monotonic()
+        self._end = now + timeout
+        self._compare_at = now + _STALL_S
+        self._turns = 0
+        self._pause = _SLEEP_FIRST_S
+
+    def turn(self) -> None:
+        """Give others a chance to run: the core first, then, in a longer wait, some time."""
+        self._turns = turns = self._turns + 1
+        if turns < _YIELDS:
+            if turns & _SPINS - 1 == 0:
+                self.check()
+            os.sched_yield()
+            return
+        self.check()
+        time.sleep(self._pause)
+        self._pause = min(1.1 * self._pause, _SLEEP_LAST_S)
+
+    def slice(self) -> float:
+        """Return the seconds to block until the next :meth:`check`."""
+        return max(0.001, min(_SLICE_S, self._end - time.monotonic()))
+
+    def check(self) -> None:
+        """Raise if there is a reason to; have the recorders compared once a second."""
+        channel = self._channel
+        channel.check(self._where, self._awaited, self._any_of, self._sequence)
+        now = time.monotonic()
+        if now >= self._end:
+            channel._late(self._where, self.timeout, self._awaited, self._sequence)
+        if now >= self._compare_at:
+            self._compare_at = now + _STALL_S
+            channel.compare()
+            look(self.timeout)
+
+
+class Monitored(Backend):
+    """A transport whose peers are watched by a monitor.
+
+    Attributes:
+        channel: this communicator's.
+    """
+
+    channel: Channel
+
+    def observe(self, recorder: Recorder) -> None:
+        self.channel.recorder = recorder
+
+    def refuse_broken(self, where: object) -> None:
+        if self.channel.failure is not None:
+            self.channel.check(where, ())
+
+    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
+        self.channel._say({"kind": "waits", "note": note})
+        return {}  # the hub looks
+
+    def abort(self, failure: Failure) -> None:
+        self.channel.abort(failure)
+
+
+def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
+    """Tell the peers of communicators that were collected, and that their rank had not closed.
+
+    Args:
+        unclosed: those of this process.
+        names: of the communicators.
+        owner: the process; a forked child of it tells nothing.
+    """
+    if link is None or os.getpid() != owner:
+        return
+    for name in names:
+        members, calls = unclosed.pop(name, ((), ()))
+        if members:
+            finished = calls[0].finished if calls else 0
+            left = {"kind": "left", "finished": finished, "dropped": True}
+            with contextlib.suppress(OSError):
+                link.send_when_free({**left, "channel": name, "members": members})
+
+
+def _packed(failure: Failure) -> dict[str, Any]:
+    return {
+        "kind": failure.kind, "rank": failure.rank, "text": failure.text,
+        "ranks": list(failure.ranks),
+    }  # fmt: skip
+
+
+def _told(absent: Sequence[int], late: dict[int, Message | None]) -> str:
+    """Tell what the absent ranks did last, as far as it is known."""
+    known = [_last(rank, late[rank]) for rank in absent if rank in late]
+    return "; ".join(known) or "the monitor does not answer"
+
+
+def _last(rank: int, report: Message | None) -> str:
+    if report is None:
+        return f"rank {rank} does not answer"
+    if not report["entries"]:
+        return f"rank {rank} has made no collective call"
+    sequence, _, _, header = report["entries"][-1]
+    site = f" at {header['site']}" if header["site"] else ""
+    state = "last did" if report["finished"] >= sequence else "is in"
+    return f"rank {rank} {state} its call {sequence}, {describe(header)}{site}"

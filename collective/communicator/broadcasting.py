@@ -1,0 +1,303 @@
+"""The calls barrier and broadcast."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.call import Call, Disagreement, call_site
+from collective.contract.backend import Failure
+from collective.errors import InvalidArgumentError
+from collective.memory import dtypes, nested
+from collective.memory.buffer import Buffer
+
+from .heads import Head
+from .output import Output
+from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
+
+__all__ = ["Broadcasting"]
+
+
+# A head has the root's digest, dtype code, bytes, the length of what describes a structure,
+# dimensions and shape; NumPy's arrays have 64 dimensions at most.
+_WORDS = 5 + 64
+
+
+class Broadcasting(PieceCalls):
+    """The part of a communicator that waits and broadcasts."""
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Wait until every rank has called it.
+
+        Collective: every rank calls it.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: somebody did not.
+
+        See Also:
+            MPI_Barrier.
+        """
+        call = self._plans.get("barrier") or self._remember("barrier", Call("barrier"))
+        seconds = self._seconds(timeout)
+
+        def run() -> None:
+            self._collective(self._backend.barrier, call, call, seconds)
+
+        return self._go("barrier", run, async_op)
+
+    def broadcast(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Give every rank the array of ``root``.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            x: at the root, an array or a nested list, tuple or dict of arrays. Elsewhere
+                None, or the same, whose values do not matter and are not changed.
+            root: the rank whose array it is.
+            out: where it goes; ``broadcast(w, out=w)`` works in place.
+            like: where ``x`` is None, the framework of the result: its name, or an array.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Where ``x``
+            is None structures come as they were nested at the root, tuples as lists, dicts with
+            string keys.
+
+        Raises:
+            MismatchError: shapes, dtypes or roots differ; nothing was written.
+
+        See Also:
+            MPI_Bcast, ncclBroadcast.
+        """
+        again = "broadcast", root
+        plain = timeout is None and not async_op and out is x
+        kept = self._repeated.find(again, x, out) if plain else None
+        if kept is not None:
+            root, call = kept[2]
+            known = functools.partial(self._broadcast_known, kept[0], root, call, self.timeout)
+            self._in_turn("broadcast", known, kept, x)
+            return out
+        root = self._rank("broadcast", "root", root)
+        seconds = self._seconds(timeout)
+        template = out if x is None and out is not None else x
+        if template is None and self.rank == root:
+            raise InvalidArgumentError(f"broadcast: the root passed None {self._who}.")
+        if nested.is_tree(template):
+            return self._broadcast_tree(x, template, root, out, seconds, async_op)
+        if template is None:
+            return self._go(
+                "broadcast", lambda: self._broadcast_unknown(root, like, seconds), async_op
+            )
+        adapter, array, dtype = self._view("broadcast", template)
+        key = ("broadcast", dtype, array.shape, root, type(array))
+        call = self._plans.get(key)
+        if call is None:
+            where = self._where(array)
+            made = Call("broadcast", dtype, array.shape, root=root, device=where)
+            call = self._remember(key, made)
+        output: Output | None = None
+        if self.rank != root or out is not None:
+            output = Output("broadcast", out, adapter, array.shape, dtype, array)
+        if self.rank == root:
+            buffer = self._input(array, dtype, output, out, x)
+        else:
+            assert output is not None
+            buffer = Buffer(output.flat, dtype)
+        if plain:
+            self._repeated.keep(again, x, out, buffer, buffer, root, call)
+
+        def run() -> Any:
+            self._broadcast_known(buffer, root, call, seconds)
+            if output is None:
+                return x
+            if self.rank == root and buffer.array is not output.flat:
+                output.flat[:] = buffer.array
+            return output.finish()
+
+        return self._go("broadcast", run, async_op, array, adapter)
+
+    def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
+        """Take part in a broadcast of which nothing is known here."""
+        self._adapter(like)
+        inline, options, text = None, {}, 0
+        if self._heads:
+            head = self._head(None, None, root, seconds)
+            dtype, shape = _described(head)
+            inline = head.inline(int(head.words[2]))
+            text = int(head.words[3])
+        else:
+            headers = self._sizes(Call("broadcast", root=root), seconds) or []
+            header = self._root_header(headers, root)
+            dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
+            options = header["options"]
+        on_gpu = "device" in options
+        adapter = self._adapter(like, on_gpu)
+        room = self._room(adapter, 0) if on_gpu else None
+        single = not text and "nesting" not in options
+        output = Output("broadcast", None, adapter, shape, dtype, room) if single else None
+        buffer = (
+            Buffer.empty(shape[0], UINT8, room) if output is None else Buffer(output.flat, dtype)
+        )
+        if inline is not None:
+            buffer.array.view(np.uint8)[:] = inline
+        else:
+            device = "cuda" if on_gpu else None
+            call = Call("broadcast", dtype, shape, root=root, device=device)
+            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+        if output is not None:
+            found = output.finish()
+        else:
+            told = json.loads(buffer.array[:text].tobytes()) if text else options
+            outputs = [
+                Output("broadcast", None, adapter, tuple(shape), dtypes.named(name), room)
+                for name, *shape in told["leaves"]
+            ]
+            unpack(buffer.array[text:], [each.flat for each in outputs])
+            found = nested.rebuild(told["nesting"], iter([each.finish() for each in outputs]))
+        self._settle("broadcast", buffer.array, seconds)
+        return found
+
+    def _broadcast_known(
+        self, buffer: Buffer, root: int, call: Call, seconds: float, text: int = 0
+    ) -> None:
+        """Broadcast among ranks that may differ from the root only in having passed None."""
+        if self._heads:
+            inline = self._head(call, buffer, root, seconds, text).inline(buffer.nbytes)
+            if inline is None:
+                known = _to_all(call) if text else call
+                self._recorded(self._backend.broadcast, buffer, root, known, seconds)
+            elif self.rank != root:
+                buffer.array.view(np.uint8)[:] = inline
+            return
+        try:
+            if self._agree_sizes or self._enqueues:
+                self._agree(call, seconds)
+            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+        except Disagreement as difference:
+            self._root_header(difference.headers, root)
+            self._recorded(self._backend.broadcast, buffer, root, _to_all(call), seconds)
+
+    def _head(
+        self,
+        call: Call | None,
+        buffer: Buffer | None,
+        root: int,
+        seconds: float,
+        text: int = 0,
+    ) -> Head:
+        """Broadcast what the root's array is, with all its bytes if they are few.
+
+        It takes the place of a comparison on transports that compare nothing: the root does
+        not know whether somebody passed None.
+
+        Args:
+            call, buffer: this rank's; None where it passed None.
+            text: how many bytes at the buffer's start describe a structure.
+
+        Raises:
+            MismatchError: this rank's array is not like the root's.
+        """
+        head = Head(_WORDS)
+        if self.rank == root:
+            assert call is not None
+            assert call.shape is not None
+            assert buffer is not None
+            ndim = len(call.shape)
+            head.words[:5] = call.digest, buffer.dtype.code, buffer.nbytes, text, ndim
+            head.words[5 : 5 + ndim] = call.shape
+            head.put(buffer.array)
+        about = self._about(call, "broadcast", root)
+        self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
+        if call is not None and head.words[0] != call.digest:
+            theirs = Call("broadcast", *_described(head), root=root)
+            message = (
+                f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: "
+                f"{call} at {call_site()}\nEvery rank must make the same collective calls in the "
+                "same order; COLLECTIVE_CHECK=always compares each call before it is sent"
+            )
+            failure = Failure("mismatch", self.rank, message)
+            self._backend.abort(failure)
+            raise failure.error("broadcast", self.rank)
+        return head
+
+    def _root_header(self, headers: Sequence[Header], root: int) -> Header:
+        """Return the root's header if the others know nothing, or the same."""
+        found = headers[root] if headers else {"shape": None}
+        for header in headers:
+            if {**header, "site": ""} != {**found, "site": ""}:
+                unknown = header["shape"] is None and not header["options"].get("nesting")
+                alike = (
+                    header["operation"] == found["operation"]
+                    and header["options"].get("root") == root
+                )
+                if not (unknown and alike):
+                    self._mismatch(headers)
+        if found["shape"] is None:
+            self._mismatch(headers)
+        return found
+
+    def _broadcast_tree(
+        self, x: Any, template: Any, root: int, out: Any, seconds: float, async_op: bool
+    ) -> Any:
+        leaves = [Leaf("broadcast", view, 0) for view in self._views("broadcast", template)]
+        nesting = nested.skeleton(template)
+        shapes = [[leaf.dtype.name, *leaf.shape] for leaf in leaves]
+        outputs: list[Output] | None = None
+        if self.rank != root or out is not None:
+            if out is not None and nested.skeleton(out) != nesting:
+                raise InvalidArgumentError(
+                    f"broadcast: out is nested differently from the input {self._who}."
+                )
+            outs = [None] * len(leaves) if out is None else nested.flatten(out)
+            outputs = [
+                Output("broadcast", given, leaf.adapter, leaf.shape, leaf.dtype, leaf.rows.array)
+                for given, leaf in zip(outs, leaves)
+            ]
+        arrays = [leaf.rows.array for leaf in leaves]
+        # Where no headers are compared, what None stands for has to travel with it.
+        told = {"leaves": shapes, "nesting": nesting}
+        text = np.frombuffer(json.dumps(told).encode() if self._heads else b"", np.uint8)
+        nbytes = text.size + sum(array.nbytes for array in arrays)
+        call = Call(
+            "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
+            device=self._where(leaves[0].rows.array) if leaves else None,
+        )  # fmt: skip
+
+        def run() -> Any:
+            packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None)
+            if self.rank == root:
+                if text.size:
+                    packed.array[: text.size] = text
+                pack([array.ravel() for array in arrays], packed.array[text.size :])
+            self._broadcast_known(packed, root, call, seconds, text.size)
+            if outputs is None:
+                return x
+            unpack(packed.array[text.size :], [output.flat for output in outputs])
+            return nested.rebuild(template, iter([output.finish() for output in outputs]))
+
+        return self._go("broadcast", run, async_op, *self._near(leaves))
+
+
+def _to_all(call: Call) -> Call:
+    """Return the call as ranks can make it that have passed None."""
+    device = call.options.get("device")
+    return Call("broadcast", call.dtype, call.shape, root=call.options["root"], device=device)
+
+
+def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
+    """Return the dtype and shape that a head tells."""
+    ndim = int(head.words[4])
+    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[5 : 5 + ndim]))

@@ -1,0 +1,453 @@
+"""What every call of a communicator goes through, whatever it does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from collective import call as call_module
+from collective.call import Call, Disagreement, differing
+from collective.contract.backend import Backend, Failure
+from collective.contract.recorder import Recorder
+from collective.contract.work import Lane, Work
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    DeviceError,
+    InvalidArgumentError,
+    MismatchError,
+    RankError,
+)
+from collective.memory import dtypes, nested
+from collective.memory.arrays import Adapter, adapter_like, adapter_of, known_adapter
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
+from collective.memory.through_host import Staged
+
+from .output import Output, same_memory
+from .repeated import REMEMBERED, Prepared, Repeated
+from .streams import StreamWork, joined, within
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.cuda import Stream
+
+__all__ = ["Calls", "View"]
+
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+_UINT8 = dtypes.BY_NAME["uint8"]
+
+
+class View(NamedTuple):
+    """An array as the transport can have it.
+
+    Attributes:
+        adapter: makes results like it.
+        array: its memory: NumPy's, or a ``DeviceArray``.
+        dtype: its element type.
+    """
+
+    adapter: Adapter
+    array: Array
+    dtype: DType
+
+
+class Calls:
+    """State of a communicator and the path of a call through it."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    def __init__(self, backend: Backend, timeout: float, check: str = "auto") -> None:
+        self.rank = backend.rank
+        self.size = backend.size
+        self.timeout = timeout
+        self.capabilities = backend.capabilities
+        self._backend = backend
+        self._check = check
+        able = backend.capabilities
+        # Where arrays of GPUs go to the transport as they are, and those of the CPU; and whether
+        # the former are only enqueued: such calls are compared apart from being made.
+        self._on_device = "cuda" in able.devices
+        self._on_host = "cpu" in able.devices
+        self._enqueues = apart = backend.enqueues
+        # Whether fixed-size calls need a round of their own to be compared.
+        self._agree_first = check == "always" and (apart or not able.checks_calls)
+        # Whether calls whose sizes may differ do: always, where the transport compares nothing.
+        self._agree_sizes = not able.checks_calls
+        # Whether a broadcast tells what it brings in a message before it. Who passed None does
+        # not know if the root's array is on a GPU.
+        self._heads = self._agree_sizes and not self._agree_first and not apart
+        self._plans: dict[Any, Any] = {}
+        self._repeated = Repeated()
+        self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
+        self._lanes: dict[Any, Lane] = {}
+        # What a call of this rank's said when it found the communicator broken.
+        self._broken: CollectiveError | None = None
+        self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
+        backend.observe(self.recorder)
+
+    # -- running ------------------------------------------------------------------------
+
+    def _new_lane(self, name: str) -> Lane:
+        """Return a lane for further messages."""
+        return Lane(name)
+
+    def _go(
+        self,
+        what: str,
+        run: Callable[[], T],
+        async_op: bool,
+        near: Any = None,
+        adapter: Adapter | None = None,
+        others: Sequence[Stream] = (),
+    ) -> T | Work[T]:
+        """Run a prepared collective now, or in its turn.
+
+        Args:
+            near: an array of the call's. If it is on a GPU, to run means to enqueue, and what
+                is asynchronous goes on a stream beside the caller's.
+            adapter: that array's.
+            others: streams of further arrays of the call's.
+        """
+        if self._broken is not None:
+            run = functools.partial(self._refuse_broken, what)
+        elif adapter is not None and self._enqueues and type(near) is not np.ndarray:
+            return self._enqueue(what, run, async_op, near, adapter, others)
+        if async_op or not self._lane.idle:
+            if adapter is not None and type(near) is not np.ndarray:
+                run = _to_the_end(run, near)
+            work = self._lane.submit(what, _with_site(run))
+            return work if async_op else work.wait()
+        return run()
+
+    def _enqueue(
+        self,
+        what: str,
+        run: Callable[[], T],
+        async_op: bool,
+        near: Any,
+        adapter: Adapter,
+        others: Sequence[Stream] = (),
+    ) -> T | Work[T]:
+        """Run a collective on arrays of a GPU; see :meth:`_go`."""
+        device, current = near.device, near.stream
+        stream = self._backend.side_stream(device) if async_op else current
+        if others:
+            run = joined(stream, others, run)
+        enqueue = within(stream, run)
+        if not async_op:
+            # Between calls in the background that go through the host this one has its turn.
+            return run() if self._lane.idle else self._lane.submit(what, _with_site(enqueue)).wait()
+        stream.wait(current.record())
+        work = self._stream_work(what, stream, current, adapter)
+        if self._lane.idle and self._backend.ready:
+            work._run(enqueue)
+        else:
+            self._lane.submit(what, _with_site(enqueue), work)
+        return work
+
+    # A call that was made before is taken from what was kept also where others are under way.
+    # Whether they are is a matter of the moment and may differ between ranks; and what one rank
+    # has prepared and another has not is prepared on neither from then on.
+
+    def _repeat(
+        self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any, async_op: bool
+    ) -> Any:
+        """Make a call that was made before, in its turn."""
+        run = functools.partial(self._repeat_now, method, kept, out)
+        return self._go(kept[2][-1].operation, run, async_op, kept[0].array, known_adapter(x))
+
+    def _in_turn(self, what: str, run: Callable[[], T], kept: Prepared, x: Any) -> T | Work[T]:
+        """Run a call that was made before: now, or when those under way are over."""
+        if self._lane.idle:
+            return run()
+        return self._go(what, run, False, kept[0].array, known_adapter(x))
+
+    def _repeat_now(self, method: Callable[..., Any], kept: Prepared, out: Any) -> Any:
+        src, dst, rest = kept
+        self._collective(method, rest[-1], src, dst, *rest, self.timeout)
+        return out
+
+    def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
+        now = functools.partial(adapter.current_stream, current.device, current)
+        backend = self._backend
+        return StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
+
+    def _settle(self, what: str, array: Any, seconds: float) -> None:
+        """In a lane's thread, wait on the host for what it has enqueued.
+
+        There a call has ended up whose arrays only turned out to be on a GPU: whoever waits for
+        it does not know the stream.
+        """
+        if not self._enqueues or isinstance(array, np.ndarray):
+            return
+        if call_module.in_thread.site is not None:
+            self._backend.synchronize_event(array.in_force.record(), what, seconds)
+
+    def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
+        """Call the transport."""
+        try:
+            work = method(*args)
+            if work is not None:
+                work.wait()
+        except CollectiveError as error:
+            self._note_broken(error)
+            raise
+        except Disagreement:
+            raise
+        except BaseException:
+            self._half_done()
+            raise
+
+    def _note_broken(self, error: CollectiveError) -> None:
+        self.recorder.failed = self.recorder.started
+        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
+            self._broken = self._broken or error
+
+    def _refuse_broken(self, what: str) -> NoReturn:
+        """Raise why the communicator is broken, as an earlier call of this rank has found.
+
+        A call that sends nothing would not find out by itself, and one whose message has been
+        there before would succeed: with what its sender has put in its place since, maybe.
+        """
+        self._backend.refuse_broken(what)
+        raise CommunicatorAbortedError(f"{what}: {self._broken} (that was an earlier call)")
+
+    def _half_done(self) -> None:
+        """Break the communicator: nobody can tell what the peers still expect of this rank."""
+        self.recorder.failed = self.recorder.started
+        self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
+
+    def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:
+        """Call the transport for something on which all ranks have to agree entirely."""
+        # _recorded and _transport once more, not called: small messages all come this way.
+        recorder = self.recorder
+        try:
+            if self._agree_first:
+                self._agree(call, args[-1])
+            recorder.begin(call)
+            work = method(*args)
+            if work is not None:
+                work.wait()
+            recorder.end()
+        except Disagreement as difference:
+            recorder.end()
+            self._mismatch(difference.headers)
+        except CollectiveError as error:
+            self._note_broken(error)
+            raise
+        except BaseException:
+            self._half_done()
+            raise
+
+    def _recorded(
+        self, method: Callable[..., Work[Any] | None], *args: Any, compares: bool = False
+    ) -> None:
+        """Call the transport for a collective whose last arguments are its call and timeout."""
+        self.recorder.begin(args[-2], compares)
+        try:
+            self._transport(method, *args)
+        except Disagreement:
+            self.recorder.end()
+            raise
+        self.recorder.end()
+
+    def _agree(self, call: Call, timeout: float) -> None:
+        """Compare ``call`` on all ranks."""
+        self._recorded(self._backend.agree, call, timeout, compares=True)
+
+    def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
+        """Compare ``call`` on all ranks; return their headers if they differ."""
+        try:
+            self._agree(call, timeout)
+        except Disagreement as difference:
+            return difference.headers
+        return None
+
+    def _about(self, call: Call | None, what: str, root: int | None) -> Call:
+        """Return the call of a head: like ``call``, and the same on ranks that know less of it."""
+        key = "about", what, call, root
+        about: Call | None = self._plans.get(key)
+        if about is None:
+            known = Call(what, root=root) if call is None else call
+            about = self._remember(key, known.comparing(root=root))
+        return about
+
+    # -- arrays ---------------------------------------------------------------------------
+
+    def _view(self, what: str, x: Any) -> View:
+        """Return an array as the transport can have it, and what makes results like it.
+
+        Raises:
+            DeviceError: the transport takes arrays of GPUs alone, or this one is not on the
+                GPU of this rank.
+        """
+        adapter = adapter_of(x)
+        array, dtype = adapter.view(x)
+        if type(array) is np.ndarray:
+            if not self._on_host:
+                raise DeviceError(
+                    f"{what}: an array on the CPU; backend {self._backend.name!r} takes arrays "
+                    f"on GPUs {self._who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
+                    "which takes both."
+                )
+            return View(adapter, array, dtype)
+        if self._on_device:
+            self._check_device(what, array)
+            return View(adapter, array, dtype)
+        return self._on_the_host(View(adapter, array, dtype))
+
+    def _views(self, what: str, x: Any) -> list[View]:
+        """Return the arrays of a structure, which are all on the CPU or all on the GPU."""
+        views = [self._view(what, leaf) for leaf in nested.flatten(x)]
+        for view in views[1:]:
+            same_memory(what, views[0].array, view.array)
+        return views
+
+    def _on_the_host(self, view: View) -> View:
+        """Return an array on a GPU as a copy in host memory, and what copies results back."""
+        array: Any = view.array
+        # It may be the result of a call that is still in the background.
+        self._lane.drain(self.timeout)
+        if self._enqueues:
+            array.stream.wait_for(self._backend.side_stream(array.device))
+        return View(Staged(view.adapter, array.device), array.to_host(), view.dtype)
+
+    def _check_device(self, what: str, array: Any) -> None:
+        mine = self._backend.device
+        # What is empty may not know where it is.
+        if mine is not None and array.device is not mine and array.size:
+            raise DeviceError(
+                f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
+                f"cuda:{mine.ordinal} {self._who}. Copy it there, or choose another GPU with "
+                "COLLECTIVE_DEVICE."
+            )
+
+    def _adapter(self, like: Any, on_gpu: bool = False) -> Adapter:
+        """Return what makes results like ``like``: a framework's name, an array, or None.
+
+        Args:
+            on_gpu: whether the result is on the GPU already; then NumPy, or None, has it as an
+                array that any framework takes without a copy.
+        """
+        if on_gpu:
+            by_name = isinstance(like, str) and like == "numpy"
+            anything = like is None or by_name or isinstance(like, np.ndarray)
+            return adapter_like("cuda" if anything else like)
+        adapter = adapter_like("numpy" if like is None else like)
+        if like is None or isinstance(like, (str, np.ndarray)):
+            return adapter
+        array: Any = adapter.view(like)[0]
+        return adapter if isinstance(array, np.ndarray) else Staged(adapter, array.device)
+
+    def _where(self, array: Any) -> str | None:
+        """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
+        return "cuda" if self._enqueues and not isinstance(array, np.ndarray) else None
+
+    def _room(self, adapter: Adapter, nbytes: int, near: Any = None) -> Any:
+        """Return that many bytes on this rank's GPU.
+
+        Args:
+            near: a DeviceArray, on whose stream they will be used if the framework has no
+                current one.
+        """
+        stream = None if near is None else near.stream
+        return adapter.empty((nbytes,), _UINT8, self._backend.device, stream)
+
+    @staticmethod
+    def _seen(like: Any) -> Any:
+        """Return an array on a GPU as the transport sees it, None for whatever else it is."""
+        if like is None or isinstance(like, (str, np.ndarray)) or nested.is_tree(like):
+            return None
+        array: Any = adapter_of(like).view(like)[0]
+        return None if isinstance(array, np.ndarray) else array
+
+    def _hosted(self) -> Self:
+        """Return this communicator for arrays of its own on the CPU, which it then takes."""
+        if self._on_host:
+            return self
+        twin = copy.copy(self)
+        twin._on_host = True
+        return twin
+
+    @staticmethod
+    def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
+        """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
+        flat = array.ravel()
+        if output is not None and given is not None:
+            if given is x:
+                # In place: one buffer, unless the strides made it two.
+                if np.may_share_memory(flat, output.flat):
+                    return Buffer(output.flat, dtype)
+            elif np.may_share_memory(flat, output.flat):
+                flat = flat.copy()
+        return Buffer(flat, dtype)
+
+    # -- errors ---------------------------------------------------------------------------
+
+    @property
+    def _who(self) -> str:
+        return f"[rank {self.rank} of {self.size}]"
+
+    def _mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
+        name = headers[self.rank]["operation"]
+        raise MismatchError(
+            f"{name}: the ranks made different calls {self._who}:\n"
+            + differing(dict(enumerate(headers)))
+            + "\nEvery rank must make the same collective calls in the same order."
+        ) from None
+
+    def _rank(self, what: str, name: str, rank: Any) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+            raise RankError(f"{what}: {name} {rank!r} is not an integer {self._who}.")
+        if not 0 <= rank < self.size:
+            raise RankError(
+                f"{what}: {name} {rank}; this communicator has ranks 0 to {self.size - 1} "
+                f"{self._who}."
+            )
+        return int(rank)
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise InvalidArgumentError(f"timeout: {timeout!r}; a positive number of seconds.")
+        return float(timeout)
+
+    def _remember(self, key: Any, plan: T) -> T:
+        if len(self._plans) >= REMEMBERED:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+
+def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
+    """Have the host wait for what ``run`` enqueues: the result may be used on another stream."""
+
+    def finished() -> T:
+        result = run()
+        near.in_force.synchronize()
+        return result
+
+    return finished
+
+
+def _with_site(run: Callable[[], T]) -> Callable[[], T]:
+    """Carry the caller's place in the program into the thread that runs the call."""
+    site = call_module.call_site()
+
+    def told() -> T:
+        call_module.in_thread.site = site
+        return run()
+
+    return told

@@ -1,0 +1,428 @@
+"""The object a user holds: ranks that can call each other."""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from collective.call import Call
+from collective.contract.backend import Backend, Failure
+from collective.contract.stalls import Membership
+from collective.contract.store import Store
+from collective.errors import (
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    CommunicatorClosedError,
+    DtypeError,
+    InvalidArgumentError,
+    PeerFailedError,
+    PeerLostError,
+    RankError,
+    ShapeError,
+)
+from collective.memory import dtypes
+from collective.memory.arrays import adapter_of
+
+from .exchanging import Exchanging
+from .grouping import meet
+from .object_calls import ObjectCalls
+from .reductions import Reductions
+
+__all__ = ["Communicator"]
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Communicator(Reductions, Exchanging, ObjectCalls):
+    """Ranks 0 to ``size - 1``, connected by one transport.
+
+    Collective calls are made by all ranks in one order. One thread uses a communicator at
+    a time; calls with ``async_op=True`` go on in the background, in the order in which they
+    were made. An array passed in is never changed unless it is ``out``.
+
+    As a context manager it is closed at the end of the body. An exception in the body
+    aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
+
+    Attributes:
+        rank, size: which of how many this is.
+        local_rank, local_size: the same among the ranks of this host.
+        host: the name of this host.
+        timeout: seconds that a call may take, unless it says otherwise.
+        capabilities: what the transport can do.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        local_rank: int,
+        local_size: int,
+        host: str,
+        timeout: float,
+        check: str = "auto",
+    ) -> None:
+        super().__init__(backend, timeout, check)
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.host = host
+        self.backend = backend.name
+        self._closed = False
+        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # The store in which the ranks met, if this communicator is all that uses it.
+        self._store: Store | None = None
+        self._membership = Membership(self)
+        # In a forked child, why it is not this process's.
+        self._foreign = ""
+        _alive.add(self)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return (
+            f"<Communicator rank {self.rank} of {self.size} over {self.backend} on {self.host} "
+            f"(local rank {self.local_rank} of {self.local_size}){state}>"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    @property
+    def check(self) -> str:
+        """Whether calls are compared before they are sent: "auto", "always" or "never"."""
+        return self._check
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", like: Any = None) -> Any:
+        """Return an uninitialised array in memory that the transport reduces without copies.
+
+        On ``shm`` every rank sees the others' parts: collectives on such arrays, and on
+        contiguous views of them, move each byte once. On ``nccl`` it is memory of the GPU that
+        NCCL has registered, where its version can. Elsewhere it is ordinary memory. It is freed
+        when the last rank has dropped its array.
+
+        Collective: every rank calls it, with one shape and dtype.
+
+        Args:
+            shape: the array's shape.
+            dtype: a name (``"bfloat16"``), or a NumPy or PyTorch dtype.
+            like: the framework, as its name or an array; NumPy by default. On a transport that
+                takes arrays of the CPU and of GPUs, an array on a GPU or ``"cuda"`` asks for
+                the GPU's memory.
+
+        Raises:
+            AllocationError: there is not enough; on every rank.
+            MismatchError: shapes or dtypes differ.
+
+        See Also:
+            MPI_Win_allocate_shared, ncclMemAlloc.
+        """
+        name = str(dtype).rpartition(".")[2] if not isinstance(dtype, type) else dtype.__name__
+        kind = dtypes.BY_NAME.get(name)
+        if kind is None:
+            try:
+                kind = dtypes.from_numpy(np.dtype(dtype))
+            except TypeError:
+                raise DtypeError(f"empty: dtype {dtype!r} {self._who}.") from None
+        try:
+            given = shape if isinstance(shape, Sequence) else (shape,)
+            dimensions = tuple(operator.index(length) for length in given)
+        except TypeError:
+            dimensions = (-1,)
+        if min(dimensions, default=0) < 0:
+            raise ShapeError(
+                f"empty: shape {shape!r}; an integer or some, none of them negative {self._who}."
+            )
+        on_gpu = self._wants_gpu(like)
+        adapter = self._adapter(like, on_gpu)
+        count = int(np.prod(dimensions, dtype=np.int64))
+        nbytes = count * kind.itemsize
+        call = Call("empty", kind, dimensions, device="cuda" if on_gpu else None)
+        made: list[Any] = []
+
+        def run() -> Any:
+            def allocate(call: Call, seconds: float) -> None:
+                method = self._backend.empty_device if on_gpu else self._backend.empty
+                made.append(method(nbytes, call, seconds))
+
+            self._collective(allocate, call, call, self.timeout)
+            return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
+
+        return self._go("empty", run, False)
+
+    def adopt(
+        self, nbytes: int, move: Callable[[], int]
+    ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Make memory that a framework allocated symmetric, as if it came from :meth:`empty`.
+
+        Collective: every rank calls it, with one length.
+
+        Args:
+            nbytes: the length of the memory on the host.
+            move: puts the memory into POSIX shared memory and returns a descriptor that is open
+                until this returns. Called once all ranks are here and there is room for it.
+
+        Returns:
+            The memory's bytes, mapped once more: collectives on views of this array move each
+            byte once. None on every rank where the transport has no symmetric memory, or if
+            one of the ranks could not: then the memory can be used as before.
+
+        Raises:
+            MismatchError: lengths differ.
+        """
+        call = Call("adopt", None, (nbytes,))
+        made: list[Any] = []
+
+        def run() -> Any:
+            def share(call: Call, seconds: float) -> None:
+                made.append(self._backend.adopt(nbytes, move, call, seconds))
+
+            self._collective(share, call, call, self.timeout)
+            return made[0]
+
+        adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
+        adopted = self._go("adopt", run, False)  # type: ignore[assignment]
+        return adopted
+
+    def _wants_gpu(self, like: Any) -> bool:
+        """Whether :meth:`empty` is for the GPU: all ranks have to mean the same."""
+        if not self._on_device:
+            return False
+        if like is None or isinstance(like, str):
+            return not self._on_host or like in ("cuda", "cupy")
+        array, _ = adapter_of(like).view(like)
+        return not isinstance(array, np.ndarray)
+
+    # -- groups ---------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """Return a communicator among ``ranks``, which become 0, 1, … in that order.
+
+        Collective among ``ranks`` only: the others neither call it nor notice.
+
+        Args:
+            ranks: distinct ranks, this one among them, in the same order everywhere.
+
+        Raises:
+            RankError: a rank is outside, or twice there, or this one is missing.
+            MismatchError: a member names other ranks, or in another order.
+            AllocationError: a member has not enough file descriptors left; on every member.
+            CollectiveTimeoutError: a member did not call it.
+
+        See Also:
+            MPI_Comm_create_group.
+        """
+        members = [self._rank("group", "rank", rank) for rank in ranks]
+        if len(set(members)) != len(members) or self.rank not in members:
+            raise RankError(
+                f"group: ranks {members}; distinct ranks with this one among them {self._who}."
+            )
+
+        def run() -> Communicator:
+            made: list[Backend] = []
+
+            def make() -> None:
+                end = time.monotonic() + self.timeout
+                meet(self._backend, members, self.timeout)
+                left = max(0.001, end - time.monotonic())
+                made.append(self._backend.group(members, left))
+
+            self._transport(make)
+            return self._child(made[0], members)
+
+        child: Communicator = self._go("group", run, False)  # type: ignore[assignment]
+        return child
+
+    def _child(self, backend: Backend, members: Sequence[int]) -> Communicator:
+        child = type(self)(
+            backend,
+            local_rank=backend.rank,
+            local_size=backend.size,
+            host=self.host,
+            timeout=self.timeout,
+            check=self._check,
+        )
+        child._open = self._open
+        child._membership = Membership(child, self._membership, members)
+        if self.capabilities.across_hosts:
+            hosts = child.all_gather_object(self.host)
+            child.local_rank = hosts[: child.rank].count(self.host)
+            child.local_size = hosts.count(self.host)
+        self._children.add(child)
+        return child
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Part the ranks by colour: return the communicator of those with this one's.
+
+        Collective: every rank calls it.
+
+        Args:
+            color: an integer; ranks with the same come together. None takes no part.
+            key: orders the ranks of a colour; ties by rank here.
+
+        Returns:
+            The new communicator, or None if ``color`` is None.
+
+        See Also:
+            MPI_Comm_split.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if value is None and name == "color":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise InvalidArgumentError(
+                    f"split: {name} {value!r} is not an integer {self._who}."
+                )
+            if not -(2**63) <= value < 2**63:
+                raise InvalidArgumentError(
+                    f"split: {name} {value!r}; an integer of 64 bits {self._who}."
+                )
+        mine = np.array([[color is not None, color or 0, key]], np.int64)
+        table = self._hosted().all_gather(mine, counts=[1] * self.size)
+        if color is None:
+            return None
+        members = [r for r in range(self.size) if table[r, 0] and table[r, 1] == color]
+        return self.group(sorted(members, key=lambda r: (table[r, 2], r)))
+
+    def split_by_host(self) -> Communicator:
+        """Return the communicator of this host's ranks.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_split_type with MPI_COMM_TYPE_SHARED.
+        """
+        hosts = self.all_gather_object(self.host)
+        return self.group([r for r in range(self.size) if hosts[r] == self.host])
+
+    def dup(self) -> Communicator:
+        """Return a communicator of the same ranks whose calls don't mix with these.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_dup.
+        """
+        return self.group(range(self.size))
+
+    # -- life -----------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Break this communicator and the groups made of it, for every rank, at once.
+
+        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
+        reason. May be called from any thread.
+        """
+        if self._foreign:
+            raise CommunicatorClosedError(f"abort: {self._foreign}")
+        self._abort(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
+
+    def _abort(self, failure: Failure) -> None:
+        for child in list(self._children):
+            child._abort(failure)
+        if not self._closed:
+            self._backend.abort(failure)
+
+    def close(self) -> None:
+        """Leave the communicator and the groups made of it.
+
+        Waits for this rank's own calls in the background, and for nobody else. A second
+        close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
+        """
+        if self._closed:
+            return
+        for child in list(self._children):
+            child.close()
+        for lane in (self._lane, *self._lanes.values()):
+            lane.close(self.timeout)
+        self._closed = True
+        backend, self._backend = self._backend, _Closed(self._backend, _CLOSED)  # type: ignore[assignment]
+        backend.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _disown(self) -> None:
+        """Refuse every call in a forked child, and have nothing there reach the peers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._foreign = (
+            f"this process (pid {os.getpid()}) was forked from that of rank {self.rank} of "
+            f"{self.size} (pid {os.getppid()}), which alone may use the communicator. Start "
+            "processes with the method 'spawn', or call collective.init() in all children, for "
+            "a communicator of their own."
+        )
+        self._backend = _Closed(self._backend, self._foreign)  # type: ignore[assignment]
+
+    def _leave(self) -> None:
+        """Close the transports, waiting for nothing."""
+        for child in list(self._children):
+            child._leave()
+        if not self._closed:
+            self._backend.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._tell(error)
+        self.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Pass ``error``, which ended this rank's body, to the peers."""
+        if isinstance(error, PeerFailedError):
+            return  # the peers know of that one
+        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
+            # An echo of what others did or did not do, and passed on as such.
+            kind, ranks = "aborted", getattr(error, "ranks", ())
+            if isinstance(error, PeerLostError):
+                kind = "lost"
+            elif isinstance(error, CollectiveTimeoutError) and ranks:
+                kind = "timeout"
+            text = f"rank {self.rank} gave up: {error}"
+            self._abort(Failure(kind, self.rank, text, ranks))
+        else:
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            self._abort(Failure("failed", self.rank, text))
+
+
+_CLOSED = "this communicator is closed. Make another with collective.init()."
+
+
+class _Closed:
+    """Stands where the transport was: every use says why it is there no more."""
+
+    def __init__(self, backend: Backend, why: str) -> None:
+        self.name = backend.name
+        self._why = why
+        # In a forked child it stays as it is: its end would be the parent's as well.
+        self._kept = backend if why is not _CLOSED else None
+
+    def refuse_broken(self, where: object) -> NoReturn:
+        raise CommunicatorClosedError(f"{where}: {self._why}")
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise CommunicatorClosedError(f"{attribute}: {self._why}")
+
+
+def _disown() -> None:
+    for comm in list(_alive):
+        comm._disown()
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -1,0 +1,278 @@
+"""Python objects as bytes: plain data and arrays, without the power of pickle.
+
+Reading a pickle runs whatever code its writer chose, so a process that may be reached
+by others must not read one unasked. This format can only make None, booleans, numbers,
+strings, bytes, lists, tuples, dicts, sets and arrays. It is JSON (from the standard
+library) for the structure, with the bytes of the arrays after it; msgpack would do as
+well, but NumPy is to stay the only dependency.
+
+Reading takes time and memory in proportion to the bytes, whatever they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from collective.errors import CollectiveError, InvalidArgumentError
+from collective.memory import dtypes
+from collective.memory.arrays import adapter_like, adapter_of, is_array
+
+__all__ = ["decode", "encode"]
+
+_SAFE, _PICKLE = b"\x01", b"\x02"
+_HEAD = struct.Struct("<cQ")
+_ALIGN = 16
+# Reading an integer from decimal digits takes quadratic time, so that Python refuses long ones,
+# unless a program switches that off; what has more bits than this is written otherwise.
+_DECIMAL_BITS = 1024
+_DECIMAL_DIGITS = 4300
+# A program may let Python nest calls as it likes; the parser in C then has the stack alone.
+_DEEPEST = 10_000
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+# As many as NumPy 2 knows.
+_DIMENSIONS = 64
+# Sets and dicts compare what has one hash with each other, which takes the square of its number,
+# and a power of it where sets are nested. Hashes of numbers are no secret. What has one by chance
+# is far below this: floats that are powers of two take 34 comparisons each; the 78,125 points
+# of a grid of 7 dimensions around 0, where hash(-1) == hash(-2), 76 each, in 40 bytes.
+_COMPARISONS, _COMPARISONS_A_BYTE = 1 << 20, 16
+
+
+def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
+    """Return ``value`` as bytes (uint8).
+
+    Raises:
+        InvalidArgumentError: it holds something else than plain data and arrays, or itself.
+    """
+    if use_pickle:
+        return np.frombuffer(_HEAD.pack(_PICKLE, 0) + pickle.dumps(value, 5), np.uint8)
+    blobs: list[np.ndarray[Any, Any]] = []
+    try:
+        text = json.dumps(_plain(value, blobs)).encode()
+    except RecursionError as error:
+        raise InvalidArgumentError(
+            f"object: it contains itself, or is nested too deeply: {_limit()}. Send it in parts."
+        ) from error
+    pieces = [_HEAD.pack(_SAFE, len(text)), text]
+    length = _HEAD.size + len(text)
+    for blob in blobs:
+        pad = -length % _ALIGN
+        pieces += [b"\0" * pad, blob.tobytes()]
+        length += pad + blob.nbytes
+    return np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
+    """Return the object that :func:`encode` made bytes of.
+
+    Raises:
+        InvalidArgumentError: it is a pickle and ``use_pickle`` is False.
+        CollectiveError: the bytes are not what :func:`encode` makes.
+    """
+    if raw.size < _HEAD.size:
+        raise CollectiveError(f"object: {raw.size} bytes are too few to be one.")
+    kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
+    if kind == _PICKLE:
+        if not use_pickle:
+            raise InvalidArgumentError(
+                "object: the sender used pickle=True, and reading a pickle can run any code; "
+                "it was not read. Pass pickle=True here too if you trust every rank."
+            )
+        return pickle.loads(raw[_HEAD.size :].tobytes())
+    if kind != _SAFE:
+        raise CollectiveError(f"object: the bytes begin with {kind!r}, which no version writes.")
+    if length > raw.size - _HEAD.size:
+        raise CollectiveError(f"object: it has {raw.size} bytes, and {length} are to follow.")
+    try:
+        node = _parsed(raw[_HEAD.size : _HEAD.size + length].tobytes().decode("ascii"))
+        return _Reader(raw, _HEAD.size + length).object(node)
+    except CollectiveError:
+        raise
+    except RecursionError as error:
+        raise CollectiveError(f"object: it is nested too deeply: {_limit()}.") from error
+    except (IndexError, OverflowError, TypeError, ValueError) as error:
+        raise CollectiveError(f"object: the bytes are damaged: {error}") from error
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DECIMAL_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} decimal digits")
+    return int(digits)
+
+
+def _refuse_object(_: Any) -> Any:
+    raise ValueError("an object of JSON, which no version writes")
+
+
+_PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object)
+_WARY_PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object, parse_int=_integer)
+
+
+def _parsed(text: str) -> Any:
+    if sys.getrecursionlimit() > _DEEPEST and _depth(text) > _DEEPEST:
+        raise ValueError(f"it is nested more than {_DEEPEST} times")
+    # A function of ours for each integer is slow.
+    limit = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else 0
+    return (_PARSER if 0 < limit <= _DECIMAL_DIGITS else _WARY_PARSER).decode(text)
+
+
+def _depth(text: str) -> int:
+    """Return how deeply lists are nested in JSON, or a number that is not more than allowed."""
+    if text.count("[") <= _DEEPEST:
+        return 0
+    found = np.frombuffer(_STRING.sub("", text).encode(), np.uint8)
+    steps = (found == ord("[")).astype(np.int64) - (found == ord("]"))
+    return int(np.max(np.cumsum(steps), initial=0))
+
+
+def _limit() -> str:
+    return f"Python follows {sys.getrecursionlimit()} calls here (sys.setrecursionlimit)"
+
+
+class _Reader:
+    """Makes objects of the structure and of the arrays' bytes, in the order they were written."""
+
+    def __init__(self, raw: np.ndarray[Any, Any], position: int) -> None:
+        self._raw = raw
+        self._position = position
+        self._comparisons = _COMPARISONS + _COMPARISONS_A_BYTE * position
+        # By their addresses, which are theirs as long as they are kept here.
+        self._costs: dict[int, tuple[Any, int]] = {}
+
+    def object(self, node: Any) -> Any:
+        """Return what a node of the structure stands for."""
+        if type(node) is not list:
+            return node
+        tag, *rest = node
+        if tag == "list":
+            return self._all(rest)
+        if tag == "tuple":
+            return tuple(self._all(rest))
+        if tag == "dict":
+            keys, values = [], []
+            for key, value in rest:
+                keys.append(key if type(key) is not list else self.object(key))
+                values.append(value if type(value) is not list else self.object(value))
+            return dict(zip(self._tell_apart(keys), values, strict=True))
+        if tag == "set":
+            return set(self._tell_apart(self._all(rest)))
+        if tag == "frozenset":
+            return frozenset(self._tell_apart(self._all(rest)))
+        if tag == "array":
+            return self._array(*rest)
+        if tag == "bytes":
+            (length,) = rest
+            return self._take(length).tobytes()
+        if tag == "complex":
+            real, imaginary = rest
+            return complex(float(real), float(imaginary))
+        if tag == "int":
+            (digits,) = rest
+            return int(digits, 16)
+        raise ValueError(f"{str(tag)[:200]!r} is no kind of object")
+
+    def _all(self, nodes: list[Any]) -> list[Any]:
+        return [node if type(node) is not list else self.object(node) for node in nodes]
+
+    def _tell_apart(self, values: list[Any]) -> list[Any]:
+        """Refuse elements of a set, or keys, that take too many comparisons to be told apart."""
+        hashes = list(map(hash, values))
+        if len(set(hashes)) < len(hashes):
+            self._comparisons -= self._more(values, hashes)
+            if self._comparisons < 0:
+                raise CollectiveError(
+                    "object: a set or dict has so many elements or keys of one hash that telling "
+                    "them apart takes the square of their number; they may have been made so. "
+                    "Send them in a list, or pass pickle=True on every rank if you trust all."
+                )
+        return values
+
+    def _more(self, values: Iterable[Any], hashes: list[int]) -> int:
+        """Return how many comparisons it takes to find each value among those of its hash."""
+        alike = Counter(hashes)
+        return sum((alike[one] - 1) * self._cost(v) for v, one in zip(values, hashes, strict=True))
+
+    def _cost(self, value: Any) -> int:
+        """Return about how many comparisons of short values it takes to compare a value."""
+        kind = type(value)
+        if kind is str or kind is bytes:
+            return 1 + (len(value) >> 6)
+        if kind is int:
+            bits: int = value.bit_length()
+            return 1 + (bits >> 9)
+        if kind is not tuple and kind is not frozenset:
+            return 1
+        if id(value) in self._costs:
+            return self._costs[id(value)][1]
+        cost = 1 + sum(self._cost(element) for element in value)
+        if kind is frozenset:  # each element is looked up among those of the other set
+            cost += self._more(value, list(map(hash, value)))
+        self._costs[id(value)] = value, cost
+        return cost
+
+    def _array(self, framework: Any, name: Any, *shape: Any) -> Any:
+        if type(framework) is not str or type(name) is not str:
+            raise ValueError(f"an array of {framework!r}, {name!r}")
+        dtype = dtypes.named(name)
+        if len(shape) > _DIMENSIONS or any(
+            type(length) is not int or not 0 <= length <= sys.maxsize for length in shape
+        ):
+            raise ValueError(f"an array of shape {str(shape)[:200]}")
+        count = math.prod(shape)
+        array = self._take(count * dtype.itemsize).view(dtype.storage).reshape(shape)
+        if framework == "scalar":
+            return adapter_like("numpy").wrap(array, dtype)[()]
+        # What is on GPUs alone, or of a kind that is unknown by name (DLPack), comes as NumPy.
+        kind = "numpy" if framework in ("cuda", "cupy", "dlpack") else framework
+        return adapter_like(kind).wrap(array, dtype)
+
+    def _take(self, nbytes: Any) -> np.ndarray[Any, Any]:
+        """Return the next bytes."""
+        start = self._position + -self._position % _ALIGN
+        if type(nbytes) is not int or not 0 <= nbytes <= self._raw.size - start:
+            raise ValueError(f"{nbytes!r} bytes at {start} of {self._raw.size}")
+        self._position = start + nbytes
+        return self._raw[start : self._position].copy()
+
+
+def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
+    """Return ``value`` as JSON: scalars as they are, everything else as [tag, …]."""
+    kind = type(value)
+    if kind is int and value.bit_length() > _DECIMAL_BITS:
+        return ["int", hex(value)]
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list or kind is tuple:
+        return ["list" if kind is list else "tuple", *(_plain(item, blobs) for item in value)]
+    if kind is dict:
+        return ["dict", *([_plain(k, blobs), _plain(v, blobs)] for k, v in value.items())]
+    if kind is set or kind is frozenset:
+        return [kind.__name__, *(_plain(item, blobs) for item in value)]
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind in (bytes, bytearray):
+        blobs.append(np.frombuffer(value, np.uint8))
+        return ["bytes", len(value)]
+    if is_array(value):
+        adapter = adapter_of(value)
+        array, dtype = adapter.view(value)
+        if not isinstance(array, np.ndarray):
+            array = array.to_host()  # it comes as an array on the CPU, wherever there is a GPU
+        blobs.append(np.ascontiguousarray(array))
+        scalar = isinstance(value, np.generic)
+        return ["array", "scalar" if scalar else adapter.name, dtype.name, *array.shape]
+    raise InvalidArgumentError(
+        f"object: {kind.__name__} is neither plain data nor an array (None, bool, int, float, "
+        "complex, str, bytes, list, tuple, dict, set, arrays). Convert it, or pass pickle=True "
+        "on every rank if you trust all of them."
+    )

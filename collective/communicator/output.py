@@ -1,0 +1,118 @@
+"""Where the result of a call goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.memory.arrays import Adapter, adapter_of
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
+from collective.memory.through_host import Staged
+
+__all__ = ["Output", "same_memory"]
+
+
+class Output:
+    """Where a result goes: an array of the user's or a new one.
+
+    Args:
+        what: the operation, for errors.
+        out: the user's; None makes a new one, with ``adapter``.
+        shape, dtype: the result's.
+        near: an array of the call's, of the kind of memory that the transport works on. An
+            ``out`` on a GPU takes results in host memory, too: they are copied there.
+
+    On a GPU an ``out`` may be on another stream than ``near``: the call waits for what is there,
+    and what comes there later waits for the call.
+
+    Attributes:
+        flat: contiguous, of the result's length; what the transport writes to.
+    """
+
+    __slots__ = ("_adapter", "_array", "_dtype", "_given", "_near", "_target", "flat")
+
+    def __init__(
+        self,
+        what: str,
+        out: Any,
+        adapter: Adapter,
+        shape: tuple[int, ...],
+        dtype: DType,
+        near: Any = None,
+    ) -> None:
+        self._given = out
+        self._dtype = dtype
+        self._adapter = adapter
+        self._target: Any = None
+        self._near: Any = None  # where that is on another stream
+        on_host = near is None or isinstance(near, np.ndarray)
+        if out is None:
+            self._array = (
+                np.empty(shape, dtype.storage)
+                if on_host
+                else adapter.empty(shape, dtype, near.device, near.stream)
+            )
+            self.flat = self._array.ravel()
+            return
+        array, found = adapter_of(out).output(out)
+        if found is not dtype:
+            raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")
+        if array.shape != shape:
+            raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
+        if array.size > 1 and 0 in array.strides:
+            raise InvalidArgumentError(
+                f"{what}: out is an expanded view, several of whose elements are one; pass "
+                "an array of its own memory."
+            )
+        if not on_host:
+            same_memory(what, near, array)
+            if array.stream is not near.stream:
+                self._near = near
+        elif isinstance(adapter, Staged):
+            same_memory(what, adapter, array)
+        if on_host and not isinstance(array, np.ndarray):
+            self._target, array = array, np.empty(shape, dtype.storage)
+        self._array = array
+        self.flat = array.ravel() if array.flags.carray else _like(array, dtype)
+        if self._near is not None:
+            self._near.in_force.wait_for(array.stream)
+
+    def finish(self) -> Any:
+        """Return the result as the caller wants it."""
+        if self._given is None:
+            return self._adapter.wrap(self._array, self._dtype)
+        array: Any = self._array
+        if self._near is not None:
+            array.in_force.wait_for(self._near.in_force)
+        if self.flat.base is not array and not np.may_share_memory(self.flat, array):
+            array[...] = self.flat.reshape(array.shape)
+        if self._near is not None:
+            array.stream.wait_for(array.in_force)
+        if self._target is not None:
+            self._target.fill_from_host(self._array)
+        return self._given
+
+
+def _like(array: Any, dtype: DType) -> Any:
+    """Return contiguous memory for as many elements, of the same kind."""
+    return Buffer.empty(array.size, dtype, array).array
+
+
+def same_memory(what: str, a: Any, b: Any) -> None:
+    """Refuse arrays of which one is on the CPU and one on a GPU, or on two GPUs.
+
+    Args:
+        a, b: arrays, or what else tells its ``device``.
+    """
+    places = [
+        "the CPU" if isinstance(array, np.ndarray) else f"cuda:{array.device.ordinal}"
+        for array in (a, b)
+    ]
+    if places[0] != places[1]:
+        raise DeviceError(
+            f"{what}: arrays on {' and on '.join(places)} in one call; all must be in one "
+            "place. Copy them there."
+        )

@@ -1,0 +1,268 @@
+"""What the calls that split and join arrays share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.call import Call, Disagreement
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.memory import dtypes, nested
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
+
+from .calls import Array, Calls, View
+from .heads import HEAD_BYTES, Head
+from .output import Output
+from .rows import Rows
+from .streams import Near, nearest
+
+__all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack",
+           "unpack"]  # fmt: skip
+
+Header = dict[str, Any]
+UINT8 = dtypes.BY_NAME["uint8"]
+
+
+class Leaf:
+    """One array of a call, as it is sent: its rows, and what its results are made with."""
+
+    __slots__ = ("adapter", "dtype", "rows", "shape")
+
+    def __init__(self, what: str, view: View, axis: int) -> None:
+        self.adapter, array, self.dtype = view
+        self.shape = array.shape
+        self.rows = Rows(what, array, axis)
+
+
+class PieceCalls(Calls):
+    """The shared part of the calls that split and join."""
+
+    def _move_one(
+        self,
+        what: str,
+        method: Any,
+        leaf: Leaf,
+        total: int,
+        at: int | None,
+        receives: bool,
+        out: Any,
+        rest: tuple[Any, ...],
+        again: tuple[Any, Any] | None,
+    ) -> Any:
+        """Move one array, straight from where it is and to where it goes.
+
+        Args:
+            total: rows of the result.
+            at: where this rank's own piece is in the result, if the call may be in place.
+            rest: what the transport wants to know besides the buffers.
+            again: the key under which to keep the call, and x.
+        """
+        rows, dtype = leaf.rows, leaf.dtype
+        fits: Exception | None = None
+        output = None
+        if receives:
+            shape = rows.shape_with(total)
+            try:
+                output = Output(what, out, leaf.adapter, shape, dtype, rows.array)
+            except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
+                # The peers are already on their way: go with them, and raise afterwards.
+                fits = error
+                output = Output(what, None, leaf.adapter, shape, dtype, rows.array)
+        src = rows.array.ravel()
+        source = Buffer(src, dtype)
+        dst = None
+        if output is not None:
+            target = rows.target(output.flat, total)
+            if np.may_share_memory(src, target) and (
+                at is None or not _same(source, Buffer(target[at : at + src.size], dtype))
+            ):
+                source = Buffer(src.copy(), dtype)
+            dst = Buffer(target, dtype)
+        if again is not None and dst is not None and fits is None:
+            self._repeated.keep(*again, out, source, dst, *rest[:-1])
+        self._recorded(method, source, dst, *rest)
+        if fits is not None:
+            raise fits
+        if output is None:
+            return None
+        rows.restore(target, output.flat, total)
+        return output.finish()
+
+    def _near(self, leaves: Sequence[Leaf]) -> Near:
+        """Return what the call runs by."""
+        return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
+
+    def _again(self, method: Any, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
+        """Repeat a kept call if there is one.
+
+        Returns:
+            Whether that was done; and if the ranks turned out to differ, which the caller
+            takes from there, their headers.
+        """
+        kept = self._repeated.find(key, x, out)
+        if kept is None:
+            return False, None
+        src, dst, rest = kept
+        run = functools.partial(self._recorded, method, src, dst, *rest, self.timeout)
+        try:
+            self._in_turn(rest[-1].operation, run, kept, x)
+        except Disagreement as difference:
+            return False, difference.headers
+        return True, None
+
+    def _swap(self, call: Call, payload: Array, seconds: float) -> list[Array] | None:
+        """Compare ``call`` on all ranks, and give all of them every rank's bytes if they are few.
+
+        For transports that compare nothing: there it takes the place of :meth:`_agree`.
+
+        Args:
+            payload: contiguous bytes, equally many on ranks that make the same call. What is
+                on a GPU stays there.
+
+        Returns:
+            The ranks' payloads, in rank order; None if they are too long.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        if not isinstance(payload, np.ndarray):
+            self._agree(call, seconds)
+            return None
+        head = Head(1)
+        head.words[0] = call.digest
+        head.put(payload)
+        every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
+        about = self._about(call, call.operation, call.options.get("root"))
+        lengths = [HEAD_BYTES] * self.size
+        self._recorded(self._backend.all_gather, head.buffer, every, lengths, about, seconds)
+        heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
+        if any(each.words[0] != call.digest for each in heads):
+            self._agree(call, seconds)
+        found = [each.inline(payload.size) for each in heads]
+        return [each for each in found if each is not None] or None
+
+    def _piece_call(
+        self,
+        what: str,
+        leaves: list[Leaf],
+        nesting: Any,
+        root: int | None,
+        axis: int,
+        counts: Sequence[int] | None,
+        sizes: list[list[int]] | None = None,
+    ) -> Call:
+        """Return the call of pieces whose lengths along ``axis`` may differ."""
+        fixed = counts is not None
+        shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
+                       for leaf in leaves)  # fmt: skip
+        where = self._where(leaves[0].rows.array) if leaves else None
+        key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes), where)
+        call = self._plans.get(key)
+        if call is None:
+            options: dict[str, Any] = {"root": root, "axis": axis or None, "sizes": sizes}
+            options["counts"] = None if counts is None else list(map(int, counts))
+            options["device"] = where
+            if nesting == 0:
+                (dtype, shape), *_ = shapes
+                call = Call(what, dtype, shape, **options)
+            else:
+                names = [[dtype.name, *shape] for dtype, shape in shapes]
+                call = Call(what, leaves=names, nesting=nesting, **options)
+            self._remember(key, call)
+        return call
+
+    def _rows_of(self, headers: Sequence[Header], count: int) -> list[list[int]]:
+        """Return how many rows of each leaf each rank has; anything else must be equal."""
+        rows: list[list[int]] = [[] for _ in range(count)]
+        reference: Any = None
+        for header in headers:
+            options = dict(header["options"])
+            options.pop("sizes", None)
+            leaves = options.pop("leaves", None) or [[header["dtype"], *(header["shape"] or ())]]
+            axis = options.get("axis") or 0
+            rest = []
+            for k, (name, *shape) in enumerate(leaves):
+                at = axis % len(shape) if shape else 0
+                rest.append((name, shape[:at], shape[at + 1 :]))
+                if k < count and shape:
+                    rows[k].append(shape[at])
+            found = (header["operation"], options, rest)
+            if reference is None:
+                reference = found
+            if found != reference or len(leaves) != count:
+                self._mismatch(headers)
+        return rows
+
+    def _assemble(
+        self,
+        what: str,
+        parts: Sequence[Array],
+        results: Sequence[tuple[Rows, DType, list[int]]],
+        likes: Sequence[Any],
+        out: Any,
+        nesting: Any,
+        template: Any,
+    ) -> Any:
+        """Turn bytes, a part a sender with its rows of each leaf in turn, into arrays."""
+        positions = [0] * len(parts)
+        outs: list[Any] = [None] * len(results)
+        if out is not None:
+            if nested.skeleton(out) != nesting:
+                raise InvalidArgumentError(
+                    f"{what}: out is nested differently from the result {self._who}."
+                )
+            outs = nested.flatten(out)
+        finished = []
+        for (rows, dtype, lengths), like, given in zip(results, likes, outs):
+            pieces = []
+            for k, (part, length) in enumerate(zip(parts, lengths)):
+                nbytes = length * rows.inner * dtype.itemsize
+                pieces.append(part[positions[k] : positions[k] + nbytes])
+                positions[k] += nbytes
+            raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            if Buffer(raw, UINT8).address % 16:
+                raw = raw.copy()
+            total = sum(lengths)
+            model = given if like is None and given is not None else like
+            adapter = self._adapter(model, on_gpu=not isinstance(raw, np.ndarray))
+            # The bytes are on the stream in force; the result is to be on that of the array given.
+            near = raw if isinstance(rows.array, np.ndarray) else rows.array
+            output = Output(what, given, adapter, rows.shape_with(total), dtype, near)
+            rows.restore(raw.view(dtype.storage), output.flat, total)
+            finished.append(output.finish())
+        if nesting == 0:
+            return finished[0]
+        fits = template is not None and nested.skeleton(template) == nesting
+        return nested.rebuild(template if fits else nesting, iter(finished))
+
+
+def bytes_of(arrays: Sequence[Array]) -> Array:
+    """Return the bytes of the arrays, one after the other, in memory like that of the first."""
+    nbytes = sum(array.nbytes for array in arrays)
+    packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None).array
+    pack(arrays, packed)
+    return packed
+
+
+def pack(arrays: Sequence[Array], packed: Array) -> None:
+    """Write the bytes of flat arrays to ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        packed[start : start + array.nbytes] = array.view(np.uint8)
+        start += array.nbytes
+
+
+def unpack(packed: Array, arrays: Sequence[Array]) -> None:
+    """Read the bytes of flat arrays from ``packed``, one after the other."""
+    start = 0
+    for array in arrays:
+        array.view(np.uint8)[:] = packed[start : start + array.nbytes]
+        start += array.nbytes
+
+
+def _same(a: Buffer, b: Buffer) -> bool:
+    return a.address == b.address

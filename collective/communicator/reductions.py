@@ -1,0 +1,540 @@
+"""The calls that compute: all_reduce, reduce, reduce_scatter, scan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.algorithms import arithmetic
+from collective.call import Call, Disagreement
+from collective.contract.work import Work
+from collective.errors import (
+    CollectiveError,
+    CommunicatorAbortedError,
+    DtypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from collective.memory import nested
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
+from collective.ops import ReduceOp, as_op
+
+from .calls import Array, Calls, View
+from .output import Output
+from .rows import Rows, split_sizes
+from .streams import nearest
+
+__all__ = ["Reductions"]
+
+
+class _Plan:
+    """A reduction that has been validated once and is then repeated.
+
+    Attributes:
+        native: whether the transport reduces arrays where they are.
+        outcome: of a user's operator, the barrier after the fold; else None.
+    """
+
+    __slots__ = ("call", "native", "op", "ordered", "outcome")
+
+    def __init__(self, op: ReduceOp, ordered: bool, call: Call, native: bool) -> None:
+        self.op = op
+        self.ordered = ordered
+        self.call = call
+        self.native = native
+        self.outcome = None if op.function is None else call.at(1)
+
+
+class Reductions(Calls):
+    """The computing part of a communicator."""
+
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give every rank the result.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x: an array of any strides, or a nested list, tuple or dict of arrays, which
+                travel together.
+            op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
+                ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
+                ``collective.premul_sum`` or ``collective.user_op`` return. Integers wrap.
+                To ``min`` and ``max`` -0 is less than 0, and NaN comes of any NaN, always
+                the quiet one without sign and payload (on GPUs as NCCL has it).
+            out: where the result goes, of the shape and dtype of ``x``; may be ``x``. For
+                a structure, one of the same nesting.
+            order: ``"rank"`` folds ``((x0 op x1) op x2) …``, so that the result has the
+                same bits on every transport and in every run.
+            timeout: seconds; the communicator's by default.
+            async_op: return a ``Work`` at once; the arrays must not be touched until its
+                ``wait()`` has returned.
+
+        Returns:
+            ``out``, or a new array of the framework, shape and dtype of ``x``.
+
+        Raises:
+            DtypeError: the op is not defined for the dtype.
+            MismatchError: the ranks' calls differ; nothing was written.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
+                holds some, all or none of the result.
+            Exception: what a user's operator raised here; the others get PeerFailedError.
+
+        See Also:
+            MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
+        """
+        again = "all_reduce", op, order
+        if timeout is None:
+            kept = self._repeated.find(again, x, out)
+            if kept is not None:
+                if async_op or not self._lane.idle:
+                    return self._repeat(self._backend.all_reduce, kept, x, out, async_op)
+                src, dst, rest = kept
+                self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
+                return out
+        if type(x) is not np.ndarray and nested.is_tree(x):
+            return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
+        adapter, array, dtype = self._view("all_reduce", x)
+        shape = array.shape
+        key = ("all_reduce", dtype, shape, op, order, type(array))
+        plan = self._plans.get(key) or self._plan(key, None)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+        output = Output("all_reduce", out, adapter, shape, dtype, array)
+        src = self._input(array, dtype, output, out, x)
+        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+        ends = (plan.op, plan.ordered, plan.call)
+        if plan.outcome is None:
+            self._repeated.keep(again, x, out, src, dst, *ends)
+
+        def run() -> Any:
+            self._reduction(plan, self._backend.all_reduce, seconds, src, dst, *ends)
+            return output.finish()
+
+        return self._go("all_reduce", run, async_op, array, adapter)
+
+    def reduce(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give the result to ``root``.
+
+        Collective: every rank calls it, with one root, op, shape and dtype.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            root: the rank that gets the result.
+            out: at the root, where the result goes; ignored elsewhere.
+
+        Returns:
+            At the root ``out`` or a new array; None elsewhere.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Reduce, ncclReduce.
+        """
+        root = self._rank("reduce", "root", root)
+        if self.rank != root:
+            out = None
+        if type(x) is not np.ndarray and nested.is_tree(x):
+            return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
+        adapter, array, dtype = self._view("reduce", x)
+        key = ("reduce", dtype, array.shape, op, order, type(array), root)
+        plan = self._plans.get(key) or self._plan(key, root)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+        seconds = self._seconds(timeout)
+        output = None
+        dst = None
+        if self.rank == root:
+            output = Output("reduce", out, adapter, array.shape, dtype, array)
+        src = self._input(array, dtype, output, out, x)
+        if output is not None:
+            dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+
+        def run() -> Any:
+            self._reduction(
+                plan, self._backend.reduce, seconds, src, dst, plan.op, root, plan.ordered,
+                plan.call,
+            )  # fmt: skip
+            return None if output is None else output.finish()
+
+        return self._go("reduce", run, async_op, array, adapter)
+
+    def scan(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the arrays of ranks 0 to this one, inclusive, in rank order.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x, out, timeout, async_op: as in :meth:`all_reduce`.
+            op: as there, but for ``"avg"``: an average over a varying number of ranks
+                is not one operation.
+
+        Returns:
+            ``x0 op x1 … op x_rank``, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Scan.
+        """
+        if as_op(op).name == "avg":
+            raise InvalidArgumentError(
+                f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
+            )
+        if type(x) is not np.ndarray and nested.is_tree(x):
+            return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
+        adapter, array, dtype = self._view("scan", x)
+        key = ("scan", dtype, array.shape, op, None, type(array))
+        plan = self._plans.get(key) or self._plan(key, None)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+        output = Output("scan", out, adapter, array.shape, dtype, array)
+        src = self._input(array, dtype, output, out, x)
+        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+        seconds = self._seconds(timeout)
+
+        def run() -> Any:
+            self._reduction(plan, self._backend.scan, seconds, src, dst, plan.op, plan.call)
+            return output.finish()
+
+        return self._go("scan", run, async_op, array, adapter)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give each rank one piece of the result.
+
+        Collective: every rank calls it, with one op, shape, dtype, axis and counts.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            counts: lengths of the ranks' pieces along ``axis``; by default as
+                ``numpy.array_split`` cuts.
+            axis: the axis that is cut.
+            out: where this rank's piece goes, of the piece's shape.
+
+        Returns:
+            Piece ``rank`` of the result, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`. ShapeError: the counts do not add up to the axis.
+
+        See Also:
+            MPI_Reduce_scatter, ncclReduceScatter.
+        """
+        again = "reduce_scatter", op, order
+        plain = timeout is None and axis == 0 and counts is None
+        kept = self._repeated.find(again, x, out) if plain else None
+        if kept is not None:
+            if async_op or not self._lane.idle:
+                return self._repeat(self._backend.reduce_scatter, kept, x, out, async_op)
+            return self._repeat_now(self._backend.reduce_scatter, kept, out)
+        if type(x) is not np.ndarray and nested.is_tree(x):
+            # Each leaf is cut by itself; what a rank gets of all leaves is one message.
+            return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
+        adapter, array, dtype = self._view("reduce_scatter", x)
+        rows = Rows("reduce_scatter", array, axis)
+        sizes = split_sizes("reduce_scatter", rows.length, self.size, counts)
+        key = (
+            "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
+        )  # fmt: skip
+        plan = self._plans.get(key) or self._plan(key, None, axis=rows.axis, counts=counts)
+        if not plan.native:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+            rows = Rows("reduce_scatter", array, axis)
+        shape = rows.shape_with(sizes[self.rank])
+        output = Output("reduce_scatter", out, adapter, shape, dtype, array)
+        piece = rows.target(output.flat, sizes[self.rank])
+        src = self._input(rows.array, dtype, output, out, None)
+        seconds = self._seconds(timeout)
+        dst = Buffer(piece, dtype)
+        ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
+        if plain and plan.outcome is None:
+            self._repeated.keep(again, x, out, src, dst, *ends)
+
+        def run() -> Any:
+            self._reduction(plan, self._backend.reduce_scatter, seconds, src, dst, *ends)
+            rows.restore(piece, output.flat, sizes[self.rank])
+            return output.finish()
+
+        return self._go("reduce_scatter", run, async_op, array, adapter)
+
+    # -- shared ---------------------------------------------------------------------------
+
+    def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
+        what, dtype, shape, op, order, kind = key[:6]
+        if order not in (None, "rank"):
+            raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {self._who}.")
+        reducer = as_op(op)
+        try:
+            arithmetic.check(reducer, dtype)
+        except DtypeError as error:
+            raise DtypeError(f"{what}: {error} {self._who}") from None
+        on_gpu = kind is not np.ndarray
+        native = not on_gpu or self._backend.supports(what, reducer, dtype, order == "rank")
+        if on_gpu and native:
+            options["device"] = "cuda" if self._enqueues else None
+        else:
+            self._check_able(what, reducer, dtype)
+        # A factor is each rank's own affair; that there is one is not.
+        name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
+        if options.get("counts") is not None:
+            options["counts"] = list(map(int, options["counts"]))
+        call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
+        return self._remember(key, _Plan(reducer, order == "rank", call, native))
+
+    def _reduction(
+        self, plan: _Plan, method: Callable[..., Any], seconds: float, *args: Any
+    ) -> None:
+        """Call ``method(*args, seconds)`` of the transport for a reduction."""
+        outcome = plan.outcome
+        if outcome is None:
+            self._collective(method, plan.call, *args, seconds)
+            return
+
+        def fold(seconds: float) -> None:
+            """Fold, and return when all ranks have: a rank whose operator raised does not come.
+
+            Otherwise the others would go on with a result that they cannot tell from a right
+            one. MPI in particular has no way to stop a reduction from within.
+            """
+            end = time.monotonic() + seconds
+            try:
+                _finish(method(*args, seconds))
+            except (Disagreement, CommunicatorAbortedError):
+                raise  # nothing has been folded, or all ranks know why
+            except CollectiveError:
+                self._half_done()  # it may be the operator's
+                raise
+            _finish(self._backend.barrier(outcome, max(0.0, end - time.monotonic())))
+
+        self._collective(fold, plan.call, seconds)
+
+    def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
+        able = self.capabilities
+        if op.name not in able.ops or dtype.name not in able.dtypes:
+            other = "'nccl', which does it on GPUs" if dtype.kind == "f" else "'shm' or 'threads'"
+            raise UnsupportedError(
+                f"{what}: op {op} on {dtype} is not supported by backend "
+                f"{self._backend.name!r} (ops {', '.join(sorted(able.ops))}; dtypes "
+                f"{', '.join(sorted(able.dtypes))}) {self._who}. Use backend={other}."
+            )
+
+    def _tree_reduction(
+        self,
+        what: str,
+        x: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        root: int | None,
+        async_op: bool,
+    ) -> Any:
+        """Start the reduction of a structure: one message for each dtype in it."""
+        views = self._views(what, x)
+        nesting = nested.skeleton(x)
+        receives = root is None or root == self.rank
+        shapes = [[view.dtype.name, *view.array.shape] for view in views]
+        seconds = self._seconds(timeout)
+        groups = []
+        for dtype, members in _by_dtype(views).items():
+            count = sum(views[i].array.size for i in members)
+            kind = type(views[members[0]].array)
+            key = (what, dtype, (count,), op, order, kind, root, str(nesting), str(shapes))
+            plan = self._plans.get(key) or self._plan(key, root, leaves=shapes, nesting=nesting)
+            if not plan.native:
+                for i in members:
+                    views[i] = self._on_the_host(views[i])
+            groups.append((dtype, members, count, plan))
+        outputs: list[Output] | None = None
+        if receives:
+            outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+            outputs = [
+                Output(what, given, view.adapter, view.array.shape, view.dtype, view.array)
+                for given, view in zip(outs, views)
+            ]
+
+        def run() -> Any:
+            method = getattr(self._backend, what)
+            for dtype, members, count, plan in groups:
+                arrays = [views[i].array for i in members]
+                # Where nothing is enqueued other ranks may have these on the CPU.
+                on_gpu = self._enqueues and not isinstance(arrays[0], np.ndarray)
+                if on_gpu and what == "all_reduce" and outputs is not None:
+                    pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
+                    self._together(pairs, plan, out is None or out is x, seconds)
+                    continue
+                src = Buffer.empty(count, dtype, arrays[0])
+                np.concatenate([array.ravel() for array in arrays], out=src.array)
+                dst = src if receives else None
+                ends: tuple[Any, ...] = (plan.ordered, plan.call)
+                if what == "reduce":
+                    ends = (root, *ends)
+                elif what == "scan":
+                    ends = ends[1:]
+                self._reduction(plan, method, seconds, src, dst, plan.op, *ends)
+                if outputs is not None:
+                    start = 0
+                    for i, array in zip(members, arrays):
+                        outputs[i].flat[:] = src.array[start : start + array.size]
+                        start += array.size
+            if outputs is None:
+                return None
+            return nested.rebuild(x, iter([output.finish() for output in outputs]))
+
+        return self._go(
+            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
+        )
+
+    def _together(
+        self, pairs: Sequence[tuple[Array, Output]], plan: _Plan, apart: bool, seconds: float
+    ) -> None:
+        """All-reduce several arrays of a GPU where they are, started at once.
+
+        Args:
+            apart: whether it is known that no result overlaps another's input.
+        """
+        buffers = []
+        for array, output in pairs:
+            src = array.ravel()
+            dtype = plan.call.dtype
+            assert dtype is not None
+            if not apart:
+                src = src.copy()
+            elif np.may_share_memory(src, output.flat):
+                src = output.flat  # in place
+            buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
+
+        def start(call: Call, seconds: float) -> None:
+            with self._backend.batch():
+                for src, dst in buffers:
+                    self._backend.all_reduce(src, dst, plan.op, plan.ordered, call, seconds)
+
+        self._collective(start, plan.call, plan.call, seconds)
+
+    def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
+        if nested.skeleton(out) != nesting:
+            raise InvalidArgumentError(
+                f"{what}: out is nested differently from the input {self._who}."
+            )
+        return nested.flatten(out)
+
+    def _tree_reduce_scatter(
+        self,
+        x: Any,
+        op: str | ReduceOp,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        async_op: bool,
+    ) -> Any:
+        what = "reduce_scatter"
+        views = self._views(what, x)
+        nesting = nested.skeleton(x)
+        shapes = [[view.dtype.name, *view.array.shape] for view in views]
+        told = str(nesting), str(shapes), str(counts)
+        seconds = self._seconds(timeout)
+        groups = []
+        for dtype, members in _by_dtype(views).items():
+            key = (what, dtype, (), op, order, type(views[members[0]].array), axis, *told)
+            plan = self._plans.get(key) or self._plan(
+                key, None, axis=axis, counts=counts, leaves=shapes, nesting=nesting
+            )
+            if not plan.native:
+                for i in members:
+                    views[i] = self._on_the_host(views[i])
+            groups.append((dtype, members, plan))
+        rows = [Rows(what, view.array, axis) for view in views]
+        sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
+        outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+        outputs = [
+            Output(
+                what, given, view.adapter, r.shape_with(s[self.rank]), view.dtype, view.array
+            )
+            for given, view, r, s in zip(outs, views, rows, sizes)
+        ]  # fmt: skip
+
+        def run() -> Any:
+            for dtype, members, plan in groups:
+                pieces: list[Array] = []
+                elements = []
+                for rank in range(self.size):
+                    cut = [rows[i].piece(sizes[i], rank) for i in members]
+                    elements.append(sum(piece.size for piece in cut))
+                    pieces.extend(cut)
+                src = Buffer(np.concatenate(pieces), dtype)
+                dst = Buffer.empty(elements[self.rank], dtype, src.array)
+                self._reduction(
+                    plan, self._backend.reduce_scatter, seconds, src, dst, elements, plan.op,
+                    plan.ordered, plan.call,
+                )  # fmt: skip
+                start = 0
+                for i in members:
+                    count = sizes[i][self.rank]
+                    stop = start + count * rows[i].inner
+                    rows[i].restore(dst.array[start:stop], outputs[i].flat, count)
+                    start = stop
+            return nested.rebuild(x, iter([output.finish() for output in outputs]))
+
+        return self._go(
+            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
+        )
+
+
+def _finish(work: Work[Any] | None) -> None:
+    """Wait for what a transport may have left running."""
+    if work is not None:
+        work.wait()
+
+
+def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:
+    """Return which of the arrays have each dtype."""
+    found: dict[DType, list[int]] = {}
+    for index, view in enumerate(views):
+        found.setdefault(view.dtype, []).append(index)
+    return found

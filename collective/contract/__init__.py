@@ -1,0 +1,9 @@
+"""What a transport fulfils, and what it is given: ``docs/writing-a-backend.md``."""
+
+from .backend import ANY_SOURCE, Backend, Failure
+from .capabilities import Capabilities
+from .store import Store
+from .work import Work
+from .world import World
+
+__all__ = ["ANY_SOURCE", "Backend", "Capabilities", "Failure", "Store", "Work", "World"]

@@ -1,0 +1,526 @@
+"""The contract that a transport fulfils.
+
+A transport connects ``size`` ranks and moves contiguous memory between them. Two
+methods, :meth:`Backend.send` and :meth:`Backend.recv`, make a complete one: every
+other operation has a default over those two, in :mod:`collective.algorithms`, and a
+transport overrides what it does faster. ``docs/writing-a-backend.md`` is the guide,
+``python -m collective.testing NAME`` the judge.
+
+Rules for every method:
+
+* Buffers are contiguous, aligned and alive until the method returns. ``src`` and
+  ``dst`` of one call are the same memory or do not overlap. A transport never writes
+  to a ``src`` that is not also the ``dst``.
+* The communicator has validated ranks, counts, dtypes and operators; a transport
+  does not check them again.
+* A method returns when the operation is over for this rank: ``dst`` is complete and
+  ``src`` may be changed. (One that has requests of its own may return a ``Work``.)
+* Collective methods are called in one order on all ranks, by one thread at a time.
+  ``send`` and ``recv`` may run in other threads meanwhile, and never get mixed up with
+  the messages of a collective.
+* ``timeout`` is in seconds from the call. When it passes, the method raises
+  ``CollectiveTimeoutError``, which says "timed out" and names the ranks that did not
+  come (:meth:`Failure.timed_out`). The transport is broken from then on for every rank,
+  since nobody can know what those ranks will still send: later calls raise
+  ``CommunicatorAbortedError``.
+* A peer that is gone raises ``PeerLostError``; a peer that aborted, the error that
+  its :class:`Failure` asks for. Nothing waits for ever.
+* The library underneath may raise what it likes: it is turned into one of ours here
+  and nowhere else, ``from`` the original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from collective.algorithms import (
+    agreement,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scan,
+    scatter,
+    sendrecv,
+)
+from collective.algorithms.tags import COLLECTIVE_TAG
+from collective.errors import (
+    AllocationError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.call import Call
+    from collective.cuda import Device, Event, Stream
+    from collective.memory.device_array import DeviceArray
+    from collective.memory.dtypes import DType
+    from collective.ops import ReduceOp
+
+    from .capabilities import Capabilities
+    from .recorder import Recorder
+    from .work import Work
+    from .world import World
+
+__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group", "Note"]
+
+#: What a rank notes: ``name`` of the communicator and ``number`` of the call there, ``begun`` calls
+#: of each communicator by name, ``header`` as of ``Call.header``, ``made``: where the communicator
+#: was, ``beat``, which grows from note to note, and what this rank has ``found``: the calls of a
+#: circle, each a name and a number, and the text that tells of it; or None.
+Note = Mapping[str, Any]
+
+#: As ``src`` of a receive: whoever sends first.
+ANY_SOURCE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a communicator is broken, as it is passed from the rank that broke it.
+
+    Attributes:
+        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"``, ``"mismatch"`` (found
+            when it was too late to go on) or ``"aborted"``.
+        rank: who reports it.
+        text: for people; the traceback for ``"failed"``.
+        ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.
+    """
+
+    kind: str
+    rank: int
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def timed_out(cls, rank: int, seconds: float, what: str, ranks: Sequence[int]) -> Self:
+        """Return the failure of a call that has waited for ``what`` past its deadline.
+
+        Args:
+            rank: who reports it.
+            seconds: what the call was given.
+            what: what has not come, and what is known of it.
+            ranks: the ranks in question.
+        """
+        # Programs and torch's own tests look for "timed out", or the word "timeout".
+        text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
+        return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
+
+    def error(self, where: str, me: int) -> Exception:
+        """Return the exception that rank ``me`` raises in operation ``where``."""
+        if self.kind == "failed":
+            return PeerFailedError(
+                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n"
+                f"{self.text.rstrip()}",
+                self.rank,
+                self.text,
+            )
+        if self.kind == "lost":
+            return PeerLostError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        if self.kind == "mismatch":
+            return MismatchError(f"{where}: {self.text} [rank {me}]")
+        if self.kind == "timeout" and me not in self.ranks:
+            return CollectiveTimeoutError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        return CommunicatorAbortedError(f"{where}: {self.text} [rank {me}]")
+
+
+class Backend(ABC):
+    """One transport, connected, as one rank sees it.
+
+    Attributes:
+        name: the registered name.
+        launcher: the program that has to start its ranks (``"mpiexec"``), or empty.
+        capabilities: what it can do.
+        rank: this rank.
+        size: how many ranks there are.
+    """
+
+    name: ClassVar[str]
+    launcher: ClassVar[str] = ""
+    capabilities: Capabilities
+    rank: int
+    size: int
+
+    # -- required -----------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Join the other ranks of ``world`` and return the connected transport.
+
+        Constructors open nothing; this does. On failure it leaves nothing behind: no
+        file, no socket, no thread.
+
+        Raises:
+            BackendUnavailableError: a library is missing; with the install command.
+            RendezvousError: ranks did not arrive within ``timeout``; names them.
+        """
+
+    @abstractmethod
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        """Send ``src`` to rank ``dst``; return when ``src`` may be changed.
+
+        Messages between two ranks with one tag arrive in the order they were sent. It
+        may wait until the receiver has asked for the message, or not. ``dst`` is
+        another rank. ``tag`` is any integer of 64 bits.
+        """
+
+    @abstractmethod
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the source's rank.
+
+        The sender's message has the same length: higher layers see to that. ``src`` may
+        be :data:`ANY_SOURCE` if the capabilities say so.
+        """
+
+    @abstractmethod
+    def abort(self, failure: Failure) -> None:
+        """Break the communicator for every rank: all calls, running and later, raise.
+
+        May be called from any thread and more than once (the first failure counts), and
+        does not wait for anybody.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Peers that still wait for this rank get ``PeerLostError``.
+
+        Waits for nobody; a second close does nothing. Arrays from :meth:`empty` stay
+        valid until they are dropped.
+        """
+
+    def refuse_broken(self, where: object) -> None:  # noqa: B027  an offer, not a duty
+        """Raise why the communicator is broken, if it is known to be; sends nothing.
+
+        For what has no message that would find out. By default nothing is known, beyond
+        what the communicator remembers of its own calls.
+        """
+
+    def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
+        """Be told where the communicator over this transport records its calls.
+
+        A transport that does not compare the ranks' calls can have the records compared
+        when one stalls. By default nothing is done with it.
+        """
+
+    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
+        """Let other ranks know what this one waits in, and return what they have said last.
+
+        For :mod:`collective.contract.stalls`, from which a transport's waits call ``look`` once a
+        second. By default nobody hears of it. A transport that looks for circles itself
+        breaks the communicators in them, and returns nothing.
+
+        Args:
+            note: sent by all ranks of a family of communicators, each for itself.
+            rank: this one's number in the family.
+        """
+        return {}
+
+    # -- over send and recv, unless overridden ---------------------------------------
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, at once.
+
+        Neither waits for the other; a rank may exchange with itself. What it sends may
+        also meet a plain ``recv``, and the other way round.
+        """
+        sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
+
+    def agree(self, call: Call, timeout: float) -> None:
+        """Compare ``call`` with the other ranks'.
+
+        Raises:
+            Disagreement: the digests differ; on every rank, with all headers.
+        """
+        agreement.agree(self, call, timeout)
+
+    def lacking(self, lacks: bool, call: Call, timeout: float) -> list[int]:
+        """Tell all ranks whether this one lacks memory for ``call``; return those that do.
+
+        The same on every rank. An ``all_gather`` carries it, and compares ``call`` where it does.
+        """
+        mine = Buffer(np.array([lacks], np.uint8), BY_NAME["uint8"])
+        every = Buffer.empty(self.size, BY_NAME["uint8"])
+        work = self.all_gather(mine, every, [1] * self.size, call, timeout)
+        if work is not None:
+            work.wait()
+        return [rank for rank, lacks in enumerate(every.array) if lacks]
+
+    def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
+        """Return when every rank has called it."""
+        barrier.barrier(self, timeout)
+        return None
+
+    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
+        """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank."""
+        broadcast.broadcast(self, buffer, root, timeout)
+        return None
+
+    def reduce(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        op: ReduceOp,
+        root: int,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
+
+        ``ordered`` asks for ``((x0 op x1) op x2) op …``, element by element.
+        """
+        reduce.reduce(self, src, dst, op, root, ordered, timeout)
+        return None
+
+    def all_reduce(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` into every rank's ``dst``."""
+        all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
+        return None
+
+    def reduce_scatter(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        counts: Sequence[int],
+        op: ReduceOp,
+        ordered: bool,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
+
+        ``src`` holds ``sum(counts)`` elements, rank 0's part first.
+        """
+        reduce_scatter.reduce_scatter(self, src, dst, counts, op, ordered, timeout)
+        return None
+
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
+        scan.scan(self, src, dst, op, timeout)
+        return None
+
+    def scatter(
+        self,
+        src: Buffer | None,
+        dst: Buffer,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``."""
+        scatter.scatter(self, src, dst, counts, root, timeout)
+        return None
+
+    def gather(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        counts: Sequence[int],
+        root: int,
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
+        gather.gather(self, src, dst, counts, root, timeout)
+        return None
+
+    def all_gather(
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+    ) -> Work[Any] | None:
+        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
+
+        In place: ``src`` may be its own part of ``dst``.
+        """
+        all_gather.all_gather(self, src, dst, counts, timeout)
+        return None
+
+    def all_to_all(
+        self,
+        src: Buffer,
+        dst: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        call: Call,
+        timeout: float,
+    ) -> Work[Any] | None:
+        """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
+
+        ``src`` and ``dst`` do not overlap. ``call`` has a shape only if all ranks have arrays of
+        that shape and cut them alike.
+        """
+        all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
+        return None
+
+    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
+        """Return a transport among ``ranks``, which become 0, 1, … in that order.
+
+        Called by those ranks only, all of them, which have agreed on it; ``self.rank`` is one
+        of them.
+        """
+        self.refuse_broken("group")
+        return Group(self, ranks)
+
+    def descriptors(self, ranks: Sequence[int]) -> int:
+        """Return how many file descriptors of this process a group among ``ranks`` takes."""
+        return 0
+
+    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+        """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
+
+        Aligned to 64 bytes at least, and symmetric where the capabilities say so.
+
+        Raises:
+            AllocationError: some rank has not that much; on every rank, and nothing is broken.
+        """
+        self.refuse_broken(call)
+        raw, problem = np.empty(0, np.uint8), None
+        try:
+            raw = np.empty(nbytes + 63, np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
+            problem = error
+        if ranks := self.lacking(problem is not None, call, timeout):
+            raise AllocationError(
+                f"empty: {nbytes} bytes on each of {self.size} ranks: there is not enough on rank "
+                f"{', '.join(map(str, ranks))} [rank {self.rank}]"
+            ) from problem
+        start = -raw.__array_interface__["data"][0] % 64
+        return raw[start : start + nbytes]
+
+    def adopt(
+        self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
+    ) -> np.ndarray[Any, Any] | None:
+        """Make memory of the caller's symmetric, by all ranks together; None if that cannot be.
+
+        ``move`` puts it into POSIX shared memory and returns a descriptor of that. What is
+        returned is the same memory (uint8), mapped once more.
+        """
+        self.refuse_broken(call)
+        return None
+
+    # -- GPUs ---------------------------------------------------------------------------
+    # For transports whose capabilities name "cuda". Buffers in the memory of a GPU are given to
+    # the methods above as others are. One that enqueues returns when the operation is enqueued
+    # on the buffers' stream, and has the methods that follow; another waits for that stream.
+
+    #: Whether operations on the memory of a GPU are enqueued on a stream.
+    enqueues: ClassVar[bool] = False
+    #: Whether it enqueues without waiting for the peers: not before they are connected.
+    ready: bool = True
+    #: The GPU that this rank's buffers have to be on, None for any.
+    device: Device | None = None
+
+    def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
+        """Tell whether reduction ``what`` can be made in the memory of a GPU.
+
+        The communicator takes the others through host memory.
+        """
+        return False
+
+    def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
+        """Return a stream beside the callers' for what is asynchronous, one for each lane."""
+        raise NotImplementedError
+
+    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+        """Wait on the host for an event after an operation; raise what went wrong with that.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` has passed, which breaks nothing.
+        """
+        raise NotImplementedError
+
+    def keep_until(self, event: Event, things: object) -> None:
+        """Keep a reference to ``things``, memory that is in use, until ``event`` has come."""
+        raise NotImplementedError
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return a context in which operations on the memory of a GPU are started together."""
+        return nullcontext()
+
+    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+        """Return ``nbytes`` bytes on the GPU, allocated by all ranks together; as :meth:`empty`."""
+        raise NotImplementedError
+
+
+class Group(Backend):
+    """Some ranks of another transport, by translation of ranks and tags."""
+
+    def __init__(self, parent: Backend, ranks: Sequence[int]) -> None:
+        self._parent: Backend = parent
+        self._ranks: Sequence[int] = range(parent.size)
+        # A class attribute elsewhere; here it follows the transport underneath.
+        self.name = parent.name  # type: ignore[misc]
+        self.capabilities = parent.capabilities
+        self.rank = list(ranks).index(parent.rank)
+        self.size = len(ranks)
+        self._context = _context(parent, tuple(ranks))
+        # A group of a group sends over the transport itself: contexts must not add up.
+        if isinstance(parent, Group):
+            self._parent, self._ranks = parent._parent, parent._ranks
+        self._ranks = tuple(self._ranks[rank] for rank in ranks)
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        """Refuse: a group is made by :meth:`Backend.group`."""
+        raise TypeError("a Group is made by Backend.group(ranks)")
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        self._parent.send(src, self._ranks[dst], self._context + tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        source = ANY_SOURCE if src == ANY_SOURCE else self._ranks[src]
+        return self._ranks.index(self._parent.recv(dst, source, self._context + tag, timeout))
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        self._parent.sendrecv(
+            src, self._ranks[to], dst, self._ranks[source], self._context + tag, timeout
+        )
+
+    def refuse_broken(self, where: object) -> None:
+        self._parent.refuse_broken(where)
+
+    def abort(self, failure: Failure) -> None:
+        # Its messages share the parent's connections, so there is no breaking one alone.
+        self._parent.abort(failure)
+
+    def close(self) -> None:
+        """Do nothing: the connections are the parent's."""
+
+
+def _context(parent: Backend, ranks: tuple[int, ...]) -> int:
+    """Return the tag offset of a new group: equal on its members, and its own.
+
+    The n-th group of the same members is the n-th on each of them, so they agree on it
+    without a message; a group's tags start at a hash of that, 32 bits up.
+    """
+    made: dict[tuple[int, ...], int] = parent.__dict__.setdefault("_groups_made", {})
+    made[ranks] = nth = made.get(ranks, 0) + 1
+    outer = getattr(parent, "_context", 0)
+    digest = hashlib.blake2b(repr((outer, ranks, nth)).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") >> 1 or 1) << 32

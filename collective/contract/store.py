@@ -1,0 +1,59 @@
+"""Rendezvous: a small key-value store in which the ranks of a job find each other.
+
+It is needed only until a transport is connected: everything later travels over the transport.
+Which there are is :mod:`collective.start`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+from collective.errors import RendezvousError
+
+__all__ = ["Store"]
+
+# A poll costs one failed open(2), some microseconds; ranks of one job start
+# milliseconds apart at best, so there is nothing to win below a millisecond.
+_POLL_FIRST_S = 0.001
+_POLL_LAST_S = 0.02
+
+
+class Store(ABC):
+    """What every rendezvous store promises. Keys are short ASCII words, values bytes."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Publish ``value``. Readers see all of it or nothing; a second set replaces it."""
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """Return the value of ``key``, waiting for it until ``deadline``.
+
+        Args:
+            key: what some rank has published or will publish.
+            deadline: on the clock of ``time.monotonic()``, in seconds.
+
+        Raises:
+            RendezvousError: the deadline passed and the key is still absent.
+        """
+        pause = _POLL_FIRST_S
+        while (value := self.try_get(key)) is None:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_LAST_S)
+        return value
+
+    @abstractmethod
+    def try_get(self, key: str) -> bytes | None:
+        """Return the value of ``key``, or None if nobody has published it yet."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Forget ``key``. An absent key is no error."""
+
+    def close(self) -> None:  # noqa: B027  an offer, not a duty
+        """Let go of what works for the store: this rank neither asks nor tells any more."""
+
+    def check(self) -> None:  # noqa: B027  an offer, not a duty
+        """Raise if it is known that the ranks will not meet; asked while they are awaited."""

@@ -1,0 +1,1 @@
+"""Arrays of any framework, and the buffers that transports move."""

@@ -1,0 +1,373 @@
+"""An array in the memory of a GPU, as the calls see it.
+
+It answers to those methods and functions of NumPy that the calls use, with NumPy's meaning, so
+that one code serves both. Elements are bytes with a dtype: nothing computes with them here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from collective import cuda
+from collective.cuda import Device, Stream
+from collective.errors import DeviceError, ShapeError
+
+from . import device_copies, device_layout
+from .device_copies import PlainSpace, Space
+
+__all__ = ["DeviceArray", "Flags", "PlainSpace", "Space"]
+
+Array = np.ndarray[Any, Any]
+Ints = tuple[int, ...]
+
+
+class Flags:
+    """What an array's memory is like, as in ``numpy.ndarray.flags``."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: DeviceArray) -> None:
+        self._array = array
+
+    @property
+    def c_contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        return self._array._strides is None
+
+    @property
+    def writeable(self) -> bool:
+        """Whether elements may be written."""
+        return self._array.writeable
+
+    @property
+    def owndata(self) -> bool:
+        """Whether the memory was allocated for this array."""
+        return self._array.base is None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each element is at a multiple of its own alignment."""
+        array = self._array
+        unit = array.dtype.alignment
+        return not array.address % unit and all(not stride % unit for stride in array.strides)
+
+    @property
+    def carray(self) -> bool:
+        """Whether it is contiguous, writeable and aligned."""
+        array = self._array
+        return (
+            array._strides is None and array.writeable and not array.address % array.dtype.alignment
+        )
+
+
+class DeviceArray:
+    """Elements in the memory of a GPU.
+
+    What is done with them is enqueued on :attr:`in_force`. An operation on two arrays of
+    different streams is ordered after the work on both, and before what comes on both.
+
+    Args:
+        address: of the element whose indices are all 0.
+        shape: as in NumPy.
+        dtype: NumPy's dtype of the elements' storage.
+        device: the GPU.
+        stream: on which the elements are ready, and will be used.
+        strides: in bytes, one an axis; None for C order without gaps.
+        owner: what keeps the memory alive, the framework's array where there is one.
+        writeable: whether elements may be written.
+        space: of the framework whose memory derived arrays shall have; None for CUDA's own.
+
+    Attributes:
+        base: the array whose view this is; the owner, where this is a view of what is no
+            DeviceArray; None where the memory is this array's own.
+    """
+
+    __array_ufunc__ = None
+
+    __slots__ = (
+        "__weakref__",
+        "_strides",
+        "address",
+        "base",
+        "device",
+        "dtype",
+        "owner",
+        "shape",
+        "space",
+        "stream",
+        "writeable",
+    )
+
+    def __init__(
+        self,
+        address: int,
+        shape: Ints,
+        dtype: Any,
+        device: Device,
+        stream: Stream,
+        *,
+        strides: Ints | None = None,
+        owner: Any = None,
+        writeable: bool = True,
+        space: Space | None = None,
+    ) -> None:
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype = np.dtype(dtype)
+        self.device = device
+        self.stream = stream
+        if strides is not None and device_layout.is_contiguous(shape, strides, dtype.itemsize):
+            strides = None
+        self._strides = strides
+        self.owner = self.base = owner
+        self.writeable = writeable
+        self.space: Space = device_copies.PLAIN if space is None else space
+
+    def _derived(
+        self, address: int, shape: Ints, strides: Ints | None, dtype: np.dtype[Any]
+    ) -> DeviceArray:
+        """Return a view; ``strides`` None if contiguous."""
+        made: DeviceArray = _new(DeviceArray)
+        made.address = address
+        made.shape = shape
+        made.dtype = dtype
+        made.device = self.device
+        made.stream = self.stream
+        if strides is not None and device_layout.is_contiguous(shape, strides, dtype.itemsize):
+            strides = None
+        made._strides = strides
+        made.owner = self.owner
+        made.base = self.base if type(self.base) is DeviceArray else self
+        made.writeable = self.writeable
+        made.space = self.space
+        return made
+
+    # -- what it is -----------------------------------------------------------------------
+
+    @property
+    def in_force(self) -> Stream:
+        """The stream on which this thread works with it: its own, but for ``cuda.on``."""
+        return cuda.in_force(self.stream)
+
+    @property
+    def strides(self) -> Ints:
+        """Bytes from one element to the next, along each axis."""
+        found = self._strides
+        return device_layout.c_strides(self.shape, self.dtype.itemsize) if found is None else found
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def flags(self) -> Flags:
+        """What the memory is like."""
+        return Flags(self)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where the first byte is and where the last one ends."""
+        return device_layout.bounds(self.address, self.shape, self.strides, self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array of no dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[DeviceArray]:
+        return (self[index] for index in range(len(self)))
+
+    def __bool__(self) -> bool:
+        raise _unreadable(self)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.dtype} {self.shape} on {self.device})"
+
+    # -- views ----------------------------------------------------------------------------
+
+    @property
+    def T(self) -> DeviceArray:
+        """The view with the axes in reverse order."""
+        return self.transpose(tuple(range(len(self.shape)))[::-1])
+
+    def transpose(self, order: Ints) -> DeviceArray:
+        """Return the view with the axes in ``order``."""
+        strides = self.strides
+        return self._derived(
+            self.address,
+            tuple(self.shape[axis] for axis in order),
+            tuple(strides[axis] for axis in order),
+            self.dtype,
+        )
+
+    def ravel(self) -> DeviceArray:
+        """Return the elements as one axis in C order: a view if contiguous, or a copy."""
+        packed = self if self._strides is None else self.copy()
+        return packed._derived(packed.address, (math.prod(self.shape),), None, self.dtype)
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        """Return the elements in another shape: a view where possible, or a copy."""
+        if shape == (-1,) and self._strides is None:
+            return self.ravel()
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        new = device_layout.resolved(wanted, self.size)
+        if self._strides is None:
+            return self._derived(self.address, new, None, self.dtype)
+        strides = device_layout.reshaped(self.shape, self._strides, new)
+        if strides is None:
+            return self.copy().reshape(new)
+        return self._derived(self.address, new, strides, self.dtype)
+
+    def view(self, dtype: Any) -> DeviceArray:
+        """Return the same bytes as elements of another dtype.
+
+        Raises:
+            ShapeError: the last axis has gaps, or does not hold whole elements.
+        """
+        new = np.dtype(dtype)
+        old, width = self.dtype.itemsize, new.itemsize
+        if width == old:
+            return self._derived(self.address, self.shape, self._strides, new)
+        strides = self._strides
+        length = self.shape[-1] if self.shape else 0
+        row = length * old
+        gaps = strides is not None and strides[-1] != old and length != 1
+        if not self.shape or row % width or gaps:
+            raise ShapeError(
+                f"view: {self.dtype} {self.shape} as {new}; the last axis must be contiguous "
+                "and hold whole elements."
+            )
+        strides = None if strides is None else (*strides[:-1], width)
+        return self._derived(self.address, (*self.shape[:-1], row // width), strides, new)
+
+    def broadcast_to(self, shape: Ints) -> DeviceArray:
+        """Return a view, not for writing, in which elements repeat to ``shape``."""
+        strides = device_layout.broadcast(self.shape, self.strides, shape)
+        made = self._derived(self.address, shape, strides, self.dtype)
+        made.writeable = False
+        return made
+
+    def __getitem__(self, key: Any) -> DeviceArray:
+        if type(key) is slice and self._strides is None and len(self.shape) == 1:
+            start, stop, step = key.indices(self.shape[0])
+            if step == 1:
+                dtype = self.dtype
+                address = self.address + start * dtype.itemsize
+                return self._derived(address, (max(stop - start, 0),), None, dtype)
+        offset, shape, strides = device_layout.indexed(key, self.shape, self.strides)
+        return self._derived(self.address + offset, shape, strides, self.dtype)
+
+    # -- new memory and copies --------------------------------------------------------------
+
+    def allocate(self, shape: int | Ints, dtype: Any = None) -> DeviceArray:
+        """Return uninitialised memory of its own on the same GPU, of the same framework."""
+        wanted = (shape,) if isinstance(shape, int) else shape
+        kind = self.dtype if dtype is None else np.dtype(dtype)
+        stream = self.in_force
+        nbytes = math.prod(wanted) * kind.itemsize
+        address, owner = self.space.empty(nbytes, self.device, stream)
+        made = DeviceArray(
+            address, wanted, kind, self.device, stream, owner=owner, space=self.space
+        )
+        made.base = None
+        return made
+
+    def copy(self) -> DeviceArray:
+        """Return a contiguous copy."""
+        made = self.allocate(self.shape)
+        made[...] = self
+        return made
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        device_copies.assign(self[key], value)
+
+    def to_host(self, out: Array | None = None) -> Array:
+        """Copy the elements to host memory, and wait until they are there.
+
+        Args:
+            out: of the same shape and dtype; by default new, and for arrays that are not
+                large page-locked memory, which other copies use again once it is dropped.
+
+        Returns:
+            ``out``, or a new array.
+        """
+        return device_copies.to_host(self, out)
+
+    def fill_from_host(self, source: Array) -> None:
+        """Copy elements from host memory, and wait until they are there.
+
+        Args:
+            source: of the same shape and dtype.
+        """
+        device_copies.fill_from_host(self, source)
+
+    # -- protocols ------------------------------------------------------------------------
+
+    def __array_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        from .device_functions import FUNCTIONS
+
+        found = FUNCTIONS.get(func)
+        if found is None:
+            return NotImplemented
+        return found(*args, **kwargs)
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        raise _unreadable(self)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address if self.size else 0, not self.writeable),
+            "version": 3,
+            "strides": self._strides,
+            # 0 is the default stream to the driver and forbidden here.
+            "stream": self.in_force.handle or 1,
+        }
+
+    def __dlpack__(self, **options: Any) -> Any:
+        from . import dlpack
+
+        return dlpack.export(self, **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        from . import dlpack
+
+        return dlpack.device_of(self)
+
+
+_new = object.__new__
+
+
+def _unreadable(array: DeviceArray) -> DeviceError:
+    return DeviceError(
+        f"array: {array!r} cannot be read from the host; it is never copied there silently. "
+        "Use to_host()."
+    )

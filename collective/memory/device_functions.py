@@ -1,0 +1,139 @@
+"""NumPy's functions for arrays of GPUs: those that the calls use (NEP 18)."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.errors import DeviceError, DtypeError, ShapeError
+
+from . import device_layout
+from .device_array import DeviceArray
+
+__all__ = ["FUNCTIONS"]
+
+#: NumPy's function -> ours.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def _for(function: Any) -> Callable[[Any], Any]:
+    def register(ours: Any) -> Any:
+        FUNCTIONS[function] = ours
+        return ours
+
+    return register
+
+
+@_for(np.concatenate)
+def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> DeviceArray:
+    arrays = list(arrays)
+    for array in arrays:
+        _check_device("concatenate", array)
+    if axis is None:
+        arrays, axis = [array.ravel() for array in arrays], 0
+    first = arrays[0]
+    if not -first.ndim <= axis < first.ndim:
+        raise ShapeError(f"concatenate: axis {axis} of arrays of {first.ndim} dimensions.")
+    axis %= first.ndim
+    for array in arrays:
+        if array.shape[:axis] + array.shape[axis + 1 :] != _without(first.shape, axis) or (
+            array.ndim != first.ndim
+        ):
+            raise ShapeError(
+                f"concatenate: shapes {first.shape} and {array.shape} differ beside axis {axis}."
+            )
+        if array.dtype != first.dtype:
+            raise DtypeError(f"concatenate: dtypes {first.dtype} and {array.dtype}.")
+    total = sum(array.shape[axis] for array in arrays)
+    shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
+    if out is None:
+        out = first.allocate(shape)
+    else:
+        _check_device("concatenate: out", out)
+        if out.shape != shape:
+            raise ShapeError(f"concatenate: out has shape {out.shape}; the result has {shape}.")
+    start = 0
+    for array in arrays:
+        stop = start + array.shape[axis]
+        out[(slice(None),) * axis + (slice(start, stop),)] = array
+        start = stop
+    return out  # type: ignore[no-any-return]
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _check_device(what: str, array: Any) -> None:
+    if type(array) is not DeviceArray:
+        raise DeviceError(
+            f"{what}: {type(array).__name__} together with arrays of a GPU; nothing is copied "
+            "between it and the host silently. Use to_host() or fill_from_host()."
+        )
+
+
+@_for(np.may_share_memory)
+@_for(np.shares_memory)
+def _may_share_memory(a: Any, b: Any, max_work: Any = None) -> bool:
+    """Compare the ranges of addresses; GPUs and the host have one space of them."""
+    (low, high), (start, stop) = _bounds(a), _bounds(b)
+    return low < stop and start < high
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    if type(array) is DeviceArray:
+        return array.bounds
+    host = np.asarray(array)
+    address = host.__array_interface__["data"][0]
+    return device_layout.bounds(address, host.shape, host.strides, host.itemsize)
+
+
+@_for(np.copyto)
+def _copyto(dst: Any, src: Any) -> None:
+    _check_device("copyto", dst)
+    dst[...] = src
+
+
+@_for(np.moveaxis)
+def _moveaxis(a: DeviceArray, source: Any, destination: Any) -> DeviceArray:
+    return a.transpose(device_layout.axes_moved(a.ndim, source, destination))
+
+
+@_for(np.atleast_1d)
+def _atleast_1d(a: DeviceArray) -> DeviceArray:
+    return a if a.ndim else a.reshape(1)
+
+
+@_for(np.empty_like)
+def _empty_like(
+    prototype: DeviceArray,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+) -> DeviceArray:
+    wanted = prototype.shape if shape is None else shape
+    return prototype.allocate(tuple(wanted) if not isinstance(wanted, int) else wanted, dtype)
+
+
+@_for(np.split)
+def _split(ary: DeviceArray, indices_or_sections: Any, axis: int = 0) -> list[DeviceArray]:
+    if not -ary.ndim <= axis < ary.ndim:
+        raise ShapeError(f"split: axis {axis} of an array of {ary.ndim} dimensions.")
+    axis %= ary.ndim
+    length = ary.shape[axis]
+    if np.ndim(indices_or_sections) == 0:
+        sections = operator.index(indices_or_sections)
+        if sections <= 0 or length % sections:
+            raise ShapeError(f"split: {length} rows do not make {sections} equal parts.")
+        cuts = [length // sections * k for k in range(1, sections)]
+    else:
+        cuts = [operator.index(cut) for cut in indices_or_sections]
+    before = (slice(None),) * axis
+    return [
+        ary[(*before, slice(start, stop))] for start, stop in itertools.pairwise([0, *cuts, length])
+    ]

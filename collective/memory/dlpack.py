@@ -1,0 +1,359 @@
+"""DLPack, the protocol by which frameworks lend each other arrays, for arrays of GPUs.
+
+NumPy speaks it for the CPU; for GPUs the capsules are read here, and made of NumPy's. What is
+lent is a C structure in a capsule: the taker renames the capsule, and calls the structure's
+deleter when it needs the memory no more.
+
+Source: dmlc/dlpack, include/dlpack/dlpack.h, versions 0.8 and 1.1; the Python side is in the
+array API standard, under ``__dlpack__``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_void_p, py_object
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+
+from . import device_layout, dtypes
+from .dtypes import BY_NAME, DType
+
+if TYPE_CHECKING:
+    from collective.cuda import Stream
+
+    from .device_array import DeviceArray
+
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "export", "lend", "read", "take"]
+
+# DLDeviceType. What is managed moves between host and GPU by itself; it is taken as the GPU's.
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+#: The number of the legacy default stream; 2 is the one per thread.
+LEGACY = 1
+_READ_ONLY, _IS_COPIED = 1, 2
+_VERSION = (1, 1)
+
+# Whether capsules of version 1 can be made: NumPy 2.1 brought them.
+_SPEAKS_1 = np.lib.NumpyVersion(np.__version__) >= "2.1.0.dev0"
+
+# DLDataTypeCode, by our kind or, where that does not tell, by our name.
+_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+_CODES |= {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
+
+
+class _Tensor(Structure):
+    """DLTensor, with DLDevice and DLDataType spelled out."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(Structure):
+    """DLManagedTensor, before version 1."""
+
+    _fields_ = [("tensor", _Tensor), ("context", c_void_p), ("deleter", c_void_p)]
+    name = b"dltensor"
+    used = b"used_dltensor"
+
+
+class _Versioned(Structure):
+    """DLManagedTensorVersioned."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", c_void_p),
+        ("deleter", c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+    name = b"dltensor_versioned"
+    used = b"used_dltensor_versioned"
+
+
+def _c(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of Python's own C API; it keeps the GIL."""
+    # A function object of our own: attributes of pythonapi are shared with everybody.
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+_is_capsule = _c("PyCapsule_IsValid", c_int32, c_void_p, c_char_p)
+_pointer_in = _c("PyCapsule_GetPointer", c_void_p, c_void_p, c_char_p)
+_rename = _c("PyCapsule_SetName", c_int32, py_object, c_char_p)
+_Deleter = ctypes.PYFUNCTYPE(None, c_void_p)
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+class Borrowed:
+    """Memory of somebody else's, given back when this is dropped."""
+
+    __slots__ = ("_address", "_deleter")
+
+    def __init__(self, address: int, deleter: int | None) -> None:
+        self._address = address
+        # With the GIL, as when a capsule is freed: not every deleter takes it by itself.
+        self._deleter = _Deleter(deleter) if deleter else None
+
+    def __del__(self) -> None:
+        if self._deleter is not None:
+            self._deleter(self._address)
+
+
+class Lent(NamedTuple):
+    """What a capsule held.
+
+    Attributes:
+        address: of the first element.
+        strides: in bytes.
+        device: type and number, as DLPack counts them.
+        owner: keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+    device: tuple[int, int]
+    writeable: bool
+    owner: Any
+
+
+def take(capsule: Any) -> Lent:
+    """Take what a capsule holds, on whatever device; the capsule is used up.
+
+    Raises:
+        InvalidArgumentError: it is no DLPack capsule, of a later major version, or used.
+        DtypeError: its elements cannot travel.
+    """
+    for kind in (_Versioned, _Managed):
+        if _is_capsule(id(capsule), kind.name):
+            break
+    else:
+        raise InvalidArgumentError(
+            f"dlpack: {capsule!r} is no unused DLPack capsule; export the array again."
+        )
+    address = _pointer_in(id(capsule), kind.name)
+    managed: Any = kind.from_address(address)
+    versioned = kind is _Versioned
+    if versioned and managed.major != _VERSION[0]:
+        raise InvalidArgumentError(
+            f"dlpack: version {managed.major}.{managed.minor}; {_VERSION[0]} is understood here."
+        )
+    tensor = managed.tensor
+    dtype = _dtype(tensor)
+    # A null pointer cannot be sliced, not even to nothing.
+    shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+    if tensor.ndim and tensor.strides:
+        strides = tuple(s * dtype.itemsize for s in tensor.strides[: tensor.ndim])
+    else:
+        strides = device_layout.c_strides(shape, dtype.itemsize)
+    # From here on the memory is ours to give back.
+    _rename(capsule, kind.used)
+    return Lent(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        dtype,
+        (tensor.device_type, tensor.device_id),
+        not (versioned and managed.flags & _READ_ONLY),
+        Borrowed(address, managed.deleter),
+    )
+
+
+def read(x: Any) -> tuple[DeviceArray, DType]:
+    """Return an array on a GPU, of a framework that speaks DLPack, where it is.
+
+    It is used on the legacy default stream, which is told to the framework; it makes that
+    stream wait for what it has enqueued on others. The other way round there is no such
+    thing: what uses the array afterwards must be on a stream that waits for that one.
+
+    Raises:
+        DeviceError: it is not on a GPU.
+        DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
+    """
+    from collective import cuda
+
+    from .device_array import DeviceArray
+
+    lent = take(_ask(x))
+    if lent.device[0] not in (CUDA, CUDA_MANAGED):
+        raise DeviceError(
+            f"{type(x).__name__}: it is on DLPack device {lent.device}; pass an array on a GPU "
+            "of NVIDIA's or on the CPU."
+        )
+    device = cuda.device(lent.device[1])
+    array = DeviceArray(
+        lent.address,
+        lent.shape,
+        lent.dtype.storage,
+        device,
+        device.stream(0),
+        strides=lent.strides,
+        owner=lent.owner,
+        writeable=lent.writeable,
+    )
+    return array, lent.dtype
+
+
+def _ask(x: Any) -> Any:
+    try:
+        try:
+            return x.__dlpack__(stream=LEGACY, max_version=_VERSION)
+        except TypeError:  # older than version 1
+            return x.__dlpack__(stream=LEGACY)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{type(x).__name__}: cannot be seen through DLPack: {error}"
+        ) from error
+
+
+def _type_of(dtype: DType) -> tuple[int, int]:
+    """Return DLPack's code and number of bits."""
+    return _CODES[dtype.name if dtype.name in _CODES else dtype.kind], 8 * dtype.itemsize
+
+
+_TYPES = {_type_of(dtype): dtype for dtype in BY_NAME.values()}
+
+
+def _dtype(tensor: _Tensor) -> DType:
+    found = _TYPES.get((tensor.code, tensor.bits))
+    if found is None or tensor.lanes != 1:
+        raise DtypeError(
+            f"dlpack: elements of code {tensor.code}, {tensor.bits} bits and {tensor.lanes} "
+            f"lanes cannot travel; one of {', '.join(BY_NAME)}. Convert them."
+        )
+    return found
+
+
+# -- lending -------------------------------------------------------------------------------
+
+
+def export(
+    array: DeviceArray,
+    *,
+    stream: Any = None,
+    max_version: tuple[int, int] | None = None,
+    dl_device: tuple[int, int] | None = None,
+    copy: bool | None = None,
+    dtype: DType | None = None,
+) -> Any:
+    """Return a capsule that lends ``array``: what its ``__dlpack__`` returns.
+
+    Args:
+        array: what is lent; it lives until the taker has called the deleter.
+        stream: where the taker uses it, as the standard numbers them: that stream is made to
+            wait for what is enqueued on the array's. −1 for no waiting.
+        max_version: the newest version that the taker reads.
+        dl_device: where the taker wants it.
+        copy: True for a copy, False for none.
+        dtype: the element type, where NumPy has no name for it.
+
+    Raises:
+        BufferError: as the standard wants it, for what cannot be done: memory that is
+            read-only for a taker that does not know the flag, strides that are no whole
+            elements, another device.
+        InvalidArgumentError: ``stream`` is no stream.
+    """
+    if dl_device is not None and tuple(map(int, dl_device)) != device_of(array):
+        raise BufferError(
+            f"dlpack: the array is on {device_of(array)}, not on {tuple(map(int, dl_device))}. "
+            "Copy it there yourself; array.to_host() is for the CPU."
+        )
+    from collective import cuda
+
+    taker = None if stream == -1 else _stream(array, 1 if stream is None else stream)
+    versioned = _SPEAKS_1 and max_version is not None and max_version[0] >= _VERSION[0]
+    dtype = dtype or dtypes.from_numpy(array.dtype)
+    if copy:
+        array = array.copy()
+    if not array.writeable and not versioned:
+        raise BufferError(
+            "dlpack: the array is read-only, which versions before 1 cannot say. Pass "
+            "max_version=(1, 0), or copy=True."
+        )
+    if taker is not None:
+        taker.wait_for(cuda.in_force(array.stream))
+    flags = (0 if array.writeable else _READ_ONLY) | (_IS_COPIED if copy else 0)
+    return lend(
+        Lent(
+            array.address,
+            array.shape,
+            array.strides,
+            dtype,
+            device_of(array),
+            array.writeable,
+            array,
+        ),
+        flags if versioned else None,
+    )
+
+
+def device_of(array: DeviceArray) -> tuple[int, int]:
+    """Return what the array's ``__dlpack_device__`` returns."""
+    return CUDA, array.device.ordinal
+
+
+def _stream(array: DeviceArray, number: Any) -> Stream:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InvalidArgumentError(
+            f"dlpack: stream {number!r}; −1 for no waiting, 1 or None for the legacy default "
+            "stream, 2 for the one per thread, or a handle. 0 says nothing."
+        )
+    return array.device.stream(0 if number == LEGACY else number)
+
+
+class _Shell:
+    """Gives an array of NumPy's its address and layout, and keeps what owns the memory."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, lent: Lent) -> None:
+        self.owner = lent.owner
+        width = lent.dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": lent.shape,
+            "typestr": np.dtype("c16" if width == 16 else f"u{width}").str,
+            "strides": lent.strides,
+            "data": (lent.address, False),
+        }
+
+
+def lend(lent: Lent, flags: int | None) -> Any:
+    """Return a new capsule.
+
+    It is NumPy's: its deleter is C, which may run with an exception under way, in threads that
+    are not Python's, and when the interpreter has ended. NumPy reads nothing of the memory;
+    where that is and what it holds is put right in the structure.
+
+    Args:
+        lent: what is lent; its owner is kept until the taker has called the deleter.
+        flags: of version 1; None makes a capsule of the versions before, as does a NumPy
+            older than 2.1.
+    """
+    array: Any = np.asarray(_Shell(lent))
+    versioned = flags is not None and _SPEAKS_1
+    capsule = array.__dlpack__(max_version=_VERSION) if versioned else array.__dlpack__()
+    kind = _Versioned if versioned else _Managed
+    managed: Any = kind.from_address(_pointer_in(id(capsule), kind.name))
+    if versioned:
+        managed.flags = flags
+    tensor = managed.tensor
+    tensor.data, tensor.byte_offset = lent.address, 0
+    tensor.device_type, tensor.device_id = lent.device
+    tensor.code, tensor.bits = _type_of(lent.dtype)
+    return capsule

@@ -1,0 +1,1 @@
+"""Who am I, where do we meet, which transport: from settings to a communicator."""

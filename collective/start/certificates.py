@@ -1,0 +1,77 @@
+"""TLS for what ranks of several hosts say beside the transport: to the hub and to the store.
+
+Both sides show a certificate that one authority has signed. That keeps what they say from
+others; who may join is for the secret to say, which therefore has to be there, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from collective.contract.secret import REMEDY
+from collective.contract.world import Tls
+from collective.errors import ConfigError
+
+from .secret_file import private_bytes
+
+if TYPE_CHECKING:
+    import ssl
+
+    from .config import Config
+
+__all__ = ["resolve"]
+
+_KEYS = ("tls_cert", "tls_key", "tls_ca")
+
+
+def resolve(config: Config) -> Tls | None:
+    """Return what the settings ask for, or None where they name no certificates.
+
+    Raises:
+        ConfigError: some are missing, cannot be used, or there is no secret.
+    """
+    given = [key for key in _KEYS if getattr(config, key)]
+    if not given:
+        return None
+    missing = [key for key in _KEYS if key not in given]
+    if missing:
+        raise ConfigError(
+            f"{given[0]}: {getattr(config, given[0])!r} ({config.origin(given[0])}) without "
+            f"{' and '.join(missing)}; both sides of a connection show a certificate and check "
+            "the other's. Set COLLECTIVE_TLS_CERT, COLLECTIVE_TLS_KEY and COLLECTIVE_TLS_CA."
+        )
+    if config.resolved_secret() is None:
+        raise ConfigError(
+            f"tls_cert: {config.tls_cert!r} ({config.origin('tls_cert')}) and no secret; "
+            "certificates keep others from reading along, and a secret says who may join. "
+            f"{REMEDY}."
+        )
+    private_bytes("tls_key", config.tls_key, config.origin("tls_key"))
+    return Tls(_context(config, listening=False), _context(config, listening=True))
+
+
+def _context(config: Config, listening: bool) -> ssl.SSLContext:
+    import ssl  # most programs need no OpenSSL
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listening else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Ranks know each other by addresses that are found at run time: what counts is who signed.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if listening:
+        context.num_tickets = 0  # nobody comes back
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, _refuse_to_ask)
+        context.load_verify_locations(config.tls_ca)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = ", ".join(f"{key} {getattr(config, key)!r}" for key in _KEYS)
+        raise ConfigError(
+            f"tls: {files}: {error}. They must be PEM files: a certificate, its key without a "
+            "password, and the certificate of the authority that has signed all ranks'."
+        ) from error
+    return context
+
+
+def _refuse_to_ask() -> str:
+    # OpenSSL would ask at the terminal, one rank after the other.
+    raise ValueError("the key is encrypted")

@@ -1,0 +1,265 @@
+"""What other programs' launchers say about this process.
+
+Each launcher tells its processes who they are in environment variables. A reader a
+launcher, tried in a fixed order: a launch inside another launch (``collective run``
+inside ``sbatch``, ``torchrun`` inside ``srun``) belongs to the inner one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from collective.errors import ConfigError
+
+from .network import is_loopback
+
+__all__ = ["MPI_LAUNCHERS", "Launched", "detect"]
+
+#: Those whose processes are the ranks of an MPI world.
+MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Who a launcher says this process is.
+
+    Attributes:
+        launcher: ``collective``, ``torchrun``, ``openmpi``, ``intelmpi``, ``mpich`` or
+            ``slurm``.
+        rank: this process among all, from 0.
+        size: how many processes were launched.
+        local_rank: this process among those of its host, from 0.
+        local_size: how many processes were launched on this host.
+        job: a name that all processes of the launch on this host derive alike and
+            those of another running launch do not; None if the launcher gives none.
+        hosts: on how many hosts, where that is told to all processes alike; else None.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    job: str | None
+    hosts: int | None = None
+
+
+def detect(environ: Environ) -> Launched | None:
+    """Return what the launcher of this process says, or None if there was no launcher.
+
+    Args:
+        environ: environment variables, such as ``os.environ``.
+
+    Raises:
+        ConfigError: a launcher's variables are incomplete or contradict each other.
+    """
+    for read in _READERS:
+        launched = read(environ)
+        if launched is not None:
+            return launched
+    return None
+
+
+class _Told(NamedTuple):
+    """A number that a launcher's variable told, and the variable, for error texts."""
+
+    number: int
+    variable: str
+
+
+def _collective(environ: Environ) -> Launched | None:
+    told = _Variables("collective", environ)
+    if not told.any("COLLECTIVE_RANK", "COLLECTIVE_SIZE"):
+        return None
+    rank, size = told.number("COLLECTIVE_RANK"), told.number("COLLECTIVE_SIZE")
+    local = rank, size
+    if told.any("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE"):
+        local = told.number("COLLECTIVE_LOCAL_RANK"), told.number("COLLECTIVE_LOCAL_SIZE")
+    job = environ.get("COLLECTIVE_STORE") or None
+    if job and not job.startswith("tcp:"):
+        job = os.path.abspath(os.path.expanduser(job))
+    return told.launched(rank, size, *local, job)
+
+
+def _torchrun(environ: Environ) -> Launched | None:
+    told = _Variables("torchrun", environ)
+    if not told.any("RANK", "WORLD_SIZE"):
+        return None
+    rank, size = told.number("RANK"), told.number("WORLD_SIZE")
+    local = rank, size
+    address = environ.get("MASTER_ADDR", "")
+    # Programs that set RANK and WORLD_SIZE themselves often leave out the local two.
+    if told.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
+        local = told.number("LOCAL_RANK"), told.number("LOCAL_WORLD_SIZE")
+    # An elastic agent restarts its processes within one run: another count, another job.
+    run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
+    place = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
+    # A group is what one agent started; without an agent nobody counts the hosts.
+    hosts = told.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
+    return told.launched(rank, size, *local, told.job(*run, place), hosts)
+
+
+def _openmpi(environ: Environ) -> Launched | None:
+    told = _Variables("openmpi", environ)
+    if not told.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return None
+    return told.launched(
+        told.number("OMPI_COMM_WORLD_RANK"),
+        told.number("OMPI_COMM_WORLD_SIZE"),
+        told.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        told.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        told.job(environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")),
+    )
+
+
+def _hydra(environ: Environ) -> Launched | None:
+    """MPICH and Intel MPI share a process manager and its variables."""
+    uuid = environ.get("I_MPI_HYDRA_UUID")
+    told = _Variables("intelmpi" if uuid else "mpich", environ)
+    if not told.any("PMI_RANK", "PMI_SIZE"):
+        return None
+    if "SLURM_STEP_ID" in environ and not told.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
+        return None  # srun --mpi=pmi2 sets these two as well, and tells the rest its own way
+    return told.launched(
+        told.number("PMI_RANK"),
+        told.number("PMI_SIZE"),
+        told.number("MPI_LOCALRANKID"),
+        told.number("MPI_LOCALNRANKS"),
+        told.job(uuid or _process("hydra_pmi_proxy")),
+    )
+
+
+def _slurm(environ: Environ) -> Launched | None:
+    # Inside a batch script, and in the shell of salloc, SLURM_PROCID may be 0 and
+    # SLURM_NTASKS the job's, though only one process runs. What only a process started
+    # by srun has is a step. The shell of an interactive salloc is a step, too; its
+    # number is one of the reserved ones below 2**32.
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= 0xFFFFFFF0 or "SLURM_PROCID" not in environ:
+        return None
+    told = _Variables("slurm", environ)
+    of_step = "SLURM_STEP_NUM_TASKS" in environ
+    return told.launched(
+        told.number("SLURM_PROCID"),
+        told.number("SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS"),
+        told.number("SLURM_LOCALID"),
+        _slurm_tasks_here(told),
+        told.job(environ.get("SLURM_JOB_ID"), step),
+        told.number("SLURM_STEP_NUM_NODES").number if "SLURM_STEP_NUM_NODES" in environ else None,
+    )
+
+
+_READERS: tuple[Callable[[Environ], Launched | None], ...] = (
+    _collective,
+    _torchrun,
+    _openmpi,
+    _hydra,
+    _slurm,
+)
+
+
+class _Variables:
+    """One launcher's variables, and the errors about them."""
+
+    def __init__(self, launcher: str, environ: Environ) -> None:
+        self.launcher = launcher
+        self.environ = environ
+
+    def any(self, *names: str) -> bool:
+        return any(name in self.environ for name in names)
+
+    def number(self, name: str) -> _Told:
+        text = self.environ.get(name)
+        if text is None:
+            raise ConfigError(
+                f"launcher {self.launcher}: {name} is not set, though others of its "
+                "variables are; set it, or unset the others."
+            )
+        if not re.fullmatch(r"[0-9]+", text.strip()):
+            raise ConfigError(
+                f"launcher {self.launcher}: {name}={text!r}; it must be an integer >= 0."
+            )
+        return _Told(int(text), name)
+
+    def job(self, *parts: str | None) -> str:
+        return " ".join((self.launcher, str(os.geteuid()), *(part or "-" for part in parts)))
+
+    def launched(
+        self,
+        rank: _Told,
+        size: _Told,
+        local_rank: _Told,
+        local_size: _Told,
+        job: str | None,
+        hosts: int | None = None,
+    ) -> Launched:
+        for low, high, allowed in (
+            (rank, size, "below"),
+            (local_rank, local_size, "below"),
+            (local_size, size, "at most"),
+        ):
+            if low.number > high.number or (low.number == high.number and allowed == "below"):
+                raise ConfigError(
+                    f"launcher {self.launcher}: {low.variable}={low.number} with "
+                    f"{high.variable}={high.number}; the first must be {allowed} the second."
+                )
+        place = rank.number, size.number, local_rank.number, local_size.number
+        return Launched(self.launcher, *place, job, hosts)
+
+
+def _slurm_tasks_here(told: _Variables) -> _Told:
+    """Return this node's entry of a list such as ``4(x2),3``."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = told.environ.get(name, "")
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(
+                f"launcher slurm: {name}={text!r}; it must be a list such as '4(x2),3', as "
+                "srun sets it."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(set(counts)) == 1:
+        return _Told(counts[0], name)
+    node = told.number("SLURM_NODEID").number
+    if node >= len(counts):
+        raise ConfigError(
+            f"launcher slurm: SLURM_NODEID={node} with {name}={text!r}, which tells of "
+            f"{len(counts)} nodes."
+        )
+    return _Told(counts[node], name)
+
+
+def _process(*managers: str) -> str:
+    """Name the process that started all ranks of this host, by its id and start time.
+
+    That is the nearest ancestor with one of the given program names (a rank may have
+    been started through a shell of its own), or else the parent.
+    """
+    parent = os.getppid()
+    pid = parent
+    while pid > 1:
+        name, above, start = _stat(pid)
+        if name in managers:
+            return f"{pid} {start}"
+        pid = above
+    return f"{parent} {_stat(parent)[2]}"
+
+
+def _stat(pid: int) -> tuple[str, int, str]:
+    """Return name, parent and start time (in clock ticks since boot) of a process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return "", 0, ""  # no /proc here, or the process is gone
+    # The name stands in parentheses and may hold any character, so split after the last.
+    fields = text[text.rindex(")") + 2 :].split()
+    return text[text.index("(") + 1 : text.rindex(")")], int(fields[1]), fields[19]

@@ -1,0 +1,192 @@
+"""A rendezvous store for ranks on several hosts that have a secret: rank 0 serves it.
+
+It is spoken to as the monitor's hub is (:mod:`collective.backends.peers.link`): whoever does
+not know the secret is not listened to. It takes no package beside NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from collective.backends.peers.link import Link, Message, close_in_children, connect
+from collective.backends.peers.server import Server
+from collective.contract.secret import Secret
+from collective.contract.store import Store
+from collective.contract.world import Tls
+from collective.errors import RendezvousError
+
+from .rendezvous import Place
+from .tcp import listen, reach
+
+__all__ = ["PrivateStore"]
+
+_RETRY_S = 0.1
+# An answer that takes longer will never come: the server's host is off, or cut off.
+_ANSWER_S = 30.0
+
+# The servers of this process. They live as long as it does: the next init() meets there too.
+_serving: dict[tuple[str, int], bytes] = {}
+os.register_at_fork(after_in_child=_serving.clear)
+
+
+class PrivateStore(Store):
+    """One rank's connection to a store that rank 0 serves.
+
+    Args:
+        place: where.
+        secret: all ranks have the same.
+        serve: whether this process serves.
+        spans_hosts: whether ranks of other hosts have to reach the server.
+        timeout: seconds until the server must have let this rank in.
+        tls: for the connection, or None.
+
+    Raises:
+        RendezvousError: the port is in use, the host's name is wrong, nobody answers, or who
+            answers does not know the secret.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        secret: Secret,
+        *,
+        serve: bool,
+        spans_hosts: bool,
+        timeout: float,
+        tls: Tls | None = None,
+    ) -> None:
+        self._place = place
+        self._key = secret.key("store")
+        self._tls = tls
+        self._numbers = itertools.count()
+        self._asking = threading.Lock()
+        if serve:
+            _serve(place, self._key, spans_hosts, tls)
+        self._link = self._connect(timeout)
+
+    def __str__(self) -> str:
+        return str(self._place)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask({"kind": "set", "key": key, "value": value.hex()})
+
+    def try_get(self, key: str) -> bytes | None:
+        value = self._ask({"kind": "get", "key": key})
+        return None if value is None else bytes.fromhex(value)
+
+    def delete(self, key: str) -> None:
+        self._ask({"kind": "delete", "key": key})
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, question: Message) -> Any:
+        """Return the server's answer."""
+        deadline = time.monotonic() + _ANSWER_S
+        with self._asking:
+            try:
+                try:
+                    return self._answer(question, deadline)
+                except (EOFError, OSError, ValueError):
+                    # The connection may have broken since it was used; all questions can be
+                    # asked twice.
+                    self._link.close()
+                    self._link = self._connect(max(0.0, deadline - time.monotonic()))
+                    return self._answer(question, deadline)
+            except (EOFError, OSError, ValueError, RendezvousError) as error:
+                raise RendezvousError(
+                    f"rendezvous: {question['kind']} of {question['key']!r} at {self._place} "
+                    f"failed: {error}. Rank 0 serves it, and has ended or cannot be reached any "
+                    "more: keep it running for as long as other ranks connect or make groups."
+                ) from error
+
+    def _answer(self, question: Message, deadline: float) -> Any:
+        number = next(self._numbers)
+        self._link.send({**question, "number": number})
+        # One to a question that was given up may come before it.
+        while (answer := self._link.expect(deadline - time.monotonic())).get("number") != number:
+            pass
+        return answer.get("value")
+
+    def _connect(self, timeout: float) -> Link:
+        """Return a link to the server, which may have to be waited for."""
+        deadline = time.monotonic() + timeout
+        while True:
+            address = reach(self._place, deadline, timeout)
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                return connect(f"{address} {self._place.port}", self._key, left, self._tls)
+            except (EOFError, OSError) as error:
+                # It may be the server of an earlier launch, which is about to end.
+                if time.monotonic() >= deadline:
+                    raise RendezvousError(
+                        f"rendezvous: who answers at {self._place} ({self._place.origin}) is not "
+                        f"rank 0 of this job: {error}. Every rank needs the same secret "
+                        "(COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), and certificates "
+                        "(COLLECTIVE_TLS_…) if one has them; or the port is another program's."
+                    ) from error
+                time.sleep(_RETRY_S)
+
+
+# -- serving -------------------------------------------------------------------------------
+
+
+class _Values:
+    """What the server keeps."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def turn(self) -> bool:
+        return True
+
+    def pause(self) -> float | None:
+        return None
+
+    def heard(self, link: Link, message: Message) -> None:
+        kind, key, number = message["kind"], message["key"], message["number"]
+        if not isinstance(key, str) or type(number) is not int:
+            raise ValueError("a key that is no text, or a number that is none")
+        value = None
+        if kind == "set":
+            bytes.fromhex(message["value"])
+            self._values[key] = message["value"]
+        elif kind == "get":
+            value = self._values.get(key)
+        elif kind == "delete":
+            self._values.pop(key, None)
+        else:
+            raise ValueError(f"a question of kind {kind!r:.40}")
+        link.send({"number": number, "value": value})
+
+    def gone(self, link: Link, why: str) -> None:
+        """Do nothing: it comes again, or its job fails."""
+
+
+def _serve(place: Place, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
+    """Serve at ``place``, unless this process does so already."""
+    where = place.host, place.port
+    if where in _serving:
+        if _serving[where] != key:
+            raise RendezvousError(
+                f"rendezvous: this process serves the ranks of another secret, or another launch, "
+                f"at {place} ({place.origin}). Set another port, on all ranks alike."
+            )
+        return
+    listening = listen(place, spans_hosts)
+    if listening is None:
+        raise RendezvousError(
+            f"rendezvous: port {place.port} of {place.host} ({place.origin}) is in use on "
+            f"{socket.gethostname()} by another program, by torch.distributed in this one, or by "
+            "an earlier run that has not ended. Set COLLECTIVE_STORE=tcp://HOST:PORT with another "
+            "port, on all ranks alike."
+        )
+    close_in_children(listening)
+    server = Server(listening, key, _Values(), tls)
+    threading.Thread(target=server.run, name="collective-store", daemon=True).start()
+    _serving[where] = key

@@ -1,0 +1,148 @@
+"""Where ranks of several hosts meet: the address that their launcher or user has agreed on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from collective.errors import ConfigError
+
+from .launchers import Launched
+
+__all__ = ["Place", "expand", "from_environment", "from_url"]
+
+# A port that srun's tasks work out alike: above the well-known ones, below those that Linux
+# gives to outgoing connections.
+_PORTS = range(15000, 30000)
+
+
+class Place(NamedTuple):
+    """An address at which one process serves all ranks.
+
+    Attributes:
+        host: a name or an address.
+        port: of TCP.
+        origin: what said so, for error texts, such as ``MASTER_ADDR and MASTER_PORT``.
+        served: whether the launcher's own process serves there; otherwise rank 0 does.
+    """
+
+    host: str
+    port: int
+    origin: str
+    served: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def from_url(url: str) -> Place:
+    """Return the place that ``tcp://host:port`` names; the host may be ``[::1]``.
+
+    Raises:
+        ValueError: it is not such a text.
+    """
+    parts = urlsplit(url)
+    extra = parts.path or parts.query or parts.fragment or parts.username
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port or extra:
+        raise ValueError(url)
+    # hostname is in lower case, as names are compared anyway.
+    return Place(parts.hostname, parts.port, "COLLECTIVE_STORE")
+
+
+def from_environment(environ: Mapping[str, str], launched: Launched | None) -> Place | None:
+    """Return the place that the launcher or the user's script tells of, or None.
+
+    That is ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun sets and batch scripts export.
+    Under srun what is missing is worked out: the step's first host, where rank 0 runs, and a
+    port that follows from the numbers of job and step.
+
+    Raises:
+        ConfigError: one of them without the other, or a port that is none.
+    """
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    slurm = launched is not None and launched.launcher == "slurm"
+    origin = "MASTER_ADDR and MASTER_PORT"
+    if not host and slurm:
+        name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+        if name not in environ:
+            return None
+        host, origin = expand(environ[name], name)[0], f"the first host of {name}"
+    if not host and not port:
+        return None
+    if not host or not (port or slurm):
+        given, missing = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
+        raise ConfigError(
+            f"rendezvous: {given}={host or port} without {missing}; the ranks meet at one address "
+            "and port. Set both, on all ranks alike: the host of rank 0 and a port that is free "
+            "there."
+        )
+    served = (
+        launched is not None
+        and launched.launcher == "torchrun"
+        and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
+    return Place(host, _port(port) if port else _derived(environ), origin, served)
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text.strip()) or not 0 < int(text) < 65536:
+        raise ConfigError(
+            f"rendezvous: MASTER_PORT={text!r}; it must be an integer from 1 to 65535. Set it to "
+            "a port that is free on the host of rank 0."
+        )
+    return int(text)
+
+
+def _derived(environ: Mapping[str, str]) -> int:
+    name = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return _PORTS[int.from_bytes(digest, "little") % len(_PORTS)]
+
+
+# -- Slurm's lists of hosts ----------------------------------------------------------------
+
+
+def expand(hostlist: str, name: str) -> list[str]:
+    """Return the hosts of a list as Slurm writes it, such as ``node[01-03,7],x``.
+
+    Several brackets in one name count like digits, the last one fastest.
+
+    Args:
+        hostlist: the list.
+        name: the variable that holds it, for the error text.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    item = r"[^\[\],\s]*(?:\[[0-9,-]+\][^\[\],\s]*)*"
+    if not hostlist.strip() or not re.fullmatch(rf"{item}(?:,{item})*", hostlist.strip()):
+        raise _unreadable(hostlist, name)
+    hosts = []
+    for part in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", hostlist.strip()):
+        found = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            endings = [text] if text else list(_numbers(ranges, hostlist, name))
+            found = [start + end for start in found for end in endings]
+        hosts += found
+    return hosts
+
+
+def _numbers(ranges: str, hostlist: str, name: str) -> Iterator[str]:
+    """Yield the numbers of ``01-03,7``, as wide as they are written."""
+    for part in ranges.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise _unreadable(hostlist, name)
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}d}"
+
+
+def _unreadable(hostlist: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"launcher slurm: {name}={hostlist!r}; it must be a list of hosts such as "
+        "'node[01-03,7],x', as srun sets it."
+    )

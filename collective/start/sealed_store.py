@@ -1,0 +1,91 @@
+"""A store whose values are this job's alone, whoever else can write to it."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+from collective.contract.secret import Secret
+from collective.contract.store import Store
+from collective.errors import RendezvousError
+
+__all__ = ["SealedStore", "seal"]
+
+_NONCE_BYTES, _TAG_BYTES = 16, 32
+
+
+class SealedStore(Store):
+    """Another store, with names and values that only those understand who know a secret.
+
+    A value travels as ``nonce | value | tag``, where the tag is HMAC-SHA256 (RFC 2104) over the
+    key's name, the nonce and the value; a name travels as its own HMAC. Both keys follow from
+    the secret, which is of one job and one of its meetings: what is copied from another, or
+    from another name, has no valid tag. Values can be read by whoever reads the store.
+
+    Args:
+        store: any.
+        secret: the same for all ranks.
+
+    Raises:
+        RendezvousError: from the methods that read: a value that somebody else has put there.
+    """
+
+    def __init__(self, store: Store, secret: Secret) -> None:
+        self._store = store
+        self._of_names, self._of_values = secret.key("store names"), secret.key("store values")
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def set(self, key: str, value: bytes) -> None:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._store.set(self._name(key), nonce + value + self._tag(key, nonce + value))
+
+    def get(self, key: str, deadline: float) -> bytes:
+        name = self._name(key)
+        try:
+            sealed = self._store.get(name, deadline)
+        except RendezvousError as error:
+            raise RendezvousError(
+                f"{str(error).replace(name, key)}; a rank with another secret, or none, would not "
+                "be seen"
+            ) from error
+        return self._opened(key, sealed)
+
+    def try_get(self, key: str) -> bytes | None:
+        sealed = self._store.try_get(self._name(key))
+        return None if sealed is None else self._opened(key, sealed)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(self._name(key))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def check(self) -> None:
+        self._store.check()
+
+    def _name(self, key: str) -> str:
+        return hmac.digest(self._of_names, key.encode(), "sha256").hex()
+
+    def _tag(self, key: str, content: bytes) -> bytes:
+        name = key.encode()
+        message = len(name).to_bytes(4, "big") + name + content
+        return hmac.digest(self._of_values, message, "sha256")
+
+    def _opened(self, key: str, sealed: bytes) -> bytes:
+        content, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]
+        if len(sealed) < _NONCE_BYTES + _TAG_BYTES or not hmac.compare_digest(
+            tag, self._tag(key, content)
+        ):
+            raise RendezvousError(
+                f"rendezvous: the store at {self._store} holds a value that is not this job's, for "
+                f"{key!r}: whoever wrote it does not know its secret. Somebody else reaches the "
+                "store: use one of this launch's own, or keep others from it."
+            )
+        return content[_NONCE_BYTES:]
+
+
+def seal(store: Store, secret: Secret | None) -> Store:
+    """Return ``store`` sealed with ``secret``, or as it is if there is none."""
+    return store if secret is None else SealedStore(store, secret)

@@ -1,0 +1,1 @@
+"""The commands of ``collective``: run, bench, parity, doctor, profile."""

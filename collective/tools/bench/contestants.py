@@ -1,0 +1,170 @@
+"""Who is measured, and how their ranks are started.
+
+A contestant is named ``shm`` (or another of our transports), ``mpi4py``, ``torch``, ``chainermn``
+or ``memcpy``. What stands on MPI may say over which library: ``mpi/openmpi``, ``mpi4py/mpich``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collective.contract.registry import find
+from collective.errors import BackendUnavailableError
+from collective.install import hint
+from collective.launch.mpi import mpiexec
+
+__all__ = ["ALONE", "PEERS", "Contestant", "Side", "named"]
+
+#: The peers. memcpy is no library: it tells what the machine's memory allows.
+PEERS = ("mpi4py", "torch", "chainermn", "memcpy")
+#: A rank without others.
+ALONE = "one rank"
+_ON_MPI = ("mpi", "mpi4py", "chainermn")
+# Transports where comm.empty() is another kind of memory than any.
+_SYMMETRIC = ("shm", "nccl")
+_ROOT = Path(__file__).resolve().parents[2]
+# An environment's own packages come first. What it lacks, and this one has (a framework, say), is
+# taken from here if the Pythons are alike.
+_START = (
+    "import os, sys; version, *paths = sys.argv.pop(1).split(os.pathsep); "
+    "alike = version == '%d.%d' % sys.version_info[:2]; "
+    "sys.path += paths if alike else paths[:1]; "
+    "from collective.tools.bench.worker import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A contestant with one kind of memory and one framework's arrays.
+
+    Attributes:
+        contestant: its name.
+        memory: ``"symmetric"`` or ``"ordinary"``; empty where an operation has no arrays.
+        framework: None where it is the contestant's own.
+    """
+
+    contestant: str
+    memory: str
+    framework: str | None = None
+
+    def __str__(self) -> str:
+        several = self.contestant in _SYMMETRIC
+        return " ".join(
+            [self.contestant, *[self.memory] * several, *filter(None, [self.framework])]
+        )
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A library and how its job is started.
+
+    Attributes:
+        name: as it is shown.
+        ranks: how many.
+        python: the interpreter of an MPI library's environment; None is this one.
+        memories: the kinds of memory that it is measured with.
+        frameworks: whose arrays it is measured with; None stands for its own.
+    """
+
+    name: str
+    ranks: int
+    python: Path | None = None
+    memories: tuple[str, ...] = ("ordinary",)
+    frameworks: tuple[str | None, ...] = (None,)
+
+    @property
+    def library(self) -> str:
+        """What the worker is told to open."""
+        return self.name.partition("/")[0]
+
+    def sides(self, arrays: bool = True) -> list[Side]:
+        """Return what it is measured as.
+
+        Args:
+            arrays: whether the operation has any.
+        """
+        if not arrays:
+            return [] if self.name == "memcpy" else [Side(self.name, "")]
+        return [Side(self.name, m, f) for f in self.frameworks for m in self.memories]
+
+    def commands(self, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+        """Return the processes to start, each with its own environment variables.
+
+        Raises:
+            BackendUnavailableError: there is no mpiexec.
+        """
+        arguments = [self.library, str(folder)]
+        module = [sys.executable, "-m", "collective.tools.bench.worker", *arguments]
+        one = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        if self.library in _ON_MPI:
+            version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+            paths = os.pathsep.join([version, str(_ROOT), *map(os.path.abspath, sys.path)])
+            start = [str(self.python or sys.executable), "-c", _START, paths, *arguments]
+            return [([*mpiexec(self.ranks, self.python), *start], one)]
+        if self.library in PEERS or self.library == ALONE:
+            one |= {"WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
+            return [(module, {**one, "RANK": str(rank)}) for rank in range(self.ranks)]
+        run = ["run", "-n", str(self.ranks), "--backend", self.name]
+        return [([*module[:2], "collective", *run, *module[1:]], one)]
+
+
+def named(
+    names: Sequence[str],
+    found: Mapping[str, Path],
+    ranks: int,
+    memories: Sequence[str] = ("symmetric", "ordinary"),
+    frameworks: Sequence[str] = ("numpy",),
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Return those of ``names`` that may work here, and why the others do not.
+
+    Args:
+        names: of our transports and of peers.
+        found: the interpreters of MPI libraries, as
+            :func:`collective.tools.bench.mpi_environments.environments` returns them.
+        ranks: how many each is to have.
+        memories, frameworks: what ours are measured with.
+
+    Raises:
+        BackendNotFoundError: there is no such transport.
+    """
+    able, missing = [], {}
+    for name in dict.fromkeys(names):
+        library, _, vendor = name.partition("/")
+        python = None
+        if library in _ON_MPI:
+            if (vendor or "") not in found and vendor:
+                missing[name] = f"no environment of {vendor}: see --mpi-envs"
+                continue
+            first = next(iter(found), None)
+            if first is None:
+                missing[name] = f"no mpi4py with an mpiexec: {hint('mpi')}"
+                continue
+            name = f"{library}/{vendor or first}".removesuffix("/")
+            python = found[vendor or first]
+        reason = _why_not(library)
+        if reason:
+            missing[name] = reason
+        elif library in PEERS:
+            able.append(Contestant(name, ranks, python))
+        else:
+            chosen = tuple(memories) if library in _SYMMETRIC else ("ordinary",)
+            whose = tuple(None if each == "numpy" else each for each in frameworks)
+            able.append(Contestant(name, ranks, python, chosen, whose))
+    return able, missing
+
+
+def _why_not(library: str) -> str:
+    if library == "torch" and importlib.util.find_spec("torch") is None:
+        return f"PyTorch is not installed: {hint('torch')}"
+    if library in (*PEERS, "mpi"):
+        return ""
+    try:
+        find(library)
+    except BackendUnavailableError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,117 @@
+"""A run's figures as tables and as CSV."""
+
+from __future__ import annotations
+
+import collections
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .contestants import PEERS
+from .measure import METHODS, Gap, Record
+from .report import duration, print_table, size_name
+
+__all__ = ["headline", "of_peer", "show", "write_csv"]
+
+_COLUMNS = {
+    "latency": ["size", "side", "p50 µs", "p90 µs", "p99 µs", "#wrong"],
+    "bandwidth": ["size", "side", "time µs", "algbw GB/s", "busbw GB/s", "#wrong"],
+}
+
+
+def of_peer(contestant: str) -> str:
+    """Return which peer a contestant is, or nothing where it is one of ours."""
+    library = contestant.partition("/")[0]
+    return library if library in PEERS else ""
+
+
+def show(records: Sequence[Record], gaps: Sequence[Gap], markdown: bool = False) -> None:
+    """Print a table an operation, dtype, number of ranks and method."""
+    every: list[Record | Gap] = [*records, *gaps]
+    kinds = [(each.operation, each.dtype, each.ranks) for each in every]
+    for kind in dict.fromkeys(kinds):
+        mine = [r for r in records if (r.operation, r.dtype, r.ranks) == kind]
+        missing = [g for g in gaps if (g.operation, g.dtype, g.ranks) == kind]
+        measured = [m for m in METHODS if any(r.method == m for r in mine)]
+        for method in measured or METHODS[:1]:
+            _show([r for r in mine if r.method == method], missing, kind, method, markdown)
+
+
+def _show(
+    records: Sequence[Record],
+    gaps: Sequence[Gap],
+    kind: tuple[str, str, int],
+    method: str,
+    markdown: bool,
+) -> None:
+    peers = [p for p in PEERS if any(of_peer(r.contestant) == p for r in records)]
+    if method == "latency" and "memcpy" in peers:
+        peers.remove("memcpy")  # a bound of the memory's speed, which a small call is far from
+    header = [*_COLUMNS[method], *(f"× {peer}" for peer in peers)]
+    rows = []
+    sizes = {record.nbytes for record in records} | {gap.nbytes for gap in gaps}
+    reasons = collections.Counter((gap.side, gap.reason) for gap in gaps)
+    # Once, at the end, where it is so at every size.
+    always = [each for each, count in reasons.items() if count == len(sizes) > 1]
+    for nbytes in sorted(sizes):
+        here = [record for record in records if record.nbytes == nbytes]
+        lines = [[r.side, *_cells(r), *_ratios(r, here, peers)] for r in here]
+        absent = [(g.side, g.reason) for g in gaps if g.nbytes == nbytes]
+        lines += [_absent(header, *each) for each in absent if each not in always]
+        rows += [[size_name(nbytes) if n == 0 else "", *line] for n, line in enumerate(lines)]
+    rows += [["all", *_absent(header, *each)] for each in always]
+    if gaps:
+        header.append("why not")
+        rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
+    operation, dtype, ranks = kind
+    what = operation if operation == "barrier" else f"{operation}, {dtype}"
+    print_table(f"{what}, {ranks} ranks: {method}", header, rows, markdown)
+
+
+def _absent(header: Sequence[str], side: str, reason: str) -> list[str]:
+    """Return the line, without its size, of a side that was not measured."""
+    return [side, *"–" * (len(header) - 2), reason]
+
+
+def _cells(record: Record) -> list[str]:
+    if record.method == "latency":
+        times = (record.seconds, record.p90, record.p99)
+        cells = [duration(seconds) for seconds in times if seconds is not None]
+    else:
+        speeds = (record.algbw or 0.0, record.busbw or 0.0)
+        cells = [duration(record.seconds), *map(_speed, speeds)]
+    return [*cells, str(record.wrong)]
+
+
+def _speed(bytes_per_second: float) -> str:
+    speed = bytes_per_second / 1e9
+    return f"{speed:.3g}" if speed >= 1e-3 else "0.000"
+
+
+def _ratios(record: Record, here: Sequence[Record], peers: Sequence[str]) -> list[str]:
+    """Return how many times as fast as each peer it is: as the fastest of its libraries."""
+    if of_peer(record.contestant):
+        return [""] * len(peers)
+    found = []
+    for peer in peers:
+        theirs = [r.seconds for r in here if of_peer(r.contestant) == peer]
+        found.append(f"{min(theirs) / record.seconds:.2f}" if theirs else "–")
+    return found
+
+
+def headline(machine: dict[str, Any]) -> str:
+    """Return where and when a run was made, in a line."""
+    return (
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, of which "
+        f"{machine['others']:.1f} taken by others"
+    )
+
+
+def write_csv(path: Path, records: Sequence[Record]) -> None:
+    """Write a line a record, under the names that JSON has."""
+    lines = [record.as_json() for record in records]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]) if lines else [])
+        writer.writeheader()
+        writer.writerows(lines)

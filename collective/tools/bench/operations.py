@@ -1,0 +1,163 @@
+"""The operations that are measured: their arrays, their bus factors, and what they compute.
+
+With ``n`` ranks and an operation of ``nbytes``, the larger of a rank's two arrays is *whole*: as
+many elements as fit into ``nbytes``, rounded up to a multiple of ``n`` where it is cut; the other
+one, where there is another length, is a *part*, the ``n``-th of it. Rank 0 is the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collective.memory.dtypes import BY_NAME, FOREIGN
+
+__all__ = [
+    "ALL", "DTYPES", "OPERATIONS", "Operation", "Sample", "count_wrong", "lengths", "stored",
+    "value_of",
+]  # fmt: skip
+
+Array = np.ndarray[Any, Any]
+#: The element ``i`` (or some) of the input of rank ``r`` (or some).
+Sample = Callable[[Any, Array], Array]
+
+#: The dtypes of which every transport on the CPU can tell sums.
+DTYPES = tuple(name for name in BY_NAME if name != "bool" and not name.startswith("float8"))
+# Integers up to these are exact, sums included.
+_EXACT = {
+    "float16": 1 << 11, "bfloat16": 1 << 8, "int8": 127, "uint8": 255,
+    "int16": (1 << 15) - 1, "uint16": (1 << 16) - 1,
+}  # fmt: skip
+_LARGEST = 1 << 14
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        x, y: length of a rank's input and output: ``"whole"``, ``"part"``, or None where there
+            is none; without an output it works in place.
+        x_at_root, y_at_root: whether other ranks than the root pass none.
+        cut: whether a whole array is made of one part a rank.
+        busbw: what ``algbw`` is multiplied by, for ``n`` ranks, so that it can be held against
+            the speed of the hardware; nccl-tests' PERFORMANCE.md, and 1 where that is silent.
+        expect: from the sample, indices of the result, rank, ranks and the length of a part, the
+            result at these indices; None where there is none to check.
+        halves: whether the measured call is there and back.
+    """
+
+    x: str | None
+    y: str | None
+    busbw: Callable[[int], float]
+    expect: Callable[[Sample, Array, int, int, int], Array | None]
+    x_at_root: bool = False
+    y_at_root: bool = False
+    cut: bool = False
+    halves: bool = False
+
+
+def _one(n: int) -> float:
+    return 1.0
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _twice(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _sum(value: Sample, i: Array, ranks: int) -> Array:
+    total = value(0, i)
+    for rank in range(1, ranks):
+        total = total + value(rank, i)
+    return total
+
+
+def _of_peer(value: Sample, i: Array, rank: int, n: int, part: int) -> Array | None:
+    return value(rank ^ 1, i) if rank ^ 1 < n else None
+
+
+ALL: dict[str, Operation] = {
+    "all_reduce": Operation("whole", None, _twice, lambda v, i, r, n, p: _sum(v, i, n)),
+    "broadcast": Operation("whole", None, _one, lambda v, i, r, n, p: v(0, i)),
+    "reduce": Operation(
+        "whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, n), y_at_root=True
+    ),
+    "scatter": Operation(
+        "whole", "part", _others, lambda v, i, r, n, p: v(0, r * p + i), x_at_root=True, cut=True
+    ),
+    "gather": Operation(
+        "part", "whole", _others, lambda v, i, r, n, p: v(i // p, i % p), y_at_root=True, cut=True
+    ),
+    "all_gather": Operation(
+        "part", "whole", _others, lambda v, i, r, n, p: v(i // p, i % p), cut=True
+    ),
+    "reduce_scatter": Operation(
+        "whole", "part", _others, lambda v, i, r, n, p: _sum(v, r * p + i, n), cut=True
+    ),
+    "all_to_all": Operation(
+        "whole", "whole", _others, lambda v, i, r, n, p: v(i // p, r * p + i % p), cut=True
+    ),
+    "scan": Operation("whole", "whole", _one, lambda v, i, r, n, p: _sum(v, i, r + 1)),
+    "send_recv": Operation("whole", "whole", _one, _of_peer, halves=True),
+    "sendrecv": Operation("whole", "whole", _one, lambda v, i, r, n, p: v((r - 1) % n, i)),
+    "barrier": Operation(None, None, _one, lambda v, i, r, n, p: None),
+    # No communication: what every rank's memory allows at the same time.
+    "copy": Operation("whole", "whole", _one, lambda v, i, r, n, p: v(r, i)),
+}
+OPERATIONS = tuple(name for name in ALL if name != "copy")
+
+
+def lengths(name: str, nbytes: int, itemsize: int, size: int) -> tuple[Any, Any, int]:
+    """Return the elements of the input and of the output, None without one, and of a part."""
+    operation = ALL[name]
+    part = max(1, -(-nbytes // (itemsize * size)))
+    whole = part * size if operation.cut else max(1, nbytes // itemsize)
+    of = {"whole": whole, "part": part, None: None}
+    return of[operation.x], of[operation.y], part
+
+
+def value_of(dtype: str, size: int) -> Sample:
+    """Return inputs whose sums over ``size`` ranks ``dtype`` holds exactly.
+
+    Neighbours differ, and so do places that lie a power of two apart and ranks.
+    """
+    period = max(2, (_EXACT.get(dtype, _LARGEST * size) // size - 1) | 1)
+    return lambda rank, i: (i + i // period + 37 * rank) % period
+
+
+def stored(values: Array, dtype: str) -> Array:
+    """Return integers as ``dtype``, in the storage of its bits."""
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if dtype in FOREIGN:
+        raise ValueError(f"no way to write {dtype}")
+    return values.astype(dtype)
+
+
+def count_wrong(
+    name: str, dtype: str, rank: int, size: int, part: int, result: Array | None
+) -> int:
+    """Return how many elements of a rank's result are not what they must be.
+
+    Args:
+        result: in the storage of ``dtype``; None where the rank has none.
+    """
+    if result is None:
+        return 0
+    value = value_of(dtype, size)
+    wrong = 0
+    for low in range(0, result.size, _BLOCK):
+        i = np.arange(low, min(low + _BLOCK, result.size))
+        expected = ALL[name].expect(value, i, rank, size, part)
+        if expected is None:
+            return 0
+        wrong += int(np.count_nonzero(result[i[0] : i[-1] + 1] != stored(expected, dtype)))
+    return wrong

@@ -1,0 +1,195 @@
+"""Whole training steps: computing, syncing, what overlap hides, and whether ranks pay.
+
+For each contestant there are, in turns: a step with the gradients averaged over the ranks,
+``T_step``; a step without, ``T_comp``; and the all-reduce of as many bytes by itself,
+``T_sync``. In the same turns one rank alone steps, ``T_1``. Every rank has a batch of the same
+size, so of ``n`` ranks the speed-up is ``n · T_1 / T_step``, the efficiency ``T_1 / T_step``, and
+the share of syncing that is hidden behind computing ``1 - (T_step - T_comp) / T_sync``, where the
+difference is the median of those of neighbouring turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .arena import Arena, ArenaError
+from .contestants import ALONE, Contestant, named
+from .measure import Gap, Pace, Turns
+from .report import print_table
+
+__all__ = ["FRAMEWORKS", "MODELS", "Training", "measure", "show"]
+
+FRAMEWORKS = ("torch", "chainer")
+MODELS = ("mlp", "lenet", "resnet")
+# A step's turn is longer than a call's: one of the larger models takes a fifth of a second.
+_LONGER = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps of one model on one side.
+
+    Attributes:
+        framework, model, ranks, side: what, and whose.
+        step, compute, sync, alone: ``T_step``, ``T_comp``, ``T_sync``, ``T_1``: medians of the
+            turns, in seconds.
+        added: by how much a step is longer than computing: the median of the differences of
+            turns that follow each other.
+        differing: parameters that are not the same on all ranks afterwards.
+    """
+
+    framework: str
+    model: str
+    ranks: int
+    side: str
+    step: float
+    compute: float
+    sync: float
+    alone: float
+    added: float
+    differing: int
+
+    @property
+    def hidden(self) -> float:
+        """The share of syncing that overlaps with computing; all else that adds counts against it.
+
+        Below zero, a step takes longer than computing and then syncing.
+        """
+        return 1 - self.added / self.sync
+
+    @property
+    def efficiency(self) -> float:
+        """What one rank alone takes for a step, over what they all take."""
+        return self.alone / self.step
+
+    def as_json(self) -> dict[str, Any]:
+        """Return fields and what follows from them."""
+        speedup = self.ranks * self.efficiency
+        more = {"hidden": self.hidden, "efficiency": self.efficiency, "speedup": speedup}
+        return {**asdict(self), **more}
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Training:
+        """Return what :meth:`as_json` was made of."""
+        return Training(**{field.name: found[field.name] for field in fields(Training)})
+
+
+def measure(
+    names: Sequence[str],
+    environments: Mapping[str, Path],
+    ranks: int,
+    framework: str,
+    models: Sequence[str],
+    pace: Pace,
+) -> Iterator[Training | Gap]:
+    """Measure steps of models in one framework, with one number of ranks.
+
+    Args:
+        names: our transports, and peers; those of another framework are left out.
+        environments: interpreters that have an MPI library.
+        ranks: how many.
+        framework: of :data:`FRAMEWORKS`.
+        models: of :data:`MODELS`.
+        pace: of calls; turns of steps are longer.
+    """
+    of = {"torch": "torch", "chainermn": "chainer", "mpi4py": "", "memcpy": ""}
+    chosen = [name for name in names if of.get(name.partition("/")[0], framework) == framework]
+    able, missing = named(chosen, environments, ranks, ("ordinary",))
+    with Arena([Contestant(ALONE, 1), *able]) as arena:
+        for model in models:
+            missing |= {name: error.brief for name, error in arena.failed.items()}
+            yield from _measure(arena, framework, model, ranks, pace)
+            for name, reason in missing.items():
+                yield Gap(model, 0, framework, ranks, name, reason)
+
+
+def _measure(
+    arena: Arena, framework: str, model: str, ranks: int, pace: Pace
+) -> Iterator[Training | Gap]:
+    parts: dict[str, dict[str, Turns]] = {}
+    gaps: dict[str, tuple[str, bool]] = {}
+    for name in [contestant.name for contestant in arena.contestants]:
+        try:
+            answers = arena.ask(name, "prepare_steps", framework=framework, model=model)
+        except ArenaError as error:
+            gaps[name] = error.brief, True
+            continue
+        if isinstance(answers, str):
+            gaps[name] = answers, False
+            continue
+        parts[name] = {part: Turns(arena, name, part) for part in answers[0]["parts"]}
+    each = [turns for of in parts.values() for turns in of.values()]
+    for turns in each:
+        turns.run(partial(turns.calibrate, "bandwidth", _LONGER * pace.turn))
+    for _ in range(pace.rounds):
+        for turns in each:
+            turns.run(turns.take)
+    differing = {name: _finish(arena, name, of) for name, of in parts.items()}
+    for name, of in parts.items():
+        broken = next((turns.broken for turns in of.values() if turns.broken), None)
+        if broken is not None:
+            gaps[name] = broken.brief, True
+    for name, (reason, failed) in gaps.items():
+        yield Gap(model, 0, framework, ranks, name, reason, failed)
+    if ALONE in gaps:
+        return
+    alone = _median(parts[ALONE]["compute"])
+    for name, of in parts.items():
+        if name not in gaps and name != ALONE:
+            medians = {part: _median(turns) for part, turns in of.items()}
+            step, compute = (_middles(of[part]) for part in ("step", "compute"))
+            added = statistics.median(a - b for a, b in zip(step, compute))
+            yield Training(
+                framework, model, ranks, name, **medians, alone=alone, added=added,
+                differing=differing[name],
+            )  # fmt: skip
+
+
+def _finish(arena: Arena, name: str, of: Mapping[str, Turns]) -> int:
+    """Return how many parameters differ between the ranks; drop the models."""
+
+    def compare() -> int:
+        digests = arena.ask(name, "digest")
+        assert not isinstance(digests, str)
+        for part in of:
+            arena.ask(name, "release", side=part)
+        return sum(len(set(each)) > 1 for each in zip(*(one["digests"] for one in digests)))
+
+    found: list[int] = []
+    next(iter(of.values())).run(lambda: found.append(compare()))
+    return sum(found)
+
+
+def _median(turns: Turns) -> float:
+    return statistics.median(_middles(turns))
+
+
+def _middles(turns: Turns) -> list[float]:
+    return [statistics.median(times) for times in turns.turns["bandwidth"]]
+
+
+def show(found: Sequence[Training], gaps: Sequence[Gap], markdown: bool = False) -> None:
+    """Print a table a framework and number of ranks."""
+    header = ["model", "side", "T_step ms", "T_comp ms", "added ms", "T_sync ms", "hidden %"]
+    header += ["T_1 ms", "speed-up", "efficiency %", "#differing"]
+    kinds = [(t.framework, t.ranks) for t in found] + [(g.dtype, g.ranks) for g in gaps]
+    for framework, ranks in dict.fromkeys(kinds):
+        rows = []
+        for t in found:
+            if (t.framework, t.ranks) == (framework, ranks):
+                times = [f"{1e3 * each:.3g}" for each in (t.step, t.compute, t.added, t.sync)]
+                # Noise can make it anything where there is little to hide.
+                hidden = f"{100 * min(1.0, max(0.0, t.hidden)):.0f}"
+                pays = [f"{1e3 * t.alone:.3g}", f"{ranks * t.efficiency:.2f}"]
+                pays.append(f"{100 * t.efficiency:.0f}")
+                rows.append([t.model, t.side, *times, hidden, *pays, str(t.differing)])
+        absent = [g for g in gaps if (g.dtype, g.ranks) == (framework, ranks)]
+        rows += [[g.operation, g.side, *"–" * (len(header) - 2), g.reason] for g in absent]
+        columns = [*header, "why not"] if absent else header
+        rows = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
+        print_table(f"a training step, {framework}, {ranks} ranks", columns, rows, markdown)

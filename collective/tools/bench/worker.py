@@ -1,0 +1,316 @@
+"""One rank of one contestant: does what the arena asks, and sleeps in between.
+
+Started by :mod:`.arena` in the environment of the library that is measured, with
+the library's name and the folder of its job. It connects to the socket beside that folder, says
+who it is, and answers each line of JSON with one. While another contestant has its turn it is
+blocked in a read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import re
+import resource
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collective.memory.dtypes import BY_NAME
+
+from .libraries import Array, Call, Library, Unsupported
+from .operations import ALL, count_wrong, lengths, stored, value_of
+from .rivals import open_library
+from .startline import StartLine
+
+__all__ = ["Worker", "main"]
+
+_BLOCK = 1 << 20
+
+
+@dataclass
+class _Prepared:
+    """An operation on arrays that are allocated."""
+
+    operation: str
+    dtype: str
+    part: int  # elements of the n-th of the larger array
+    x: Any
+    y: Any  # None where the operation works in place
+    call: Call
+
+
+class Worker:
+    """Answers requests: each is the name of a method and its arguments.
+
+    Args:
+        library: connected.
+        folder: where the start line is.
+        whose: whose processor time a rank's is: ``resource.RUSAGE_SELF``, or
+            ``RUSAGE_THREAD`` where ranks are threads.
+    """
+
+    def __init__(self, library: Library, folder: Path, whose: int) -> None:
+        self._library = library
+        self._line = StartLine(folder / "startline", library.rank, library.size)
+        self._whose = whose
+        self._prepared: dict[str, _Prepared] = {}  # by the side that it is measured as
+        self._parameters: list[Array] = []  # of the model that is trained
+
+    def serve(self, address: str) -> None:
+        """Connect to the arena and work until it says that it is over, or is gone."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(address)
+            library = self._library
+            say: dict[str, Any] = {"rank": library.rank, "version": library.version}
+            connection.sendall(json.dumps(say).encode() + b"\n")
+            # Whoever asked may be gone before the answer.
+            with (
+                connection.makefile("r", encoding="utf-8") as requests,
+                contextlib.suppress(ConnectionError),
+            ):
+                for line in requests:
+                    say = self._answer(json.loads(line))
+                    connection.sendall(json.dumps(say).encode() + b"\n")
+        self._prepared.clear()
+        library.close()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        handle = getattr(self, request.pop("do"))
+        try:
+            answer: dict[str, Any] = handle(**request)
+        except Unsupported as error:
+            return {"unsupported": str(error)}
+        except MemoryError as error:
+            return {"unsupported": f"no memory: {error}"}
+        except Exception:
+            return {"error": traceback.format_exc()}
+        return answer
+
+    # -- requests -------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        side: str,
+        operation: str,
+        nbytes: int,
+        memory: str,
+        dtype: str = "float32",
+        framework: str | None = None,
+    ) -> dict[str, Any]:
+        """Allocate arrays for ``operation``, the larger of ``nbytes``.
+
+        They hold zeros, which stay zeros however often they are summed in place. Further requests
+        name the prepared operation by its ``side``.
+
+        Args:
+            side: a name.
+            operation: one of :data:`~collective.tools.bench.operations.ALL`.
+            nbytes: of the larger array, before it is rounded up.
+            memory: ``"ordinary"`` or ``"symmetric"``.
+            dtype: of the elements.
+            framework: whose arrays; None for the library's own.
+        """
+        library = self._library
+        if framework is not None:
+            library.use(framework)
+        about, itemsize = ALL[operation], BY_NAME[dtype].itemsize
+        *counts, part = lengths(operation, nbytes, itemsize, library.size)
+        x, y = (None if n is None else library.new(n, memory, dtype) for n in counts)
+        call = library.call(
+            operation,
+            None if about.x_at_root and library.rank else x,
+            None if about.y_at_root and library.rank else y,
+        )
+        self._prepared[side] = _Prepared(operation, dtype, part, x, y, call)
+        return {"nbytes": itemsize * max((n or 0 for n in counts), default=0)}
+
+    def attempt(self, side: str) -> dict[str, Any]:
+        """Make a prepared call for the first time, which tells whether the library can."""
+        try:
+            self._prepared[side].call()
+        except self._library.refusals as error:
+            raise Unsupported(f"{type(error).__name__}: {error}") from error
+        return {}
+
+    def release(self, side: str) -> dict[str, Any]:
+        """Drop the arrays, if there are any."""
+        self._prepared.pop(side, None)
+        return {}
+
+    def measure(self, side: str, iterations: int, warmup: int, each: bool) -> dict[str, Any]:
+        """Time a prepared call.
+
+        Args:
+            side: which one.
+            iterations: timed calls.
+            warmup: untimed calls before them.
+            each: time each call by itself, from a common start; or all of them, back
+                to back.
+
+        Returns:
+            ``seconds``: of each call, or one mean.
+        """
+        call, clock, wait = self._prepared[side].call, time.perf_counter, self._line.wait
+        done = self._library.synchronize if self._library.framework.on_gpu else None
+        for _ in range(warmup):
+            call()
+        seconds = []
+        if each:
+            for _ in range(iterations):
+                wait()
+                begin = clock()
+                call()
+                if done is not None:
+                    done()
+                seconds.append(clock() - begin)
+        else:
+            if done is not None:
+                done()
+            wait()
+            begin = clock()
+            for _ in range(iterations):
+                call()
+            if done is not None:
+                done()
+            seconds.append((clock() - begin) / iterations)
+        return {"seconds": seconds}
+
+    def check(self, side: str) -> dict[str, Any]:
+        """Run a prepared call on data of which every element of the result is known.
+
+        Returns:
+            ``wrong``: how many elements of this rank's result are not what they must be. After a
+            barrier: how many ranks had not come to it.
+        """
+        library, made = self._library, self._prepared[side]
+        about, rank = ALL[made.operation], library.rank
+        if made.x is None:
+            self._line.come()
+            made.call()
+            return {"wrong": self._line.absent()}
+        self._fill(made)
+        self._line.wait()
+        result = library.result(made.x, made.y, made.call())
+        if library.framework.on_gpu:
+            library.synchronize()
+        self._line.wait()
+        if rank and about.y_at_root:
+            return {"wrong": 0}
+        return {
+            "wrong": count_wrong(
+                made.operation, made.dtype, rank, library.size, made.part,
+                None if result is None else library.framework.read(result),
+            )
+        }  # fmt: skip
+
+    def _fill(self, made: _Prepared) -> None:
+        library = self._library
+        value, arrays = value_of(made.dtype, library.size), library.framework
+        for low in range(0, made.x.shape[0], _BLOCK):
+            block = made.x[low : low + _BLOCK]
+            values = value(library.rank, np.arange(low, low + block.shape[0]))
+            data = stored(values, made.dtype)
+            arrays.fill(block, arrays.make(data, made.dtype, (slice(None),)))
+
+    def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:
+        """Make the parts of a training step; further requests name one as their ``side``.
+
+        Returns:
+            ``parts``: their names.
+        """
+        self._library.use(framework)
+        module = importlib.import_module(f"collective.tools.bench.{framework}_models")
+        calls, self._parameters = module.steps(self._library, model)
+        # Ready for the first step: buckets are laid out, weights are rank 0's.
+        for part in sorted(calls):
+            calls[part]()
+            self._prepared[part] = _Prepared(part, "float32", 0, None, None, calls[part])
+        return {"parts": sorted(calls)}
+
+    def digest(self) -> dict[str, Any]:
+        """Return ``digests``: of each parameter that the last steps have updated."""
+        parameters, self._parameters = self._parameters, []
+        return {"digests": [hashlib.sha256(each.tobytes()).hexdigest() for each in parameters]}
+
+    def wait_for_late(self, side: str, late: float) -> dict[str, Any]:
+        """Measure what a prepared call costs while rank 1 is ``late`` seconds late.
+
+        Returns:
+            ``cpu`` and ``wall``: seconds of this rank, or nothing for the late one.
+        """
+        call = self._prepared[side].call
+        call()
+        self._line.wait()
+        if self._library.rank == 1:
+            time.sleep(late)
+            call()
+            return {}
+        begin, before = time.perf_counter(), resource.getrusage(self._whose)
+        call()
+        after, wall = resource.getrusage(self._whose), time.perf_counter() - begin
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {"cpu": cpu, "wall": wall}
+
+    def memory_of(self, side: str) -> dict[str, Any]:
+        """Measure memory around a prepared call.
+
+        Returns:
+            ``mapped``: bytes of shared segments without those that hold the arrays;
+            ``resident``: how many of them are in use; ``transient``: by how many bytes
+            the call raised the process above what it held before.
+        """
+        made = self._prepared[side]
+        made.call()
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        made.call()
+        transient = max(0, _status("VmHWM") - before)
+        arrays = [self._library.numpy(array) for array in (made.x, made.y) if array is not None]
+        mapped, resident = _segments(arrays)
+        return {"mapped": mapped, "resident": resident, "transient": transient}
+
+
+def _status(field: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return 0 if found is None else int(found[1]) << 10
+
+
+def _segments(arrays: list[Array]) -> tuple[int, int]:
+    """Return mapped and resident bytes of collective's segments that hold none of ``arrays``."""
+    addresses = [int(array.__array_interface__["data"][0]) for array in arrays]
+    mapped = resident = 0
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
+        if head is not None:
+            low, high = int(head[1], 16), int(head[2], 16)
+            ours = "collective" in head[3].rpartition("/")[2]
+            ours = ours and not any(low <= address < high for address in addresses)
+        elif ours and line.startswith("Size:"):
+            mapped += int(line.split()[1]) << 10
+        elif ours and line.startswith("Rss:"):
+            resident += int(line.split()[1]) << 10
+    return mapped, resident
+
+
+def main() -> None:
+    """Be the rank that the launcher says."""
+    name, where = sys.argv[1:]
+    folder = Path(where)
+    whose = resource.RUSAGE_THREAD if name == "threads" else resource.RUSAGE_SELF
+    worker = Worker(open_library(name, folder), folder, whose)
+    worker.serve(str(folder.parent / "arena"))
+
+
+if __name__ == "__main__":
+    main()

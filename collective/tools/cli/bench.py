@@ -1,0 +1,213 @@
+"""``collective bench``: how fast each transport is, and other libraries beside it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collective.errors import BackendUnavailableError, InvalidArgumentError
+from collective.tools.bench import mpi_environments
+
+from .outputs import check_file, written
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from collective.tools.bench.run import Plan, Results
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = """\
+Time operations on each transport, and on other libraries in turns with it, and check the results
+on fresh data afterwards. Latency: each call by itself from a common start, the slowest rank's
+time. Bandwidth: calls back to back; algbw is bytes / time, busbw that times the share of the
+bytes that has to travel. See docs/bench.md."""
+_SIZES = "4,1K,16K,256K,4M,64M"
+_QUICK = "4,16K,1M,16M"
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    # Here and not above: a listing of the commands needs no NumPy.
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the transports, and other libraries beside them",
+        description=_DESCRIPTION,
+        epilog="exit code: 1 if a result was wrong, a rank failed or nothing could be measured; "
+        "130 after an interrupt, which shows what has been measured; else 0",
+    )
+    add = parser.add_argument
+    add("--op", type=_names, default=["all_reduce"], metavar="NAMES",
+        help="operations, with commas between them, or all (default: all_reduce)")  # fmt: skip
+    add("--sizes", type=_names, metavar="SIZES",
+        help=f"bytes of the larger of a rank's arrays (default: {_SIZES})")  # fmt: skip
+    add("--dtype", type=_names, default=["float32"], metavar="NAMES", help="(default: float32)")
+    add("-n", type=_ranks, default=[2], metavar="RANKS", help="numbers of ranks (default: 2)")
+    add("--backend", type=_names, default=["shm", "gloo", "mpi"], metavar="NAMES",
+        help="transports (default: shm,gloo,mpi); mpi/openmpi says which MPI library")  # fmt: skip
+    add("--memory", type=_names, default=["symmetric", "ordinary"], metavar="KINDS",
+        help="arrays of comm.empty(), or any, where that makes a difference (default: "
+        "symmetric,ordinary)")  # fmt: skip
+    add("--framework", type=_names, metavar="NAMES",
+        help="whose arrays: numpy, torch, cupy, torch.cuda (default: numpy; with --train: torch "
+        "and chainer)")  # fmt: skip
+    add("--vs", type=_names, default=[], metavar="PEERS",
+        help="mpi4py, torch, chainermn or memcpy: do the same work in turns with ours; "
+        "mpi4py/mpich says which MPI library")  # fmt: skip
+    add("--train", action="store_true",
+        help="measure training steps: computing, syncing, what is hidden, speed-up")  # fmt: skip
+    add("--models", type=_names, default=["mlp", "lenet", "resnet"], metavar="NAMES",
+        help="whose steps (default: mlp,lenet,resnet)")  # fmt: skip
+    method = parser.add_mutually_exclusive_group()
+    method.add_argument("--latency", action="store_true", help="measure latency only")
+    method.add_argument("--bandwidth", action="store_true", help="measure bandwidth only")
+    add("--quick", action="store_true", help=f"short turns, and {_QUICK} as sizes")
+    mpi_environments.add_options(parser)
+    add("--json", type=Path, metavar="FILE", help="write everything")
+    add("--csv", type=Path, metavar="FILE", help="write a line a figure")
+    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth over size")
+    add("--markdown", action="store_true", help="print tables in Markdown")
+    add("--from", dest="earlier", type=Path, metavar="FILE",
+        help="measure nothing: show what --json has written")  # fmt: skip
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Measure and show; return the exit code."""
+    # Here and not above: they bring NumPy along.
+    from collective.tools.bench.figures import show, write_csv
+    from collective.tools.bench.plot import picture_formats
+    from collective.tools.bench.report import Progress, write
+    from collective.tools.bench.run import measure
+    from collective.tools.bench.training import show as show_training
+
+    check_file("--json", options.json)
+    check_file("--csv", options.csv)
+    if options.plot is not None:
+        check_file("--plot", options.plot, picture_formats())
+    progress = Progress()
+    if options.earlier is not None:
+        results = _earlier(options.earlier)
+    else:
+        results = measure(_plan(options), progress.show)
+    progress.clear()
+    well = written("--json", options.json, lambda path: write(path, results.as_json()))
+    well &= written("--csv", options.csv, lambda path: write_csv(path, results.records))
+    if results.trainings or options.train:
+        show_training(results.trainings, results.gaps, options.markdown)
+    else:
+        show(results.records, results.gaps, options.markdown)
+    well &= _say(results, options)
+    if results.interrupted:
+        return 130
+    if not well:
+        return 2
+    return 1 if results.failures or not (results.records or results.trainings) else 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """Return what the options ask for.
+
+    Raises:
+        InvalidArgumentError: an option names what there is not.
+        BackendNotFoundError: there is no such transport.
+    """
+    from collective.contract.registry import find
+    from collective.tools.bench.contestants import PEERS
+    from collective.tools.bench.measure import METHODS, Pace
+    from collective.tools.bench.operations import DTYPES, OPERATIONS
+    from collective.tools.bench.report import parse_size
+    from collective.tools.bench.run import Plan
+    from collective.tools.bench.training import FRAMEWORKS, MODELS
+    from collective.tools.parity.frameworks import NAMES
+
+    operations = OPERATIONS if options.op == ["all"] else options.op
+    _check("--op", operations, (*OPERATIONS, "all"))
+    _check("--dtype", options.dtype, DTYPES)
+    _check("--memory", options.memory, ("symmetric", "ordinary"))
+    _check("--models", options.models, MODELS)
+    frameworks = options.framework or (FRAMEWORKS if options.train else ("numpy",))
+    _check("--framework", frameworks, FRAMEWORKS if options.train else NAMES)
+    _check("--vs", [peer.partition("/")[0] for peer in options.vs], PEERS)
+    for name in options.backend:
+        with contextlib.suppress(BackendUnavailableError):  # which the tables will tell
+            find(name.partition("/")[0])
+    sizes = options.sizes or (_QUICK if options.quick else _SIZES).split(",")
+    try:
+        parsed = [parse_size(size) for size in sizes]
+    except argparse.ArgumentTypeError as error:
+        raise InvalidArgumentError(f"--sizes: {error}.") from None
+    only = [m for m, asked in zip(METHODS, (options.latency, options.bandwidth)) if asked]
+    return Plan(
+        operations=operations,
+        sizes=parsed,
+        dtypes=options.dtype,
+        ranks=options.n,
+        names=[*options.backend, *options.vs],
+        memories=options.memory,
+        frameworks=frameworks,
+        methods=only or METHODS,
+        environments=mpi_environments.environments(options),
+        pace=Pace.of(options.quick),
+        models=options.models if options.train else (),
+    )
+
+
+def _check(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise InvalidArgumentError(f"{option}: {name!r}; of {', '.join(known)}.")
+
+
+def _earlier(path: Path) -> Results:
+    from collective.tools.bench.run import Results
+
+    try:
+        return Results.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"--from {path}: {error!r}; a file that collective bench --json has written."
+        ) from error
+
+
+def _say(results: Results, options: argparse.Namespace) -> bool:
+    """Say what the tables do not: where, of which versions, and what went wrong.
+
+    Returns:
+        Whether the plot that was asked for was drawn.
+    """
+    from collective.tools.bench.figures import headline
+    from collective.tools.bench.plot import plot
+
+    where = headline(results.machine)
+    bullet = "- " if options.markdown else ""
+    print(bullet + where)
+    for name, version in results.versions.items():
+        print(f"{bullet}{name}: {version}")
+    well = not results.records or written(
+        "--plot", options.plot, lambda path: plot(path, results.records, where)
+    )
+    for failure in results.failures:
+        print(f"collective bench: {failure}", file=sys.stderr)
+    if results.interrupted:
+        print("collective bench: interrupted; this is not all", file=sys.stderr)
+    return well
+
+
+def _names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r}; names with commas between them")
+    return list(dict.fromkeys(found))
+
+
+def _ranks(text: str) -> list[int]:
+    found = _names(text)
+    if not all(each.isdecimal() and int(each) >= 1 for each in found):
+        raise argparse.ArgumentTypeError(f"{text!r}; integers >= 1 with commas between them")
+    return [int(each) for each in found]

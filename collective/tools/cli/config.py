@@ -1,0 +1,50 @@
+"""``collective config``: every setting, its value and where that came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from collective.start.config import KEYS, load, not_read
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "config",
+        help="show each setting and where it comes from",
+        description="Show each setting as a program started here and now would find it: "
+        "the environment wins over collective.toml or pyproject.toml, that over the "
+        "launcher, that over the default. A file is read only if nobody but you and root "
+        "could have written it; one that is not is named with the reason.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the settings; return the exit code."""
+    config = load({})
+    found = {key: (config.shown(key), config.origin(key)) for key in KEYS}
+    if options.json:
+        table = {key: {"value": value, "origin": origin} for key, (value, origin) in found.items()}
+        refused = {str(path): reason for path, reason in config.refused.items()}
+        print(json.dumps({"settings": table, "refused": refused}, indent=2))
+        return 0
+    rows = [("key", "value", "origin")]
+    rows += [
+        (key, "-" if value in (None, "") else str(value), origin)
+        for key, (value, origin) in found.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, origin in rows:
+        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    for path, reason in config.refused.items():
+        print(not_read(path, reason))
+    return 0

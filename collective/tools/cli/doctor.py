@@ -1,0 +1,296 @@
+"""``collective doctor``: what works here, why the rest does not, and what auto would take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser", "text"]
+
+_EPILOG = """\
+exit code: 1 if a program started here and now would not come to work (a setting is wrong, or
+the transport that it takes does not work), or if a trial fails; else 0, whatever else is amiss.
+"""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what works here, why the rest does not, and what auto takes",
+        description="Show which transports work on this machine and in this environment, why "
+        "the others do not and what mends that, and what 'auto' takes. Under a launcher the "
+        "first rank of each host does so.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="let two ranks on this machine try each transport that works",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the report; return the exit code."""
+    # Here and not above: it brings NumPy and the transports along.
+    from collective.tools.doctor import examine, is_spokesman
+
+    if not is_spokesman():
+        return 0
+    report = examine(options.test, _progress if sys.stderr.isatty() else lambda text: None)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(json.dumps(report, indent=2) if options.json else text(report, _width()))
+    code: int = report["exit_code"]
+    return code
+
+
+def _progress(what: str) -> None:
+    print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
+
+
+def _width() -> int:
+    return max(60, min(100, shutil.get_terminal_size().columns))
+
+
+# -- as text ------------------------------------------------------------------------------------
+
+
+def text(report: dict[str, Any], width: int = 80) -> str:
+    """Return the report as text of lines up to ``width``, what matters most first."""
+    about, host = report["collective"], report["network"]["name"]
+    parts = [f"collective {about['version']} on {host}: {_headline(report)}", ""]
+    sections: list[tuple[str, Iterable[tuple[str, str]]]] = [
+        ("Transports", _transports(report)),
+        ("What a program takes", _choices(report)),
+        ("Attention", _problems(report)),
+        ("Host", _host(report)),
+        ("MPI", _mpi(report)),
+        ("NCCL", _nccl(report)),
+        ("Network", _network(report)),
+        ("Across hosts", _across_hosts(report["across_hosts"])),
+        ("Versions", _versions(report)),
+        ("Settings", _settings(report)),
+    ]
+    for title, rows in sections:
+        rows = list(rows)
+        if rows:
+            parts += [title, *_aligned(rows, width), ""]
+    return "\n".join(parts[:-1])
+
+
+def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:
+    column = 4 + max(len(label) for label, _ in rows)
+    lines = []
+    for label, said in rows:
+        # Each line of what is said begins a line of its own.
+        for number, line in enumerate(said.splitlines() or ["-"]):
+            lines += textwrap.wrap(
+                line,
+                width,
+                initial_indent=f"  {label if number == 0 else '':<{column - 2}}",
+                subsequent_indent=" " * column,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return lines
+
+
+def _headline(report: dict[str, Any]) -> str:
+    if not report["choices"]:
+        return "a setting is wrong"
+    taken = {choice["when"]: choice["backend"] or "nothing" for choice in report["choices"]}
+    here = report["choices"][0]["backend"]
+    transport = report["transports"].get(here)
+    if transport is None:
+        return "no transport for a program started here"
+    if transport["works"] is False:
+        return f"a program started here takes {here}, which does not work"
+    if report["settings"]["launcher"]:
+        return f"the ranks of this launch take {here}"
+    alone, apart = taken["collective run"], taken["torchrun, 2 hosts of 2"]
+    if alone == apart:
+        return f"ranks take {alone}"
+    if apart == "nothing" != taken["mpiexec, 2 hosts of 2"]:
+        apart = f"{taken['mpiexec, 2 hosts of 2']}, under mpiexec"
+    return f"ranks of one host take {alone}, of several {apart}"
+
+
+def _transports(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    order = {True: 0, None: 1, False: 2}
+    for name, found in sorted(report["transports"].items(), key=lambda i: order[i[1]["works"]]):
+        yield name, _transport(found)
+
+
+def _transport(found: dict[str, Any]) -> str:
+    trial = found.get("trial")
+    if trial and not trial["passed"]:
+        return f"FAILS with two ranks: {trial['error']}"
+    if trial:
+        return (
+            f"works; two ranks all-reduce {trial['small_bytes']} B in "
+            f"{_duration(trial['latency_s'])}, {_amount(trial['large_bytes'])} at "
+            f"{trial['bandwidth'] / 1e9:.2g} GB/s"
+        )
+    if found["works"]:
+        return "works"
+    state = "no: " if found["works"] is False else "not known: "
+    fix = f"\n> {found['fix']}" if found["fix"] else ""
+    return f"{state}{found['reason']}{fix}"
+
+
+def _choices(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for found in report["choices"]:
+        name = found["backend"]
+        broken = report["transports"].get(name, {}).get("works") is False
+        yield (
+            found["when"],
+            f"{name or 'nothing'}{', which does not work here' * broken}: {found['reason']}",
+        )
+
+
+def _problems(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for found in report["problems"]:
+        remedy = f"\n> {found['remedy']}" if found["remedy"] else ""
+        yield "!" if found["fatal"] else "-", f"{found['problem']}{remedy}"
+
+
+def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    cores, memory = report["processors"], report["shared_memory"]
+    yield "system", report["collective"]["system"]
+    quota = f", {cores['quota']:.3g} of their time" if cores["quota"] else ""
+    yield "cores", f"{cores['usable']} of {cores['online']} may be used{quota}"
+    limit = f"; this container {_amount(memory['limit'])}, {_amount(memory['left'])} of it free"
+    yield (
+        "memory",
+        f"{_amount(memory['memory'])}, {_amount(memory['available'])} free"
+        + (limit if memory["limit"] is not None else ""),
+    )
+    yield (
+        "shared memory",
+        f"{'memfd' if memory['memfd'] else 'files in ' + memory['directory']}; peers' arrays "
+        f"{'are read with one copy' if memory['single_copy'] else 'take a copy more'}; "
+        f"{_amount(memory['ranks_bytes'])} for {memory['ranks']} ranks",
+    )
+    if memory["dev_shm"] is not None:
+        yield (
+            "/dev/shm",
+            f"{_amount(memory['dev_shm'])}, {_amount(memory['dev_shm_free'])} free "
+            "(not used by shm; MPI and PyTorch do)",
+        )
+    gpus = report["gpus"]
+    names = [f"{gpu['name']}, {_amount(gpu['memory_bytes'])}" for gpu in gpus["devices"]]
+    for count, name in ((names.count(name), name) for name in dict.fromkeys(names)):
+        driver = f"driver {gpus['driver']}, " if gpus["driver"] else ""
+        yield "GPU", f"{count} × {name}; {driver}CUDA up to {gpus['cuda']}"
+    if not names:
+        yield "GPU", f"none: {gpus['reason']}"
+
+
+def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    mpi = report["mpi"]
+    library = mpi["library"]
+    if library:
+        aware = "CUDA-aware" if library["cuda_aware"] else "not CUDA-aware"
+        level = f", thread level {library['thread_level']}" if library["thread_level"] else ""
+        yield (
+            "library",
+            f"{library['vendor']} {library['version']}, MPI {library['standard']}{level}, {aware}"
+            f"\n{library['path']}",
+        )
+    elif mpi["error"].endswith(report["transports"]["mpi"]["reason"]):
+        yield "library", "none; see mpi above"
+    else:
+        yield "library", f"none: {mpi['error']}"
+    for one in mpi["mpiexec"]:
+        who = f"{one['vendor']} {one['version']}" if one["vendor"] else one["error"]
+        yield "mpiexec", f"{who}{'' if one['on_path'] else ', not on PATH'}\n{one['path']}"
+
+
+def _nccl(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    nccl = report["nccl"]
+    if nccl["error"]:
+        why = nccl["error"].removeprefix("nccl: ")
+        yield "library", f"none: {why}" if report["gpus"]["devices"] else "none, and no GPU"
+        return
+    yield "library", f"{nccl['version']}\n{nccl['path']}"
+    for label, wanted in (("has", True), ("lacks", False)):
+        names = [name for name, there in nccl["features"].items() if there is wanted]
+        if names:
+            yield label, ", ".join(names)
+
+
+def _network(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    network = report["network"]
+    stands_for = ", ".join(network["addresses"]) or network["error"]
+    yield "host name", f"{network['name']} ({stands_for})"
+    yield "used across hosts", network["address"] or "none; see Attention"
+    for one in network["interfaces"]:
+        if one["addresses"]:
+            yield one["name"], ", ".join(one["addresses"]) + ("" if one["up"] else " (down)")
+
+
+def _across_hosts(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for what, over in (("joining", ""), ("control", ""), ("data", "over gloo: ")):
+        known, encrypted = found[what]["authenticated"], found[what]["encrypted"]
+        when = " when connections are made" if known and over else ""
+        yield (
+            what,
+            f"{over}{'' if known else 'not '}authenticated{when}, "
+            f"{'' if encrypted else 'not '}encrypted",
+        )
+
+
+def _versions(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    about = report["collective"]
+    yield "Python", f"{about['python']}, {about['executable']}"
+    yield "NumPy", about["numpy"]
+    for name, found in report["packages"].items():
+        broken = ", slow to import" if found["late"] else ", cannot be imported"
+        broken *= bool(found["error"])
+        through = f"; works through {found['through']}" if found.get("through") else ""
+        yield name, f"{found['version'] or 'installed'}{broken}{through}"
+
+
+def _settings(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    settings = report["settings"]
+    launcher = settings["launcher"]
+    if settings["error"]:
+        return
+    yield (
+        "launcher",
+        f"{launcher['launcher']}: rank {launcher['rank']} of {launcher['size']}" if launcher
+        else "none",
+    )  # fmt: skip
+    defaults = []
+    for key, found in settings["values"].items():
+        value = "-" if found["value"] in (None, "") else found["value"]
+        if found["origin"] == "default":
+            defaults.append(f"{key} {value}")
+        else:
+            yield key, f"{value} ({found['origin']})"
+    if defaults:
+        yield "default", ", ".join(defaults)
+
+
+def _amount(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "unknown"
+    number, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1000 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    return f"{number:.3g} {units[0]}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

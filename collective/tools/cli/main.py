@@ -1,0 +1,82 @@
+"""The command ``collective`` and the table of its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from collective.errors import CollectiveError
+
+from . import bench, config, doctor, parity, profile, run, trace
+from .ending import Ended, explain, have_descriptors, raise_on_signals
+
+__all__ = ["main"]
+
+#: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
+_COMMANDS = (bench, config, doctor, parity, profile, run, trace)
+# Those that start processes of ours, and no program of the user's.
+_WITHOUT_PROGRAM = (bench.execute, doctor.execute, parity.execute)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: without the program's name; None takes those of this process.
+    """
+    if not have_descriptors():
+        return _refuse("standard output is closed; send it to /dev/null if nobody is to see it.")
+    try:
+        options = _parse(arguments)
+        options.is_program = arguments is None  # and not a call within another one
+        if options.is_program:
+            raise_on_signals()
+            if options.execute in _WITHOUT_PROGRAM:
+                _import_nothing_from_here()
+        code: int = options.execute(options)
+        sys.stdout.flush()
+    except CollectiveError as error:
+        return _refuse(str(error))
+    except Ended as end:
+        return 128 + end.number
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        reason = explain(error)
+        if reason is None:
+            raise
+        return _refuse(reason) if reason else 128 + signal.SIGPIPE
+    return code
+
+
+def _import_nothing_from_here() -> None:
+    """Keep the working directory out of what child processes import, if it is out of ours.
+
+    Python puts it first for ``-c`` and ``-m``, so that anybody's ``json.py`` in /tmp would run.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        if not {"", os.getcwd()} & set(sys.path):
+            os.environ.setdefault("PYTHONSAFEPATH", "1")  # heeded from Python 3.11 on
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="collective", description="Collective communication between Python processes."
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit:
+        sys.stdout.flush()  # here, where it is told if nobody can read the help
+        raise
+
+
+def _refuse(reason: str) -> int:
+    print(f"collective: {reason}", file=sys.stderr)
+    return 2

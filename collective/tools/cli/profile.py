@@ -1,0 +1,240 @@
+"""``collective profile``: what a program's calls cost it, and whether more ranks would pay."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collective.errors import ConfigError
+from collective.install import hint
+from collective.start.config import by_device, settings
+
+from .ending import Ended
+from .outputs import check_directory, check_file, written
+from .run import refuse_transports
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from collective.algorithms.model import Measured
+    from collective.tools.profile.events import RankTrace
+    from collective.tools.profile.measure import Profile
+    from collective.tools.profile.predict import Outlook
+
+__all__ = ["add_parser"]
+
+# Of what is not written to a terminal.
+_WIDTH = 110
+_EPILOG = """\
+exit code: that of the program; 2 if it could not be started, or left nothing to report.
+"""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="run a program and report what its calls cost, and whether more ranks pay",
+        usage="collective profile [-n N] [--backend NAME] [--timeout S] [--predict RANKS] "
+        "[--link TIME,RATE] [--per-host N] [--from FILE] [--json FILE] "
+        "(SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
+        description="Run a Python program as N ranks, as `collective run` does, or take a trace "
+        "that it has left. Report for each operation calls, bytes, time, waiting and what is "
+        "hidden by computing, T_comp and T_sync of a training step, and whether the ranks pay.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("-n", type=_count, default=None, metavar="N", help="how many ranks")
+    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
+    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
+    parser.add_argument(
+        "--trace", type=Path, metavar="DIR",
+        help="report on the traces there (of COLLECTIVE_TRACE) and run nothing; with a program: "
+        "keep its traces there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--predict", type=_counts, metavar="RANKS", help="extrapolate to so many: 8,64,1024"
+    )
+    parser.add_argument(
+        "--link", type=_link, metavar="TIME,RATE",
+        help="what connects hosts, for --predict: the time of an empty message and a rate, such "
+        "as 10us,12GB/s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--per-host", type=_count, metavar="N",
+        help="ranks a host, with --link (default: as many as there were)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", type=Path, dest="figures", metavar="FILE",
+        help="fit the model to these figures, of `collective bench --json`, instead of timing "
+        "the transport",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
+    # Everything from here on is the program's own, whatever it looks like.
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the program, report; return the exit code."""
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    refusal = _refusal(options, program)
+    if refusal:
+        print(f"collective profile: {refusal}", file=sys.stderr)
+        return 2
+    check_file("--json", options.json)
+    measured = _figures(options)
+    if options.trace is not None and not program:
+        return _report(options, options.trace, measured, 0)
+    if options.trace is not None:
+        check_directory("--trace", options.trace)
+        return _report(options, options.trace, measured, _run(options, program, options.trace))
+    with tempfile.TemporaryDirectory(prefix="collective-") as directory:
+        code = _run(options, program, Path(directory))
+        return _report(options, Path(directory), measured, code)
+
+
+def _refusal(options: argparse.Namespace, program: list[str]) -> str:
+    if not program and options.trace is None:
+        return "no program given; name a script, -m and a module, or --trace and a directory"
+    if program and options.n is None:
+        return "-n N: not given; it says as how many ranks the program runs"
+    if program and not options.module and not os.path.exists(program[0]):
+        return f"script {program[0]!r}: no such file"
+    if options.link is None and options.per_host is not None:
+        return "--per-host without --link; give what connects the hosts, too"
+    if options.predict is None and (options.link or options.figures):
+        return "--link, --from: for --predict, which is not given"
+    if importlib.util.find_spec("rich") is None:
+        return f"the tables need rich; {hint('bench')}"
+    return ""
+
+
+def _figures(options: argparse.Namespace) -> list[Measured]:
+    """Return the figures of a file, before a program has run for hours."""
+    if options.figures is None:
+        return []
+    from collective.tools.profile.calibrate import load
+
+    return load(options.figures)
+
+
+def _run(options: argparse.Namespace, program: list[str], directory: Path) -> int:
+    """Run the program as `collective run` does, with traces in ``directory``."""
+    # Here and not above: it brings more of the package along.
+    from collective.launch.processes import die_with_parent
+
+    refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
+    command = [sys.executable, "-m", "collective", "run", "-n", str(options.n)]
+    command += ["--backend", options.backend] if options.backend else []
+    command += ["--timeout", options.timeout] if options.timeout else []
+    command += ["-m"] if options.module else []
+    variables = {**os.environ, "COLLECTIVE_TRACE": str(directory.absolute())}
+    launcher = subprocess.Popen(
+        [*command, "--", *program], env=variables, preexec_fn=die_with_parent()
+    )
+    while True:
+        try:
+            code = launcher.wait()
+        except Ended as end:  # sent to us alone
+            launcher.send_signal(end.number)
+            continue
+        except KeyboardInterrupt:  # the launcher got it, too, and ends its ranks
+            continue
+        return code if code >= 0 else 128 - code
+
+
+def _report(
+    options: argparse.Namespace, directory: Path, measured: list[Measured], code: int
+) -> int:
+    from rich.console import Console
+
+    from collective.tools.profile.events import read
+    from collective.tools.profile.measure import profile
+    from collective.tools.profile.report import as_json, show
+
+    try:
+        traces = read(directory)
+    except ConfigError as error:
+        if not code:  # or the program has said itself why it did not come as far
+            print(f"collective profile: {error}", file=sys.stderr)
+        return code or 2
+    found = profile(traces)
+    outlook, problem, well = None, "", True
+    if options.predict is not None and found.steps is not None:
+        try:
+            outlook = _outlook(options, traces, found, measured)
+        except ConfigError as error:  # what was measured is told all the same
+            problem = str(error)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(_WIDTH, console.width)
+    console.rule(style="dim")
+    show(console, found, outlook)
+    if code:
+        console.print(f"\nThe program ended with exit code {code}; this is what it did before.")
+    if options.json is not None:
+        text = json.dumps(as_json(found, outlook), indent=2) + "\n"
+        well = written("--json", options.json, lambda path: path.write_text(text))
+    if problem:
+        print(f"collective: {problem}", file=sys.stderr)
+    return code or 2 * (bool(problem) or not well)
+
+
+def _outlook(
+    options: argparse.Namespace, traces: list[RankTrace], found: Profile, measured: list[Measured]
+) -> Outlook:
+    from collective.tools.profile import calibrate
+    from collective.tools.profile.predict import predict
+
+    assert found.steps is not None
+    about = traces[0].about
+    backend = str(about["backend"])
+    if measured:
+        # Of figures of several transports, this one's.
+        measured = calibrate.load(options.figures, backend)
+    else:
+        local = max(2, int(about["local_size"]))
+        sizes = sorted({2, local})
+        print(f"collective profile: timing {backend} with {sizes} ranks", file=sys.stderr)
+        measured = calibrate.run(sizes, options.backend or _host_backend(backend))
+    try:
+        return predict(
+            found.steps, found.ranks, measured, options.predict, options.link,
+            options.per_host or int(about["local_size"]),
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"profile: no model can be fitted: {error}.") from error
+
+
+def _host_backend(backend: str) -> str:
+    """Return what connects the ranks of one host under ``backend``."""
+    return "shm" if backend == "hierarchical" else by_device(backend).get("cpu", backend)
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_count(one) for one in text.split(",")})
+
+
+def _link(text: str) -> object:
+    from collective.tools.profile.predict import to_link
+
+    try:
+        return to_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,102 @@
+"""``collective run``: start a program as several ranks on this host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collective.launch import cores_for_each, launch, restart_with
+from collective.start.config import Setting, by_device, settings
+
+from .outputs import check_directory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser", "refuse_transports"]
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start a program as several ranks on this machine",
+        usage="collective run -n N [--backend NAME] [--timeout S] (SCRIPT | -m MODULE) [ARG ...]",
+        description="Start a Python program as N ranks on this machine. Each line of output "
+        "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
+        "its traceback is shown last, and its exit code is ours.",
+    )
+    parser.add_argument("-n", type=_size, required=True, metavar="N", help="how many ranks")
+    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
+    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
+    # Everything from here on is the program's own, whatever it looks like.
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the program; return the exit code."""
+    # A first -- ends our own options, as everywhere; later ones are the program's.
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        return _refuse("no program given; name a script, or -m and a module")
+    if not options.module and not os.path.exists(program[0]):
+        return _refuse(f"script {program[0]!r}: no such file")
+    given = {"backend": options.backend, "timeout": options.timeout}
+    # A misspelt setting is one error here instead of one a rank.
+    found = settings(given)
+    refuse_transports(found)
+    if "trace" in found:
+        check_directory("trace", Path(str(found["trace"].value)))
+    variables = {
+        f"COLLECTIVE_{key.upper()}": str(found[key].value)
+        for key, value in given.items()
+        if value is not None
+    }
+    arguments = ["-m"] * options.module + program
+    named = str(found["backend"].value) if "backend" in found else ""
+    on_host = by_device(named).get("cpu", named)
+    if on_host == "threads":
+        os.environ.update(variables)
+        if options.is_program:
+            restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
+        # Here and not above: it brings NumPy and the transports along.
+        from collective.launch import threads
+
+        return threads.main([str(options.n), *arguments])
+    across = found["across"].value if "across" in found else ""
+    return launch(arguments, options.n, variables, mpi="mpi" in (on_host, across))
+
+
+def refuse_transports(found: Mapping[str, Setting]) -> None:
+    """Refuse transports that cannot be had, once here instead of once a rank.
+
+    Raises:
+        BackendNotFoundError, BackendUnavailableError: there is none of that name, or what
+            it stands on is not installed.
+    """
+    # Here and not above: it brings NumPy along.
+    from collective.contract.registry import require
+
+    for value in (str(found[key].value) for key in ("backend", "across") if key in found):
+        for name in by_device(value).values() or [value]:
+            if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
+                require(name)
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
+    return int(text)
+
+
+def _refuse(reason: str) -> int:
+    print(f"collective run: {reason}", file=sys.stderr)
+    return 2

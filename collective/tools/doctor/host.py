@@ -1,0 +1,232 @@
+"""Facts about this host that take no library: cores, memory, names, files."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from collective.backends.shm.control import Layout
+from collective.errors import CollectiveError
+from collective.start.file_store import FileStore
+from collective.start.network import address_of, interfaces, is_loopback, own_address
+
+__all__ = ["Place", "network", "processors", "shared_memory", "system"]
+
+# Name servers that do not answer are waited for much longer by the system itself.
+_RESOLVE_S = 3.0
+
+
+class Place:
+    """Where the system tells about itself; the tests have one of their own."""
+
+    proc = Path("/proc")
+    cgroup = Path("/sys/fs/cgroup")
+    dev_shm = Path("/dev/shm")
+
+
+def processors() -> dict[str, Any]:
+    """Return ``usable`` cores of this process, ``online`` cores, and the ``quota`` in cores.
+
+    A container's quota may be a part of a core; it is None where there is none.
+    """
+    online = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
+    return {"usable": usable, "online": online, "quota": _quota()}
+
+
+def shared_memory() -> dict[str, Any]:
+    """Return what limits ranks that share memory, in bytes where it is an amount.
+
+    Returns:
+        ``memory`` and ``available`` of the host; ``limit`` of the container and ``left``
+        of it, None without one; ``memfd``, whether memory is shared without a file;
+        ``dev_shm`` and ``dev_shm_free``, which MPI libraries and PyTorch use; ``directory``
+        where launches meet, with ``directory_error``; ``ranks_bytes``, what as many
+        ``ranks`` as there are cores take.
+    """
+    cores = processors()["usable"]
+    memory = _memory()
+    limit, left = _memory_limit(memory["memory"])
+    found: dict[str, Any] = {**memory, "limit": limit, "left": left, "memfd": _memfd()}
+    found["dev_shm"] = found["dev_shm_free"] = None
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(Place.dev_shm)
+        found["dev_shm"], found["dev_shm_free"] = usage.total, usage.free
+    found["directory"], found["directory_error"] = _directory()
+    found["ranks"] = max(2, cores)
+    found["ranks_bytes"] = Layout(max(2, cores)).nbytes
+    return found
+
+
+def network(interface: str) -> dict[str, Any]:
+    """Return this host's name and addresses as other hosts see them.
+
+    Args:
+        interface: the one that is configured, or an empty text.
+
+    Returns:
+        ``name``, the ``addresses`` that it stands for, whether they are all ``loopback``
+        and the ``error`` of looking it up; ``interfaces``; ``address``, at which ranks of
+        other hosts would reach this one, and ``address_error``, why there is none.
+    """
+    host = socket.gethostname()
+    answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    # A daemon: the system's resolver cannot be interrupted.
+    threading.Thread(
+        target=lambda: answers.put(_names(host, interface)), name="resolve", daemon=True
+    ).start()
+    try:
+        names = answers.get(timeout=_RESOLVE_S)
+    except queue.Empty:
+        late = f"the name service does not answer within {_RESOLVE_S:g} s"
+        names = {"addresses": [], "error": late, "address": "", "address_error": late}
+    loopback = bool(names["addresses"]) and all(map(is_loopback, names["addresses"]))
+    try:
+        found = [each._asdict() for each in interfaces()]
+    except OSError:  # a sandbox may forbid the question
+        found = []
+    return {"name": host, **names, "loopback": loopback, "interfaces": found}
+
+
+def _names(host: str, interface: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"addresses": [], "error": "", "address": "", "address_error": ""}
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found["addresses"] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    except (OSError, UnicodeError) as error:
+        found["error"] = str(error)
+    try:
+        found["address"] = address_of(interface) if interface else own_address()
+    except (CollectiveError, OSError) as error:
+        found["address_error"] = str(error)
+    return found
+
+
+def system() -> str:
+    """Return the operating system and the processor's kind."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def _memory() -> dict[str, int | None]:
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in (Place.proc / "meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                found[key] = int(value[:-3]) << 10
+    return {"memory": found.get("MemTotal"), "available": found.get("MemAvailable")}
+
+
+def _memory_limit(memory: int | None) -> tuple[int | None, int | None]:
+    """Return the lowest limit of this process's control groups, and what is left of it."""
+    limits: list[tuple[int, int]] = []
+    for group in _groups("memory"):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            allowed, current = _number(group / limit), _number(group / used)
+            # Without a limit the older interface names the largest number there is.
+            if allowed is not None and (memory is None or allowed < memory):
+                limits.append((allowed, max(0, allowed - (current or 0))))
+    if not limits:
+        return None, None
+    return min(limit for limit, _ in limits), min(left for _, left in limits)
+
+
+def _quota() -> float | None:
+    """Return how many cores' time this process's control groups allow it."""
+    quotas = []
+    for group in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+        allowed, period_us = (_number(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if allowed is not None and allowed > 0 and period_us:
+            quotas.append(allowed / period_us)
+    return min(quotas, default=None)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield the directories of the control groups that this process is in, inner ones first.
+
+    cgroups(7). Version 2 has one tree, version 1 one a controller. In a container the
+    paths may be the host's while only the container's own part is mounted, at the top.
+    """
+    try:
+        lines = (Place.proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = Place.cgroup
+        elif controller in controllers.split(","):
+            top = Place.cgroup / controller
+        else:
+            continue
+        group = top / path.lstrip("/")
+        yield from (p for p in (group, *group.parents) if p == top or top in p.parents)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent; "max"
+        return None
+
+
+def _memfd() -> bool:
+    """Tell whether memory without a file can be opened by its process's number."""
+    try:
+        descriptor = os.memfd_create("doctor", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        return False
+    try:
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR))
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+def _directory() -> tuple[str, str]:
+    """Return the temporary directory, and what keeps launches from meeting there, or nothing."""
+    place = ""
+    try:
+        place = tempfile.gettempdir()
+        ours = Path(place) / f"collective-{os.geteuid()}"
+        if os.path.lexists(ours):
+            FileStore(ours)
+        with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(descriptor)
+    except CollectiveError as error:
+        return place, str(error)
+    except OSError as error:
+        return place, (
+            f"temporary directory {place or 'of this system'}: {error}; launches meet there. Set "
+            "TMPDIR to a directory of a local file system."
+        )
+    return place, ""

@@ -1,0 +1,313 @@
+"""Questions about libraries, asked in processes of their own.
+
+A library may crash, hang or print when it is loaded; MPI may be initialised once a
+process. None of it reaches the process that asks, and nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from collective.contract import registry
+from collective.errors import CollectiveError
+from collective.launch.processes import mpi_segments, remove_segments
+from collective.start.choice import installed
+from collective.start.config import load
+from collective.start.resolver import name_libraries, options
+
+from .command import LEFT_BEHIND, command
+
+__all__ = ["Answer", "ask", "environment", "main"]
+
+# What launchers tell their processes. A process that is asked is no rank of the job that
+# the doctor may run in, and its MPI must not call on that job's daemons. Settings of the
+# MPI libraries (FI_, I_MPI_, MPIR_CVAR_, OMPI_MCA_, UCX_) stay.
+_LAUNCHER = re.compile(
+    r"(LOCAL_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|(GROUP|ROLE)_RANK|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_.*|SLURM_.*|PMI_.*|PMI2_.*|PMIX_(?!MCA_).*|PALS_.*"
+    r"|OMPI_(COMM_WORLD_|UNIVERSE|APP_CTX|FIRST|FILE|MCA_ess|MCA_orte|MCA_pmix).*|PRTE_(?!MCA_).*"
+    r"|HYD.*|MPI_LOCAL.*|I_MPI_HYDRA_.*"
+)
+# Settings of ours that belong to a transport and not to a job.
+_OF_TRANSPORTS = {
+    "COLLECTIVE_ACROSS",
+    "COLLECTIVE_CUDA_LIBRARY",
+    "COLLECTIVE_INTERFACE",
+    "COLLECTIVE_NCCL_LIBRARY",
+    "COLLECTIVE_SHM_SINGLE_COPY",
+}
+# How long a process may take to leave when it is asked to.
+_LEAVE_S = 0.5
+# How often it is looked at whether there is still somebody who waits for an answer.
+_LOOK_S = 0.1
+_START_S = 6.0  # for what should take a fraction of a second
+# What makes a package importable that is not by itself.
+_THROUGH = {"chainer": "collective.adapters.chainer"}
+_SHOWN = 400  # characters of a library's own words
+
+
+class Answer(NamedTuple):
+    """What a process found out, or why not.
+
+    Attributes:
+        facts: by name; empty if there is an error.
+        error: for people, in a sentence or a few; empty if all is well.
+        late: whether the time was over before there was an answer.
+    """
+
+    facts: dict[str, Any]
+    error: str = ""
+    late: bool = False
+
+
+def ask(
+    questions: Sequence[str], seconds: float, leaving: threading.Event | None = None
+) -> dict[str, Answer]:
+    """Answer ``questions`` in a process of its own, one after the other.
+
+    One that ends the process costs no other its answer: a new one takes up the rest.
+
+    Args:
+        questions: a topic, and for some a name: ``"import torch"``, ``"connect shm"``,
+            ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"nccl"``, ``"gpus"``,
+            ``"single-copy"``.
+        seconds: until whatever is still running is ended.
+        leaving: once it is set, whatever is still running is ended, too.
+
+    Returns:
+        An answer a question.
+    """
+    deadline = time.monotonic() + seconds
+    leaving = leaving or threading.Event()
+    answers: dict[str, Answer] = {}
+    while open_ := [question for question in questions if question not in answers]:
+        left = 0.0 if leaving.is_set() else deadline - time.monotonic()
+        if left <= 0:
+            answers |= dict.fromkeys(open_, Answer({}, f"not looked at within {seconds:g} s", True))
+            break
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True)
+        except OSError as error:
+            answers |= dict.fromkeys(open_, Answer({}, f"no temporary directory: {error}"))
+            break
+        with scratch as directory:
+            answers |= _ask(open_, left, seconds, directory, leaving)
+    return answers
+
+
+def _ask(
+    questions: Sequence[str], left: float, seconds: float, scratch: str, leaving: threading.Event
+) -> dict[str, Answer]:
+    """Answer as many of ``questions`` as one process does, the first one in any case."""
+    process = subprocess.Popen(
+        command("probe", *questions, str(left)),
+        env=environment(TMPDIR=scratch, **dict.fromkeys(LEFT_BEHIND, scratch)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        heard = _hear(process, left, leaving)
+        late = heard is None
+        if heard is None:
+            _end(process)
+            try:
+                heard = process.communicate(timeout=_LEAVE_S)
+            except subprocess.TimeoutExpired as expired:  # a process out of reach holds the pipe
+                heard = expired.stdout or b"", expired.stderr or b""
+    finally:
+        _end(process)
+    said, noise = heard
+    lines = [json.loads(line) for line in said.splitlines(keepends=True) if line[-1:] == b"\n"]
+    answers = {question: Answer(facts, error) for question, facts, error in lines}
+    for question in questions:
+        if question not in answers:
+            if late:
+                answers[question] = Answer({}, f"no answer within {seconds:g} s", True)
+            else:
+                answers[question] = Answer({}, _how_it_ended(process.returncode, noise))
+            break
+    return answers
+
+
+def _hear(
+    process: subprocess.Popen[bytes], left: float, leaving: threading.Event
+) -> tuple[bytes, bytes] | None:
+    """Return what a process says, or None if it does not end in time or before we leave."""
+    deadline = time.monotonic() + left
+    while not leaving.is_set() and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what was read is kept
+            return process.communicate(timeout=min(_LOOK_S, left))
+    return None
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return this process's environment less what launchers and settings of jobs put there."""
+    kept: Mapping[str, str] = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_TRANSPORTS
+        or not (_LAUNCHER.fullmatch(name) or name.startswith("COLLECTIVE_"))
+    }
+    return {**kept, **changes}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started; give it the time to clean up."""
+    segments = mpi_segments(process.pid) if process.returncode is None else set()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+            if process.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LEAVE_S)
+    remove_segments(segments)
+
+
+def _how_it_ended(code: int, noise: bytes) -> str:
+    lines = [line.strip() for line in noise.decode(errors="replace").splitlines()]
+    words = " ".join(line for line in lines if line)
+    if len(words) > _SHOWN:
+        words = f"… {words[-_SHOWN:]}"
+    try:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    return f"the process that tried it {how}" + (f": {words}" if words else "")
+
+
+# -- in the process that is asked -----------------------------------------------------------
+
+
+def main(*arguments: str) -> None:
+    """Answer questions on standard output, a line each; the last argument is the time."""
+    *questions, seconds = arguments
+    # Its default action ends the process wherever it hangs, should nobody else do so.
+    signal.alarm(math.ceil(float(seconds)) + 1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    with contextlib.suppress(CollectiveError):
+        name_libraries(load({}))
+    for question in questions:
+        topic, _, name = question.partition(" ")
+        try:
+            answer = (question, _TOPICS[topic](name), "")
+        except CollectiveError as error:
+            answer = (question, {}, str(error))
+        except BaseException as error:  # a library may even call sys.exit
+            answer = (question, {}, f"{type(error).__name__}: {error}")
+        print(json.dumps(answer), file=answers)
+
+
+def _import(name: str) -> dict[str, Any]:
+    # Chainer's last release does not import by itself; who uses it with us uses it so.
+    through = _THROUGH.get(name, "")
+    if through:
+        importlib.import_module(through)
+    module = importlib.import_module(name)
+    facts = {"version": str(getattr(module, "__version__", "")), "through": through}
+    if name == "torch":
+        facts["cuda"] = module.version.cuda or ""
+    return facts
+
+
+def _connect(name: str) -> dict[str, Any]:
+    """Connect a world of one: the library loads, starts, and opens what it needs."""
+    from collective.testing.seat import Opening
+
+    kind = registry.find(name)
+    if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU
+        from . import nccl
+
+        nccl.try_alone()
+    with tempfile.TemporaryDirectory() as meeting:
+        opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
+        world = dataclasses.replace(opening.world(0), options=_options())
+        kind.connect(world, opening.timeout).close()
+    return {
+        "devices": sorted(kind.capabilities.devices),
+        "across_hosts": kind.capabilities.across_hosts,
+        "in_process": kind.capabilities.in_process,
+    }
+
+
+def _options() -> dict[str, str]:
+    """Return what is configured for single transports; nothing if a setting is wrong."""
+    try:
+        found = options(load({}))
+    except CollectiveError:
+        return {}
+    # Between hosts hierarchical has gloo, but under mpiexec.
+    if found["across"] == "gloo" and not installed("torch"):
+        found["across"] = "mpi"
+    return found
+
+
+def _trial(name: str) -> dict[str, Any]:
+    from . import trial
+
+    name, _, mpiexec = name.partition(" ")
+    return trial.run(name, mpiexec)
+
+
+def _mpi(_: str) -> dict[str, Any]:
+    """Describe the MPI library once it is started: before, some do not answer but abort."""
+    from collective.backends.mpi import library
+
+    library.start(_START_S)
+    return dataclasses.asdict(library.describe())
+
+
+def _gpus(_: str) -> dict[str, Any]:
+    from . import gpus
+
+    return gpus.look()
+
+
+def _nccl(_: str) -> dict[str, Any]:
+    from . import nccl
+
+    return nccl.look()
+
+
+def _single_copy(_: str) -> dict[str, Any]:
+    """Let a forked child read this process, which is not its child: as a peer does."""
+    import ctypes
+
+    from collective.backends.shm.segment import process_vm_readv
+
+    word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
+    me = os.getpid()
+    process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)  # allow it first
+    copy.value = 0
+    child = os.fork()
+    if child == 0:
+        read = process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
+        os._exit(0 if read and copy.value == word.value else 1)
+    return {"works": os.waitpid(child, 0)[1] == 0}
+
+
+_TOPICS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "connect": _connect,
+    "gpus": _gpus,
+    "import": _import,
+    "mpi": _mpi,
+    "nccl": _nccl,
+    "single-copy": _single_copy,
+    "trial": _trial,
+}

@@ -1,0 +1,208 @@
+"""Two ranks try a transport: right results, and how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.contract import registry
+from collective.errors import BackendError, CollectiveError, UnsupportedError
+from collective.start.session import init
+
+from .command import LEFT_BEHIND, command
+
+__all__ = ["exercise", "main", "run"]
+
+Array = np.ndarray[Any, Any]
+
+_SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
+_SMALL_CALLS, _ROUNDS = 50, 5
+_CALL_S, _TRIAL_S = 20.0, 40.0
+
+# Open MPI counts cores and refuses root; the trial needs two ranks wherever it runs.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def run(name: str, mpiexec: str = "") -> dict[str, Any]:
+    """Start two ranks on transport ``name`` and return what :func:`exercise` returns.
+
+    Args:
+        name: as it is registered.
+        mpiexec: the program that starts the ranks, if they are an MPI world.
+
+    Raises:
+        CollectiveError: it failed; the text has every rank's reason.
+    """
+    devices = registry.find(name).capabilities.devices
+    if not devices & {"cpu", "cuda"}:
+        raise UnsupportedError(
+            f"trial: transport {name!r} takes arrays on {', '.join(sorted(devices))} only; the "
+            "trial has arrays of the CPU and of NVIDIA's GPUs."
+        )
+    if mpiexec:
+        return _under_mpiexec(name, mpiexec)
+    from collective.testing import RanksFailedError, run_ranks
+
+    try:
+        told: dict[str, Any] = run_ranks(
+            2, exercise, backend=name, timeout=_TRIAL_S, call_timeout=_CALL_S
+        )[0]
+    except RanksFailedError as error:
+        rank, cause = next(iter(error.errors.items()))
+        # What we raise says itself who it was, and what a library says comes by its kind.
+        kind = (
+            "" if isinstance(cause, CollectiveError) else f"rank {rank}: {type(cause).__name__}: "
+        )
+        raise BackendError(f"{kind}{cause}", name) from error
+    return told
+
+
+def exercise(comm: Communicator) -> dict[str, Any]:
+    """Do this rank's part: an all-reduce, broadcasts and messages whose results are known.
+
+    Collective: both ranks. The arrays are on the CPU, or on GPUs if the transport wants them.
+
+    Returns:
+        ``latency_s`` of an all-reduce of ``small_bytes``, and ``bandwidth``, bytes a second
+        of one of ``large_bytes``; medians over the rounds, of the slower rank.
+
+    Raises:
+        BackendError: a result is wrong.
+    """
+    place = _on_cpu if "cpu" in comm.capabilities.devices else _OnGpu(comm.rank)
+    ranks = np.arange(1000.0)
+    _expect(comm, "all_reduce", comm.all_reduce(place(ranks + comm.rank)), 2 * ranks + 1)
+    for root in range(comm.size):
+        mine = place(ranks + comm.rank)
+        _expect(comm, "broadcast", comm.broadcast(mine, root=root), ranks + root)
+    if comm.rank == 0:
+        comm.send(place(ranks), dst=1, tag=3)
+        _expect(comm, "recv", comm.recv(place(0 * ranks), src=1, tag=4), -ranks)
+    else:
+        _expect(comm, "recv", comm.recv(place(0 * ranks), src=0, tag=3), ranks)
+        comm.send(place(-ranks), dst=0, tag=4)
+    latency = _median(comm, place(np.ones(_SMALL_BYTES // 8)), _SMALL_CALLS)
+    large = _median(comm, place(np.ones(_LARGE_BYTES // 4, np.float32)), 1)
+    slowest = _read(comm.all_reduce(place(np.array([latency, large])), op="max"))
+    return {
+        "small_bytes": _SMALL_BYTES,
+        "latency_s": float(slowest[0]),
+        "large_bytes": _LARGE_BYTES,
+        "bandwidth": _LARGE_BYTES / float(slowest[1]),
+    }
+
+
+def _on_cpu(array: Array) -> Any:
+    return array
+
+
+class _OnGpu:
+    """Puts arrays into the memory of a rank's GPU."""
+
+    def __init__(self, rank: int) -> None:
+        from collective import cuda
+
+        self._device = cuda.device(rank % max(1, cuda.device_count()))
+        self._stream = self._device.stream(0)  # what results are on, too
+
+    def __call__(self, array: Array) -> Any:
+        from collective import cuda
+        from collective.memory.device_array import DeviceArray
+
+        memory = cuda.allocate(self._device, array.nbytes, self._stream)
+        made = DeviceArray(
+            memory.address, array.shape, array.dtype, self._device, self._stream, owner=memory
+        )
+        made.fill_from_host(array)
+        return made
+
+
+def _read(array: Any) -> Any:
+    """Return what is in an array, once it is there."""
+    return array if isinstance(array, np.ndarray) else array.to_host()
+
+
+def _expect(comm: Communicator, call: str, got: Any, wanted: Any) -> None:
+    got = _read(got)
+    if not np.array_equal(got, wanted):
+        raise BackendError(
+            f"{call}: wrong result on rank {comm.rank}: {got[:3]}…; {wanted[:3]}… is right.",
+            comm.backend,
+        )
+
+
+def _median(comm: Communicator, x: Any, calls: int) -> float:
+    """Return the seconds of an all-reduce of ``x``; the first round is not counted."""
+    out = np.empty_like(x)
+    rounds = []
+    for _ in range(1 + _ROUNDS):
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            comm.all_reduce(x, out=out)
+        if not isinstance(out, np.ndarray):
+            out.stream.synchronize()
+        rounds.append((time.perf_counter() - start) / calls)
+    return statistics.median(rounds[1:])
+
+
+# -- over MPI: started by its own launcher ---------------------------------------------------------
+
+
+def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
+    # Those that mpiexec starts share memory; it is no good on a disk, and does not stay.
+    kept = {name: value for name, value in os.environ.items() if name not in LEFT_BEHIND}
+    with tempfile.TemporaryDirectory() as directory:
+        done = subprocess.run(
+            [mpiexec, "-n", "2", *command("trial", name, directory)],
+            env={**kept, **_OPEN_MPI},
+            cwd=directory,  # far from the settings of whatever directory this is
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        told = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("rank-*"))]
+    wrong = list(dict.fromkeys(result["error"] for result in told if result["error"]))
+    if wrong:
+        raise BackendError(" ".join(wrong), name)
+    if done.returncode != 0 or not told:
+        words = " ".join((done.stderr or done.stdout).split())[-600:]
+        raise BackendError(f"{mpiexec} exited with {done.returncode}: {words}", name)
+    facts: dict[str, Any] = told[0]["facts"]
+    return facts
+
+
+def main(name: str, directory: str) -> None:
+    """Be one of the two ranks that mpiexec started; write down in ``directory`` how it went."""
+    told: dict[str, Any] = {"facts": {}, "error": ""}
+    try:
+        with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
+            if comm.size != 2:
+                raise BackendError(
+                    f"mpiexec started 2 ranks, and each found a world of {comm.size}: it does not "
+                    "belong to this MPI library.",
+                    name,
+                )
+            told["facts"] = exercise(comm)
+    except Exception as error:  # it is told to whoever runs the trial
+        told["error"] = str(error) if isinstance(error, CollectiveError) else repr(error)
+    scratch = Path(directory, f".{os.getpid()}")
+    scratch.write_text(json.dumps(told))
+    scratch.rename(Path(directory, f"rank-{os.getpid()}"))
+    sys.exit(1 if told["error"] else 0)

@@ -1,0 +1,180 @@
+"""What is compared: one case is a call of the public API, on arrays of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from collective.algorithms.arithmetic import check as check_op
+from collective.errors import DtypeError
+from collective.memory import nested
+from collective.memory.dtypes import BY_NAME
+from collective.ops import NAMES, ReduceOp
+
+__all__ = [
+    "CONDUCT",
+    "DTYPES",
+    "MOVES",
+    "OPERATIONS",
+    "OPS",
+    "REDUCTIONS",
+    "ROOTED",
+    "SHAPES",
+    "Case",
+    "Leaf",
+    "matrix",
+    "reduces",
+]
+
+#: The calls that compute, and those that only move.
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
+MOVES = (
+    "broadcast", "scatter", "gather", "all_gather", "all_to_all", "sendrecv", "send_recv",
+)  # fmt: skip
+#: What is not about numbers but has to be the same everywhere: :mod:`.conduct`.
+CONDUCT = (
+    "barrier", "messages", "reuse", "groups", "symmetric", "mismatch", "failing", "leaving",
+)  # fmt: skip
+OPERATIONS = (*REDUCTIONS, *MOVES, *CONDUCT)
+#: The calls with a root.
+ROOTED = ("reduce", "broadcast", "scatter", "gather")
+#: The reductions; ``"user"`` stands for one that does not commute.
+OPS = (*NAMES, "premul_sum", "user")
+DTYPES = tuple(BY_NAME)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array.
+
+    Attributes:
+        shape: of each rank's array, but see :attr:`Case.rows`.
+        dtype: its name.
+        steps: how far neighbours are apart along each axis of the array that it is a view
+            of; negative ones go backwards. Empty for a contiguous array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, made in turns that differ in the root and in the numbers.
+
+    Attributes:
+        operation: one of :data:`OPERATIONS`.
+        data: a :class:`Leaf`, or a list, tuple or dict of such, nested.
+        op: of :data:`OPS`, where it reduces.
+        order: ``"rank"`` or None.
+        root: of the first turn, modulo the number of ranks; the next turn has the next one.
+        axis: the axis that is cut, or along which pieces are joined.
+        counts: lengths of the ranks' pieces along ``axis``, where it cuts; else as
+            ``numpy.array_split`` does. They must add up to it.
+        rows: each rank's own length along ``axis``, where it joins; else as in the shape.
+        frameworks: rank r has arrays of the ``r % len``-th.
+        outs: a turn each: ``"new"``, ``"given"`` (``out=``) or ``"in place"``.
+        omitted: whether ranks pass None where only the root's array matters.
+        seed: of the numbers.
+        shape_class: where it belongs in the matrix.
+    """
+
+    operation: str
+    data: Any
+    op: str = "sum"
+    order: str | None = None
+    root: int = 0
+    axis: int = 0
+    counts: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    frameworks: tuple[str, ...] = ("numpy",)
+    outs: tuple[str, ...] = ("new", "given")
+    omitted: bool = False
+    seed: int = 0
+    shape_class: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The array's dtype, or the dtypes of the structure."""
+        return " ".join(dict.fromkeys(leaf.dtype for leaf in nested.flatten(self.data)))
+
+    @property
+    def framework(self) -> str:
+        """The framework, or those that are mixed."""
+        return self.frameworks[0] if len(set(self.frameworks)) == 1 else "mixed"
+
+    def title(self) -> str:
+        """Return ``all_reduce(sum) of numpy float32[3, 5]``."""
+        if self.operation in CONDUCT:
+            return self.operation
+        options = [] if self.operation not in REDUCTIONS else [self.op]
+        options += [f"order={self.order!r}"] if self.order else []
+        options += [f"root={self.root}"] if self.operation in ROOTED else []
+        options += [f"axis={self.axis}"] if self.axis else []
+        options += [f"counts={list(self.counts)}"] if self.counts is not None else []
+        told = f"({', '.join(options)})" if options else ""
+        arrays = ", ".join(
+            f"{leaf.dtype}{list(leaf.shape)}" + (f" of steps {list(leaf.steps)}" * any(leaf.steps))
+            for leaf in nested.flatten(self.data)
+        )
+        return f"{self.operation}{told} of {'+'.join(self.frameworks)} {arrays}"
+
+
+def reduces(op: str, dtype: str) -> bool:
+    """Tell whether the library defines ``op`` for ``dtype``, and something on the CPU has it."""
+    made = ReduceOp(op, factor=1.0 if op == "premul_sum" else None)
+    try:
+        check_op(made, BY_NAME[dtype])
+    except DtypeError:
+        return False
+    return not dtype.startswith("float8")
+
+
+#: Shape class -> shape and steps. Large is over 1 MiB in four bytes, and a multiple of nothing.
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "scalar": ((), ()),
+    "empty": ((0, 3), ()),
+    "odd": ((5, 7), ()),
+    "strided": ((7, 5), (3, 2)),
+    "large": ((300_007,), ()),
+}
+
+
+def matrix(
+    operations: Sequence[str],
+    ops: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[str],
+    frameworks: Sequence[str],
+    seed: int,
+) -> Iterator[Case]:
+    """Yield the fixed cases of one framework, or of some that are mixed.
+
+    Cases that fold the same arrays come one after the other. Large arrays are left out for
+    reductions for which another one of the same cost stands.
+    """
+    reductions = [name for name in operations if name in REDUCTIONS]
+    moves = [name for name in operations if name in MOVES]
+    for dtype in dtypes:
+        for name in shapes:
+            data = Leaf(SHAPES[name][0], dtype, SHAPES[name][1])
+            model = Case(
+                "", data, seed=seed, root=1, frameworks=tuple(frameworks), shape_class=name
+            )
+            for op in (op for op in ops if reduces(op, dtype)):
+                if name == "large" and op not in _LARGE:
+                    continue
+                for operation in reductions:
+                    if operation != "scan" or op != "avg":
+                        yield replace(model, operation=operation, op=op)
+                    if operation != "scan" and op in _ROUNDED and BY_NAME[dtype].kind in "fc":
+                        yield replace(model, operation=operation, op=op, order="rank")
+            for operation in moves:
+                yield replace(model, operation=operation)
+
+
+# Reductions of large arrays; those whose results depend on the order.
+_LARGE = ("sum", "avg", "max", "bxor", "user")
+_ROUNDED = ("sum", "prod", "avg")

@@ -1,0 +1,337 @@
+"""What each rank does: make the calls of some cases, and compare what came with the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import collective
+from collective.communicator import Communicator
+from collective.errors import (
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    UnsupportedError,
+)
+from collective.memory import nested
+from collective.memory.dtypes import BY_NAME
+
+from . import conduct, oracle
+from .bounds import ulp
+from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, Leaf
+from .frameworks import ArrayFramework, framework
+
+__all__ = ["Difference", "Verdict", "call", "prepare", "run_cases"]
+
+Array = np.ndarray[Any, Any]
+
+# What is written where nothing may be written.
+_GUARD = 7
+
+
+class Difference(Exception):
+    """A result is not what the oracle says; the text tells where."""
+
+    def __init__(self, text: str, error: float = float("inf"), bound: float = 0.0) -> None:
+        super().__init__(text)
+        self.error = error
+        self.bound = bound
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case went on one rank.
+
+    Attributes:
+        status: ``"passed"``, ``"failed"``, ``"unsupported"`` (refused by the library, with
+            UnsupportedError), or ``"interrupted"`` by what happened on another rank.
+        error: the largest, in units in the last place; see :mod:`collective.tools.parity.bounds`.
+        bound: how large it may be.
+        text: what is wrong, or why it is not supported.
+    """
+
+    status: str
+    error: float = 0.0
+    bound: float = 0.0
+    text: str = ""
+
+
+def prepare(comm: Communicator, names: Sequence[str]) -> None:
+    """Import the frameworks, which takes seconds."""
+    for name in names:
+        framework(name).settle(comm.local_rank)
+        if name == "torch":
+            # As many threads as there are ranks would only get in each other's way.
+            torch: Any = importlib.import_module("torch")
+            torch.set_num_threads(1)
+
+
+def run_cases(comm: Communicator, cases: Sequence[Case]) -> list[Verdict]:
+    """Run ``cases`` until one leaves the communicator unusable; return a verdict for each that ran.
+
+    Collective: every rank calls it with the same cases.
+    """
+    verdicts = []
+    for case in cases:
+        verdict, usable = _run(comm, case)
+        verdicts.append(verdict)
+        if not usable:
+            break
+    return verdicts
+
+
+def _run(comm: Communicator, case: Case) -> tuple[Verdict, bool]:
+    try:
+        if case.operation in CONDUCT:
+            usable = conduct.run(comm, case.operation)
+            return Verdict("passed"), usable
+        return _turns(comm, case), True
+    except UnsupportedError as error:
+        # Each rank refuses by itself, before anything is sent.
+        return Verdict("unsupported", text=str(error)), True
+    except (CommunicatorAbortedError, CollectiveTimeoutError) as error:
+        comm.abort(f"{type(error).__name__} in {case.title()}")
+        return Verdict("interrupted", text=f"{type(error).__name__}: {error}"), False
+    except AssertionError as error:  # of the conduct
+        comm.abort(str(error))
+        return Verdict("failed", float("inf"), text=str(error)), False
+    except Exception as error:  # whatever it is, it is no result
+        comm.abort(f"{type(error).__name__} in {case.title()}")
+        told = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-3:])
+        text = f"rank {comm.rank}: {case.title()}: {type(error).__name__}: {error}\n{told}"
+        return Verdict("failed", float("inf"), text=text), False
+
+
+def _turns(comm: Communicator, case: Case) -> Verdict:
+    found = []
+    wrong: Difference | None = None
+    for turn in range(len(case.outs)):
+        try:
+            found.append(_turn(comm, case, turn))
+        except Difference as difference:
+            # Other ranks may have got what they should, and make the next call.
+            wrong = wrong or difference
+    if wrong is not None:
+        return Verdict("failed", wrong.error, wrong.bound, str(wrong))
+    return Verdict("passed", *max(found, key=lambda each: each[0] / each[1] if each[1] else 0.0))
+
+
+def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
+    """Make one call; return its largest error and the bound of that."""
+    kind = framework(case.frameworks[comm.rank % len(case.frameworks)])
+    stored = oracle.inputs(case, comm.rank, comm.size, turn)
+    wanted = oracle.references(case, comm.rank, comm.size, turn)
+    leaves: list[Leaf] = nested.flatten(case.data)
+    given = [
+        lay_out(kind, array, leaf.dtype, leaf.steps)
+        for array, leaf in zip(nested.flatten(stored), leaves)
+    ]
+    x = nested.rebuild(case.data, iter(given))
+    out = None
+    style = case.outs[turn]
+    in_place = style == "in place" and _takes_in_place(case, comm.rank, comm.size, turn)
+    if in_place:
+        out = x
+    elif style != "new" and wanted is not None:
+        outs = [
+            lay_out(
+                kind, _blank(reference.shape, leaf.dtype), leaf.dtype, _steps_of(leaf, reference)
+            )
+            for reference, leaf in zip(wanted, leaves)
+        ]
+        out = nested.rebuild(case.data, iter(outs))
+    found = call(comm, case, x, out, turn, kind.like)
+    told = f"rank {comm.rank}, {case.title()}, out {style}, turn {turn}"
+    if wanted is None:
+        if found is not None:
+            raise Difference(f"{told}: got {type(found).__name__}; only the root gets a result")
+    elif out is not None and found is not out and nested.is_tree(out) is False:
+        raise Difference(f"{told}: the result is not out")
+    if not in_place:
+        for array, before, leaf in zip(given, nested.flatten(stored), leaves):
+            if not np.array_equal(_bits(kind.read(array)), _bits(before)):
+                raise Difference(f"{told}: the input of dtype {leaf.dtype} was changed")
+    if wanted is None:
+        return 0.0, 0.0
+    return _judge(kind, nested.flatten(found), wanted, leaves, told)
+
+
+def _takes_in_place(case: Case, rank: int, size: int, turn: int) -> bool:
+    at_root = rank == (case.root + turn) % size
+    return case.operation in ("all_reduce", "scan", "broadcast") or (
+        case.operation == "reduce" and at_root
+    )
+
+
+def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ...]) -> Any:
+    """Return an array of a framework with the contents of ``array``, whose elements lie apart."""
+    if not steps:
+        return kind.make(np.ascontiguousarray(array).reshape(array.shape), dtype, ())
+    steps = tuple(step if kind.backwards else abs(step) for step in steps)
+    part = tuple(slice(None, None, step) for step in steps)
+    lengths = [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)]
+    whole = np.full(lengths, _GUARD, array.dtype)
+    whole[part] = array
+    return kind.make(whole, dtype, part)
+
+
+def _steps_of(leaf: Leaf, reference: oracle.Reference) -> tuple[int, ...]:
+    return leaf.steps if len(leaf.steps) == len(reference.shape) else ()
+
+
+def _blank(shape: tuple[int, ...], dtype: str) -> Array:
+    return np.full(shape, _GUARD, BY_NAME[dtype].storage)
+
+
+def _bits(array: Array) -> Array:
+    """Return an array's bytes, so that NaN equals itself and -0 is not 0."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8)
+
+
+# -- the calls ----------------------------------------------------------------------------------
+
+
+def keep_right(a: Array, b: Array) -> Array:
+    """Return ``b``: associative, and not commutative."""
+    return b
+
+
+def operator(op: str, rank: int) -> Any:
+    """Return what ``rank`` passes as ``op=``."""
+    if op == "premul_sum":
+        return collective.premul_sum(oracle.factor(rank))
+    return collective.user_op(keep_right) if op == "user" else op
+
+
+def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str) -> Any:
+    """Make the case's call, and return what it returns."""
+    options: dict[str, Any] = {} if out is None else {"out": out}
+    root = (case.root + turn) % comm.size
+    if case.operation in ROOTED:
+        options["root"] = root
+    if case.operation in REDUCTIONS:
+        options["op"] = operator(case.op, comm.rank)
+        if case.order is not None:
+            options["order"] = case.order
+    if case.operation in ("reduce_scatter", "all_to_all", "scatter") and case.counts is not None:
+        options["counts"] = case.counts
+    if case.operation in _ALONG_AN_AXIS:
+        options["axis"] = case.axis
+    if case.operation in ("broadcast", "scatter") and comm.rank != root and case.omitted:
+        x, options["like"] = None, like
+    make = _CALLS.get(case.operation, _plainly)
+    return make(comm, case, x, options)
+
+
+_ALONG_AN_AXIS = ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter")
+
+
+def _plainly(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
+    return getattr(comm, case.operation)(x, **options)
+
+
+def _sendrecv(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return comm.sendrecv(x, right, left, tag=3, **options)
+
+
+def _send_recv(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
+    """Send to the next rank while receiving from the one before."""
+    if comm.size == 1:  # send and recv are for others
+        return _sendrecv(comm, case, x, options)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    work = comm.send(x, right, async_op=True)
+    found = comm.recv(options.get("out"), left, like=_first(x))
+    work.wait()
+    return found
+
+
+def _first(x: Any) -> Any:
+    return nested.flatten(x)[0]
+
+
+_CALLS: dict[str, Callable[[Communicator, Case, Any, dict[str, Any]], Any]] = {
+    "sendrecv": _sendrecv,
+    "send_recv": _send_recv,
+}
+
+
+# -- the comparison -------------------------------------------------------------------------------
+
+
+def _judge(
+    kind: ArrayFramework,
+    found: Sequence[Any],
+    wanted: Sequence[oracle.Reference],
+    leaves: Sequence[Leaf],
+    told: str,
+) -> tuple[float, float]:
+    if len(found) != len(wanted):
+        raise Difference(f"{told}: {len(found)} arrays; expected {len(wanted)}")
+    worst = 0.0, 0.0
+    for x, reference, leaf in zip(found, wanted, leaves):
+        if not kind.owns(x):
+            raise Difference(f"{told}: got {type(x).__name__}; expected an array of {kind.name}")
+        if kind.dtype_of(x) != leaf.dtype:
+            raise Difference(f"{told}: dtype {kind.dtype_of(x)}; expected {leaf.dtype}")
+        if tuple(x.shape) != reference.shape:
+            raise Difference(f"{told}: shape {tuple(x.shape)}; expected {reference.shape}")
+        error = _errors(kind.read(x), reference, leaf.dtype, told)
+        worst = max(worst, (error, reference.bound))
+    return worst
+
+
+def _errors(found: Array, reference: oracle.Reference, dtype: str, told: str) -> float:
+    """Return the largest error in ULP.
+
+    Raises:
+        Difference: it is beyond the bound.
+    """
+    if not found.size:
+        return 0.0
+    if reference.bits is not None:
+        wrong = _differ(found, reference.bits)
+        if not wrong.any():
+            return 0.0
+        errors = np.where(wrong, np.inf, 0.0)
+        expected = oracle.decoded(reference.bits, dtype)
+    else:
+        assert reference.value is not None
+        assert reference.magnitude is not None
+        expected, low = reference.value
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = (oracle.decoded(found, dtype) - expected) - low
+            size = np.hypot(apart[..., 0], apart[..., 1]) if found.dtype.kind == "c" else abs(apart)
+            errors = size / ulp(reference.magnitude, dtype)
+        wrong = ~(errors <= reference.bound)
+        if not wrong.any():
+            return float(errors.max())
+    at = tuple(map(int, np.argwhere(wrong)[0]))
+    largest = float(np.where(np.isnan(errors), np.inf, errors)[wrong].max())
+    allowed = f"up to {largest:.3g} ULP off; {reference.bound:.3g} allowed"
+    raise Difference(
+        f"{told}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at {at}: "
+        f"{oracle.decoded(found, dtype)[at].tolist()}; expected {expected[at].tolist()} "
+        f"({allowed if reference.bits is None else 'must be exact'})",
+        largest,
+        reference.bound,
+    )
+
+
+def _differ(found: Array, wanted: Array) -> Array:
+    """Tell which elements have other bits."""
+    a, b = (np.ascontiguousarray(x).reshape(x.shape) for x in (found, wanted))
+    if a.dtype.kind not in "fc":
+        return np.asarray(a != b)
+    unsigned = np.dtype(f"u{a.real.dtype.itemsize}")
+    if a.dtype.kind == "c":
+        return np.asarray(
+            (a.real.copy().view(unsigned) != b.real.copy().view(unsigned))
+            | (a.imag.copy().view(unsigned) != b.imag.copy().view(unsigned))
+        )
+    return np.asarray(a.view(unsigned) != b.view(unsigned))

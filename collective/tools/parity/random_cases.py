@@ -1,0 +1,166 @@
+"""Random cases beyond the fixed ones, and the smallest of those that fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collective.errors import InvalidArgumentError
+
+from .cases import MOVES, REDUCTIONS, ROOTED, Case, Leaf, reduces
+from .frameworks import framework
+from .runner import Outcome, Plan, Ranks
+from .snippets import snippet
+from .transports import Transport
+
+try:
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import FlakyFailure
+except ImportError as error:
+    raise InvalidArgumentError(
+        f"--random: {error}. It is made with hypothesis: pip install hypothesis"
+    ) from error
+
+__all__ = ["cases", "explore"]
+
+# Lengths of axes, and of the long arrays that come now and then: more than first messages hold.
+_LENGTH, _LONG = 6, 40_000
+_STEPS = (1, 2, 3, -1, -2)
+_SEEDS = 1000
+
+
+class _Failing(Exception):
+    """A case failed: what hypothesis shrinks."""
+
+
+def explore(
+    plan: Plan, transport: Transport, count: int, step: Callable[[], None]
+) -> dict[str, Any]:
+    """Try ``count`` random cases over a transport; return how it went.
+
+    Args:
+        plan: the frameworks, operations, reductions, dtypes, numbers of ranks and the seed.
+        step: called after each case; there are more once one has failed and is shrunk.
+
+    Returns:
+        ``passed``, and if it is False the ``case``, its ``text`` and a ``snippet``.
+    """
+    kinds = plan.kinds(transport)
+    imported = list(dict.fromkeys(name for names in kinds.values() for name in names))
+    failing: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        ranks = {
+            size: stack.enter_context(Ranks(transport, size, imported, plan.timeout))
+            for size in plan.sizes
+        }
+
+        @seed(plan.seed)
+        @settings(
+            max_examples=count, deadline=None, database=None, print_blob=False,
+            report_multiple_bugs=False, phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(cases(plan, list(kinds.values())))
+        def attempt(drawn: tuple[int, Case]) -> None:
+            size, case = drawn
+            (outcome,) = ranks[size].run([case])
+            step()
+            if outcome.status == "failed":
+                failing.append(outcome)
+                raise _Failing
+
+        found: dict[str, Any] = {
+            "transport": transport.name, "count": count, "seed": plan.seed, "passed": True,
+        }  # fmt: skip
+        try:
+            attempt()
+        except (_Failing, FlakyFailure) as error:
+            smallest = failing[-1]
+            flaky = "It does not fail every time. " if isinstance(error, FlakyFailure) else ""
+            found |= {
+                "passed": False,
+                "case": f"{smallest.case.title()}, {smallest.size} ranks",
+                "text": flaky + smallest.text,
+                "snippet": snippet(transport.backend, smallest.size, smallest.case),
+            }
+    return found
+
+
+def cases(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> st.SearchStrategy[tuple[int, Case]]:
+    """Return the strategy that draws a number of ranks and a case for them."""
+    operations = [name for name in plan.operations if name in (*REDUCTIONS, *MOVES)]
+    if not operations or not kinds:
+        raise InvalidArgumentError("--random: nothing is left to draw from; allow more of --op.")
+    return st.sampled_from(sorted(plan.sizes)).flatmap(
+        lambda size: st.tuples(st.just(size), _case(plan, operations, kinds, size))
+    )
+
+
+@st.composite
+def _case(
+    draw: Any, plan: Plan, operations: Sequence[str], kinds: Sequence[tuple[str, ...]], size: int
+) -> Case:
+    operation = draw(st.sampled_from(operations))
+    held = draw(st.sampled_from(kinds))
+    known = frozenset.intersection(*(framework(name).dtypes() for name in held))
+    op, order = "sum", None
+    dtypes = [dtype for dtype in plan.dtypes if dtype in known]
+    if operation in REDUCTIONS:
+        ops = [op for op in plan.ops if operation != "scan" or op != "avg"]
+        op = draw(st.sampled_from([op for op in ops if any(reduces(op, d) for d in dtypes)]))
+        dtypes = [dtype for dtype in dtypes if reduces(op, dtype)]
+        if operation != "scan" and op in ("sum", "prod", "avg", "min", "max"):
+            order = draw(st.sampled_from([None, "rank"]))
+    data = draw(_data(dtypes))
+    single = data if isinstance(data, Leaf) else None
+    axis, counts, rows = 0, None, None
+    if single is not None and single.shape:
+        if operation in ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter"):
+            axis = draw(st.integers(0, len(single.shape) - 1))
+        if operation in ("scatter", "reduce_scatter", "all_to_all"):
+            counts = draw(st.none() | _counts(single.shape[axis], size))
+        elif operation in ("gather", "all_gather"):
+            lengths = st.lists(st.integers(0, _LENGTH), min_size=size, max_size=size)
+            rows = draw(st.none() | lengths.map(tuple))
+    may_omit = operation in ("broadcast", "scatter")
+    return Case(
+        operation, data, op, order,
+        root=draw(st.integers(0, size - 1)) if operation in ROOTED else 0,
+        axis=axis, counts=counts, rows=rows, frameworks=held,
+        outs=(draw(st.sampled_from(["new", "given", "in place"])),),
+        omitted=draw(st.booleans()) if may_omit else False,
+        seed=draw(st.integers(0, _SEEDS)),
+    )  # fmt: skip
+
+
+def _data(dtypes: Sequence[str]) -> st.SearchStrategy[Any]:
+    """Return the strategy of an array, or of a nested structure of some."""
+    leaf = _leaf(dtypes)
+    return leaf | st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=3)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
+        ),
+        max_leaves=4,
+    )
+
+
+@st.composite
+def _leaf(draw: Any, dtypes: Sequence[str]) -> Leaf:
+    dtype = draw(st.sampled_from(dtypes))
+    shape = draw(
+        st.lists(st.integers(0, _LENGTH), max_size=3).map(tuple)
+        | st.integers(_LENGTH, _LONG).map(lambda length: (length,))
+    )
+    steps = st.lists(st.sampled_from(_STEPS), min_size=len(shape), max_size=len(shape)).map(tuple)
+    return Leaf(shape, dtype, draw(st.just(()) | steps))
+
+
+def _counts(length: int, size: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Return the strategy of ``size`` counts that add up to ``length``."""
+    cuts = st.lists(st.integers(0, length), min_size=size - 1, max_size=size - 1).map(sorted)
+    return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, length])))

@@ -1,0 +1,126 @@
+"""Parity of splits: networks computed in pieces, in turn and over ranks, beside NumPy's oracle."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
+from collective.testing import RankPool, RanksFailedError
+
+from .frameworks import framework
+from .layers import NETWORKS, draw, gradients
+from .runner import Plan
+
+__all__ = ["TOLERANCE", "compare", "require"]
+
+#: How far a result or a gradient may be from the oracle's, relative to its largest element.
+TOLERANCE = 1e-12
+
+_FRAMEWORKS = ("torch", "chainer")
+_JOB_S = 180.0
+_IN_TURN: dict[str, dict[str, Any]] = {
+    "batch=2": {"batch": 2},
+    "channels=2": {"channels": 2},
+    "data=(4, 2)": {"data": (4, 2)},
+    "batch=2, channels=2, data=(3,)": {"batch": 2, "channels": 2, "data": (3,)},
+}
+_OVER_RANKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "batch": lambda size: {"batch": size},
+    "channels": lambda size: {"channels": size},
+    "data": lambda size: {"data": (size,)},
+    "data, halo='chain'": lambda size: {"data": (size,), "halo": "chain"},
+}
+
+
+def require(plan: Plan) -> list[str]:
+    """Return the frameworks to compute in.
+
+    Raises:
+        InvalidArgumentError: there is none among the plan's.
+    """
+    found = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    if not found:
+        raise InvalidArgumentError("--splits: neither torch nor chainer is among the frameworks.")
+    return found
+
+
+def compare(plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Compute in every framework, in turn and over every transport.
+
+    Args:
+        plan: the transports, frameworks, numbers of ranks and the seed.
+        say: told what is computed now.
+
+    Returns:
+        A row a comparison: ``what``, ``passed``, ``difference`` and what is ``allowed``.
+    """
+    rows = []
+    frameworks = require(plan)
+    for name in frameworks:
+        say(f"splits: {name} in turn")
+        found = _differences(None, name, plan.seed)
+        rows += [_row(f"{name}, {how}, in turn", apart) for how, apart in found.items()]
+    for transport in plan.transports:
+        if transport.reason or not transport.on_host:
+            continue
+        for size in plan.sizes:
+            say(f"splits: {transport.name}, {size} ranks")
+            what = f"over {transport.name} on {size} ranks"
+            try:
+                with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
+                    each = pool.run(_on_a_rank, frameworks, plan.seed)
+            except RanksFailedError as failure:
+                text = f"{type(failure.cause).__name__}: {failure.cause}"
+                rows.append(_row(f"splits {what}", float("nan")) | {"text": text[-600:]})
+                continue
+            for how in each[0]:
+                worst = float(np.max([found[how] for found in each]))
+                rows.append(_row(f"{how}, {what}", worst))
+    return rows
+
+
+def _on_a_rank(comm: Communicator, frameworks: list[str], seed: int) -> dict[str, float]:
+    found = {}
+    for name in frameworks:
+        for how, apart in _differences(comm, name, seed).items():
+            found[f"{name}, {how}"] = apart
+    return found
+
+
+def _differences(comm: Communicator | None, name: str, seed: int) -> dict[str, float]:
+    """Return the largest difference from the oracle, of each way to split."""
+    framework(name).settle(0 if comm is None else comm.rank)
+    module = importlib.import_module(f"collective.tools.parity.{name}_splits")
+    if comm is None:
+        ways = _IN_TURN
+    else:
+        ways = {how: {**make(comm.size), "comm": comm} for how, make in _OVER_RANKS.items()}
+    worst = dict.fromkeys(ways, 0.0)
+    for layers in NETWORKS.values():
+        arrays = draw(layers, seed)
+        right = gradients(layers, arrays)
+        for how, options in ways.items():
+            found = module.gradients(layers, arrays, **options)
+            # NaN, if there is one.
+            worst[how] = float(np.maximum(worst[how], _apart(found, right)))
+    return worst
+
+
+def _apart(found: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+    if found.keys() != right.keys():
+        return float("inf")
+    if any(found[name].shape != right[name].shape for name in right):
+        return float("inf")
+    return float(
+        np.max([np.max(abs(found[name] - x)) / np.max(abs(x)) for name, x in right.items()])
+    )
+
+
+def _row(what: str, difference: float) -> dict[str, Any]:
+    passed = difference <= TOLERANCE
+    return {"what": what, "difference": difference, "allowed": TOLERANCE, "passed": passed}

