@@ -123,7 +123,9 @@ class Custom:
 
 
 @pytest.mark.parametrize(
-    "value", [Custom(), object, len, range(3), 1j.conjugate, {"a": [Custom()]}, type], ids=repr
+    "value",
+    [Custom(), object, len, range(3), 1j.conjugate, {"a": [Custom()]}, type],
+    ids=["object", "class", "builtin", "range", "method", "nested", "type"],
 )
 def test_other_objects_are_refused_with_the_remedy(value):
     with pytest.raises(InvalidArgumentError, match="pickle=True"):

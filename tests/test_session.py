@@ -174,7 +174,7 @@ def mpi4py(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("comm", [0, "world", object()], ids=str)
+@pytest.mark.parametrize("comm", [0, "world", object()], ids=["number", "text", "object"])
 def test_comm_that_is_none_of_mpi4pys_is_refused(comm, mpi4py):
     with pytest.raises(InvalidArgumentError, match=r"comm=.*MPI\.Intracomm"):
         collective.init(comm=comm)
