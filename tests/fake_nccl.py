@@ -17,8 +17,8 @@ from on_gpu import pretend
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
+from collective.communicator import calls
 from collective.communicator.calls import Calls
-from collective.communicator.communicator import calls
 from collective.communicator.point_to_point import PointToPoint
 from collective.communicator.streams import StreamWork
 from collective.contract.world import World

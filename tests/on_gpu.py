@@ -16,8 +16,8 @@ from fakes import environment
 
 from collective import cuda
 from collective.backends.shm import ShmBackend
+from collective.communicator import calls
 from collective.communicator.calls import Calls
-from collective.communicator.communicator import calls
 from collective.communicator.point_to_point import PointToPoint
 from collective.contract.work import Work
 from collective.contract.world import World

@@ -63,7 +63,7 @@ def test_a_program_ends_that_drops_its_communicators(vendor: str, whose: str) ->
         if {whose!r} != "ours":
             from mpi4py import MPI
         from collective.backends.mpi import MpiBackend, world_of
-        from collective.communicator.communicator import connect
+        from collective.start.connecting import connect
         for turn in range(3):
             comm = connect(world_of(None), MpiBackend, timeout=20.0)
             assert comm.all_reduce(np.ones(1)) == 3

@@ -509,6 +509,8 @@ def as_threads(comm: Any) -> None:
         options = {"host": "threads", "device": str(rank)}
         return World(rank, 3, rank, 3, "here", "none", job, store=None, options=options)  # type: ignore[arg-type]
 
+    received = threading.Barrier(3)  # the failure must not come between the others' messages
+
     def rank_of(rank: int) -> None:
         backend = NcclBackend.connect(world(rank), FAR)
         place = Place(backend)
@@ -520,6 +522,7 @@ def as_threads(comm: Any) -> None:
         to, source = (rank + 1) % 3, (rank - 1) % 3
         backend.sendrecv(place.buffer(np.full(2, rank)), to, got, source, 0, FAR)
         assert read(got).tolist() == [source] * 2
+        received.wait(60)
         if rank == 2:
             backend.abort(Failure("failed", 2, "no good\n"))
         assert "no good" in str(broken(place))

@@ -284,7 +284,7 @@ def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 1.5)
-        second = pool.submit(rank, 1, other, SealedStore(below, other), 0.3)
+        second = pool.submit(rank, 1, other, SealedStore(below, other), 1.0)
         assert "from 127.0.0.1 did not prove to know this job's key" in first.result()
         assert "it has another key, or is over" in second.result()
 

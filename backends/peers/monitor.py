@@ -182,6 +182,7 @@ def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> _Joined:
 
 def _find(world: World, timeout: float, deadline: float) -> _Joined:
     """Look for rank 0's hub and take part in its roll call."""
+    refused: Exception | None = None
     while True:
         try:
             published = world.store.get(_KEY, deadline)
@@ -194,11 +195,13 @@ def _find(world: World, timeout: float, deadline: float) -> _Joined:
         try:
             return _join(world, address, key, deadline)
         except (EOFError, OSError) as error:
-            # It may be the hub of an earlier roll call, which the store has not forgotten yet.
+            # It may be the hub of an earlier roll call, which the store has not forgotten yet. What
+            # a hub said of this rank's key tells more than that the last attempt came too late.
+            refused = refused if isinstance(refused, EOFError) else error
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
-                    f"{address.replace(' ', ':')}: {error!r}. Is it an address of the right "
+                    f"{address.replace(' ', ':')}: {refused!r}. Is it an address of the right "
                     "interface of that host (COLLECTIVE_INTERFACE), and open to this one?"
                 ) from error
             time.sleep(_RETRY_S)

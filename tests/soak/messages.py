@@ -24,8 +24,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, Message
 from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
-from collective.communicator import Communicator
-from collective.communicator.communicator import objects
+from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
 from collective.start.file_store import FileStore
