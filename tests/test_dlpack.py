@@ -281,7 +281,7 @@ def test_the_deleter_may_be_called_by_threads_that_python_did_not_start():
 PROGRAM = """
 import ctypes, sys
 import numpy as np, torch
-from collective import dlpack
+from collective.memory import dlpack
 from collective.memory.dtypes import BY_NAME
 
 class Owner:

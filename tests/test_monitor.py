@@ -212,7 +212,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.test_monitor import world
 from collective.backends.peers.monitor import Monitor
-from collective.contract.store import FileStore
+from collective.start.file_store import FileStore
 monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), 30)
 print("here", flush=True)
 sys.stdin.readline()

@@ -62,7 +62,8 @@ def test_a_program_ends_that_drops_its_communicators(vendor: str, whose: str) ->
     script = _script(f"""
         if {whose!r} != "ours":
             from mpi4py import MPI
-        from collective.backends.mpi import MpiBackend, world_of
+        from collective.backends.mpi import MpiBackend
+        from collective.start.mpi_world import world_of
         from collective.start.connecting import connect
         for turn in range(3):
             comm = connect(world_of(None), MpiBackend, timeout=20.0)
@@ -265,7 +266,7 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
 def test_a_rank_that_does_not_come_to_the_store(vendor: str) -> None:
     script = _script("""
         from mpi4py import MPI
-        from collective.backends.mpi import world_of
+        from collective.start.mpi_world import world_of
         if MPI.COMM_WORLD.rank == 0:
             time.sleep(3)
         else:

@@ -303,7 +303,7 @@ def test_program_ends_though_a_call_hangs() -> None:
     where = place()
     body = """
         import sys
-        from collective import tcp_store
+        from collective.start import tcp_store
         from collective.errors import RendezvousError
         from collective.start.rendezvous import Place
         store = tcp_store.TcpStore(Place("127.0.0.1", int(sys.argv[1]), "test"), "job/",
@@ -398,7 +398,7 @@ FORKING = """
     import gc
     import os
     import sys
-    from collective import tcp_store
+    from collective.start import tcp_store
     from collective.start.rendezvous import Place
 
     place = Place("127.0.0.1", int(sys.argv[1]), "test")

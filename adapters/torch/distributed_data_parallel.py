@@ -60,7 +60,7 @@ class DistributedDataParallel(nn.Module):
             each forward pass that is followed by a reduction.
         static_graph: the same parameters are used in every pass, equally often. Then they may
             be used several times, in nested backward passes (reentrant checkpoints).
-        reduce: what to do with a full bucket, see :data:`collective.gradients.Reduce`; by
+        reduce: what to do with a full bucket, see :data:`collective.training.gradients.Reduce`; by
             default the average over the ranks.
 
     Raises:

@@ -83,7 +83,7 @@ def adopt(comm: Any, config: Config, world: World) -> World:
     Args:
         comm: what the program made.
         config: with the communicator's ranks.
-        world: what :func:`collective.backends.mpi.world_of` says of it.
+        world: what :func:`collective.start.mpi_world.world_of` says of it.
     """
     settings = options(config)
     if config.across == "auto":
