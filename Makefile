@@ -48,8 +48,11 @@ demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 2 \
 	--backend $(BACKEND) examples/segment.py
 
+# Much of a test is waiting: for a deadline, for processes to start. So one more runs than there are
+# cores; a file's tests stay together, as they share ranks.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # With what is installed where the GPU is: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
@@ -110,7 +113,7 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	@$(PIP) --editable '.[torch,examples]'
 	@touch $@
 
-.venv/.dev: .venv/.demo
+.venv/.dev: .venv/.demo pyproject.toml
 	@echo "Installing collective-comm[dev]"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
