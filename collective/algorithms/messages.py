@@ -24,13 +24,16 @@ class PointToPoint(Protocol):
     rank: int
     size: int
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> object: ...
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> object:
+        """Send a buffer."""
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> object: ...
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> object:
+        """Receive a buffer."""
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
-    ) -> object: ...
+    ) -> object:
+        """Send one and receive one, at once."""
 
 
 class Messages:
