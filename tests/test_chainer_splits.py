@@ -73,6 +73,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "pooled": Pooled,
     "vgg": vgg,
     "batch normalization": lambda: UNet(L.BatchNormalization),
+    "group normalization": lambda: UNet(lambda channels: L.GroupNormalization(2, channels)),
 }
 
 
@@ -325,6 +326,39 @@ def test_memory_report_counts_what_is_kept() -> None:
     assert sum(report.whole.values()) >= 8 * (30 * 30 + 28 * 28) * 4
     assert report.split == {}
     assert 8 * (9 * 30 + 7 * 28) * 4 <= report.piece <= sum(report.whole.values()) / 3
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [L.BatchNormalization, lambda channels: L.GroupNormalization(4, channels)],
+    ids=["batch", "group"],
+)
+def test_a_normalisation_in_turn_keeps_its_input_alone(norm: Callable[[int], Any]) -> None:
+    link = chainer.Sequential(
+        *(L.Convolution2D(1, 8, 3, pad=1), norm(8), F.relu, L.Convolution2D(8, 1, 3, pad=1))
+    )
+    x = np.random.randn(1, 1, 64, 64).astype(np.float32)
+    report = Split(link, data=(8,)).memory_report(x)
+    assert not report.joined
+    # The numbers a channel or a sample are some hundred bytes.
+    assert sum(report.split.values()) == pytest.approx(8 * 64 * 64 * 4, abs=2000)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sums_of_half_precision_are_single(size: int) -> None:
+    with chainer.using_config("dtype", chainer.mixed16):
+        link = L.BatchNormalization(4)
+    x = (np.random.RandomState(0).randn(2, 4, 64, 64) + 10).astype(np.float16)
+    expected = link(x).array  # the sum of a channel is more than half precision has numbers for
+    found = [Split(link, data=(4,))(x).array] if size == 1 else run_ranks(size, _normalised, x)
+    for each in found:
+        assert each.dtype == np.float16
+        np.testing.assert_allclose(each.astype(float), expected.astype(float), atol=5e-3)
+
+
+def _normalised(comm: collective.Communicator, x: Any) -> Any:
+    with chainer.using_config("dtype", chainer.mixed16):
+        return Split(L.BatchNormalization(4), data=(comm.size,), comm=comm)(x).array
 
 
 # -- what is refused -------------------------------------------------------------------------

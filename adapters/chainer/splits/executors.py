@@ -23,6 +23,7 @@ from collective.training.splits.serial import Serial
 
 from .context import lengths_of
 from .filters import LinkFilters
+from .statistics import moments
 
 if TYPE_CHECKING:
     from .verifying import Kept
@@ -87,13 +88,10 @@ class InTurn:
     def results(self, values: Sequence[Value]) -> list[Any]:
         return self.whole(values)
 
-    def moments(self, value: Value) -> tuple[Any, Any, int]:
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
         (x,) = self.whole([value])
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        count = math.prod(value.lengths)
-        mean = F.sum(x, axes) / count
-        deviation = x - F.broadcast_to(_by_channel(mean, x.ndim), x.shape)
-        return mean, F.sum(deviation * deviation, axes) / count, count
+        count = _count(value, x.shape[1], groups)
+        return *moments(x, groups, dtype, lambda sums: sums / count, lambda means: means), count
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         return lambda x: x
@@ -108,8 +106,11 @@ class InTurn:
         return self._xp.random
 
 
-def _by_channel(x: Any, dims: int) -> Any:
-    return F.reshape(x, (1, -1, *(1,) * (dims - 2)))
+def _count(value: Value, channels: int, groups: int | None) -> int:
+    """Return how many numbers are behind a mean."""
+    if groups is None:
+        return math.prod(value.lengths)
+    return channels // groups * math.prod(value.lengths[1:])
 
 
 class VariableExchanges(Variables, Exchanges):
@@ -222,17 +223,22 @@ class OverRanks:
             return [self._layered.piece(value) for value in values]
         return self.whole(values)
 
-    def moments(self, value: Value) -> tuple[Any, Any, int]:
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
         x = self._layered.piece(value)
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        cut = range(len(value.lengths))
-        count = math.prod(value.lengths)
-        mean = self._layered.added(F.sum(x, axes), cut) / count
-        near = self.shared(value, False)(mean)
-        # Twice over the rows, so that no two large numbers are subtracted.
-        deviation = x - F.broadcast_to(_by_channel(near, x.ndim), x.shape)
-        variance = self._layered.added(F.sum(deviation * deviation, axes), cut) / count
-        return mean, variance, count
+        count = _count(value, x.shape[1], groups)
+        cut = range(0 if groups is None else 1, len(value.lengths))
+        mine = self._grid.block(value.lengths)[0]
+
+        def average(sums: Any) -> Any:
+            found = self._layered.added(sums, cut) / count
+            # A rank has the sums of its samples alone.
+            return found if groups is None else self._layered.joined(found, 0, value.lengths[0])
+
+        def near(means: Any) -> Any:
+            found = self.shared(value, False)(means)
+            return found if groups is None else found[mine.start : mine.stop]
+
+        return *moments(x, groups, dtype, average, near), count
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         axes = len(value.lengths)

@@ -22,6 +22,7 @@ from . import layers, windows
 from .context import Context, applied, lengths_of
 from .cut import Cut, names
 from .filters import LinkFilters
+from .statistics import wide
 
 __all__ = ["Executor", "Session"]
 
@@ -44,8 +45,15 @@ class Executor(Protocol):
     def results(self, values: Sequence[Value]) -> list[Any]:
         """Return what the link returns for some values."""
 
-    def moments(self, value: Value) -> tuple[Any, Any, int]:
-        """Return the channels' means and variances, and how many numbers are behind each."""
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        """Return the channels' means and variances, and how many numbers are behind each.
+
+        Args:
+            value: what they are of.
+            groups: of the channels of each sample, which share them, ``[N, groups]``; None: of each
+                channel alone over the whole batch, ``[1, C]``.
+            dtype: of the results.
+        """
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
         """Return what variables that meet pieces of ``value`` go through, for their gradients."""
@@ -150,6 +158,8 @@ class Session:
             made = self._recipe(_RECIPES[kind], node, name, inputs, own)
         elif kind == "BatchNormalization":
             made = self._batch_normalization(node, name, inputs)
+        elif kind == "GroupNormalization":
+            made = self._group_normalization(node, name, inputs)
         elif kind == "FixedBatchNormalization":
             made = self._fixed_batch_normalization(node, name, inputs)
         elif kind == "Dropout" and node.mask is None and not node.return_mask:
@@ -249,14 +259,23 @@ class Session:
         axis = node.axis if node.axis is not None else axes
         if not isinstance(x, Cut) or tuple(axis) != axes:
             return None
-        mean, variance, count = self._executor.moments(x.value)
+        mean, variance, count = self._executor.moments(x.value, None, wide(x, gamma))
         for kept, new, factor in (
             (node.running_mean, mean, 1.0),
             (node.running_var, variance, count / max(count - 1, 1)),
         ):
             if kept is not None:
                 kept *= node.decay
-                kept += (1 - node.decay) * factor * new.array
+                kept += (1 - node.decay) * factor * new.array[0]
+        return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
+
+    def _group_normalization(self, node: Any, name: str, inputs: tuple[Any, ...]) -> Cut | None:
+        x, gamma, beta = inputs
+        if not isinstance(x, Cut) or x.shape[1] % node.groups:
+            return None  # Chainer says what is wrong with that
+        mean, variance, _ = self._executor.moments(x.value, node.groups, wide(x, gamma))
+        each = x.shape[1] // node.groups
+        mean, variance = (F.repeat(array, each, 1) for array in (mean, variance))
         return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
 
     def _fixed_batch_normalization(
@@ -267,18 +286,19 @@ class Session:
         axis = node.axis if node.axis is not None else axes
         if not isinstance(x, Cut) or tuple(axis) != axes:
             return None
-        mean, variance = (chainer.as_variable(each) for each in (mean, variance))
+        mean, variance = (chainer.as_variable(each)[None] for each in (mean, variance))
         return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
 
     def _normalized(
         self, name: str, x: Cut, gamma: Any, beta: Any, mean: Any, variance: Any, eps: float
     ) -> Cut:
-        """Record the normalisation by known moments."""
-        scale = F.cast(chainer.as_variable(gamma) / F.sqrt(variance + eps), x.dtype)
-        shift = F.cast(chainer.as_variable(beta), x.dtype) - F.cast(mean, x.dtype) * scale
-        del mean
-        shape = (1, x.shape[1], *(1,) * (x.ndim - 2))
-        parts = [F.reshape(each, shape) for each in (scale, shift)]
+        """Record the normalisation by known moments, ``[N or 1, C]``."""
+        dtype = wide(x, gamma)
+        given = [F.cast(chainer.as_variable(each), dtype) for each in (gamma, beta, mean, variance)]
+        gamma, beta, mean, variance = (F.broadcast_to(each, mean.shape) for each in given)
+        scale = gamma / F.sqrt(variance + eps)
+        shape = (*mean.shape, *(1,) * (x.ndim - 2))
+        parts = [F.reshape(each, shape) for each in (scale, beta - mean * scale)]
         value = x.value
         shared = [self._executor.shared(value, part) for part in (False, True)]
         uses = tuple(share(each) for share in shared for each in parts)
@@ -286,10 +306,12 @@ class Session:
         def run_of(some: range | None) -> Run:
             def run(arrays: Sequence[Any], read: Read) -> Any:
                 piece, *used = arrays
-                chosen = used[:2] if some is None else [
-                    each[:, some.start : some.stop] for each in used[2:]]  # fmt: skip
-                factor, offset = (F.broadcast_to(each, piece.shape) for each in chosen)
-                return piece * factor + offset
+                chosen = used[:2] if some is None else used[2:]
+                factor, offset = (
+                    F.broadcast_to(_fitting(each, read, x.ndim, some, x.shape[1]), piece.shape)
+                    for each in chosen
+                )
+                return F.cast(F.cast(piece, dtype) * factor + offset, piece.dtype)
 
             return run
 

@@ -211,7 +211,8 @@ def _held(result: Any) -> Iterator[tuple[str, Any]]:
         # Inputs that are retained, outputs that are, and what it keeps as its own (a mask).
         retained = (node.data for node in function.inputs if node.data is not None)
         outputs = function._retained_output_data or ()
-        own = (each for each in vars(function).values() if hasattr(each, "nbytes"))
+        kinds = chainer.get_array_types()  # types like numpy.float32 have the attributes, too
+        own = (each for each in vars(function).values() if isinstance(each, kinds))
         for array in (*retained, *outputs, *own):
             if array is not None:
                 yield function.label, array
