@@ -32,7 +32,8 @@ import numpy as np
 import peers
 
 from collective.tools.bench.figures import headline
-from collective.tools.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.machine import Observer
+from collective.tools.show import add_outputs, microseconds, print_table, write
 
 ROOT = Path(__file__).resolve().parent.parent
 # What was promised: of ChainerMN's added time; and of the drop-in's.
@@ -255,7 +256,12 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             extra = max(0.0, added(times, side))
             share = ours / extra if side in _SIDES[1:] and extra else None
             rows.append(
-                [side, duration(step), duration(extra), "" if share is None else f"{share:.2f}"]
+                [
+                    side,
+                    microseconds(step),
+                    microseconds(extra),
+                    "" if share is None else f"{share:.2f}",
+                ]
             )
         header = ["side", "step µs", "sync adds µs", "ours, of that"]
         print_table(f"a step under {vendor}", header, rows, markdown)
@@ -267,7 +273,11 @@ def show(run: dict[str, Any], markdown: bool) -> None:
     if run["distant"]:
         times = run["distant"]
         rows = [
-            [side, duration(statistics.median(times[side])), duration(max(0.0, added(times, side)))]
+            [
+                side,
+                microseconds(statistics.median(times[side])),
+                microseconds(max(0.0, added(times, side))),
+            ]
             for side in (_BARE, "beside", "after")
         ]
         title = f"gloo, {run['delay']:g} ms away: beside the backward pass, and after it"
@@ -283,8 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Steps of training in Chainer.")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    add_outputs(parser)
     parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
     parser.add_argument("--no-distant", action="store_true", help="only the first part")
     parser.add_argument("--only-distant", action="store_true", help="only the second part")

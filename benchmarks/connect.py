@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 import collective
-from collective.tools.bench.report import Observer, print_table, write
+from collective.tools.bench.machine import Observer
 from collective.tools.bench.startline import StartLine
+from collective.tools.show import add_outputs, print_table, write
 
 _MUST_S = 0.005
 _SIDES = ("without", "with")
@@ -112,8 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What a secret costs when ranks connect.")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--pairs", type=int, default=40, metavar="N", help="default: 40")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    add_outputs(parser)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

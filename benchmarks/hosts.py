@@ -24,16 +24,17 @@ from typing import Any
 
 import numpy as np
 
+from collective.tools.bench.machine import Observer
 from collective.tools.bench.measure import BACK_TO_BACK, Pace
-from collective.tools.bench.report import (
-    Observer,
-    duration,
+from collective.tools.bench.startline import StartLine
+from collective.tools.show import (
+    add_outputs,
+    microseconds,
     parse_size,
     print_table,
     size_name,
     write,
 )
-from collective.tools.bench.startline import StartLine
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -216,7 +217,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         for nbytes in dict.fromkeys(figure.nbytes for figure in mine):
             by = {f.contestant: f.seconds for f in mine if f.nbytes == nbytes}
             ratios = [by[name] / by["hierarchical"] for name in names[1:]]
-            cells = [duration(by[name]) for name in names]
+            cells = [microseconds(by[name]) for name in names]
             rows.append([size_name(nbytes), *cells, *(f"{ratio:.2f}" for ratio in ratios)])
             if operation == "all_reduce" and nbytes >= FROM:
                 here = ratios[0], size_name(nbytes)
@@ -241,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    add_outputs(parser)
     parser.add_argument("--work", dest="folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.folder is not None:

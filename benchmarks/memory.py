@@ -18,14 +18,8 @@ from pathlib import Path
 
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import Contestant
-from collective.tools.bench.report import (
-    Observer,
-    Progress,
-    parse_size,
-    print_table,
-    size_name,
-    write,
-)
+from collective.tools.bench.machine import Observer
+from collective.tools.show import Progress, parse_size, print_table, size_name, write
 
 _OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 

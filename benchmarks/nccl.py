@@ -28,7 +28,8 @@ from typing import Any
 
 from overhead import turns
 
-from collective.tools.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.machine import Observer
+from collective.tools.show import add_outputs, microseconds, print_table, write
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 # What was promised: microseconds added to the raw binding.
@@ -326,10 +327,10 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
     which = "NCCL" if run["real"] else "the ABI fake of NCCL"
     rows = [
         [
-            record["operation"], record["arrays"], record["way"], duration(record["raw"]),
-            duration(record["ours"]), _us(record["added"]), _us(record["least"]),
+            record["operation"], record["arrays"], record["way"], microseconds(record["raw"]),
+            microseconds(record["ours"]), _us(record["added"]), _us(record["least"]),
             f"{record['ratio']:.1f}",
-            duration(record["cupy"]) if record["cupy"] is not None else "–",
+            microseconds(record["cupy"]) if record["cupy"] is not None else "–",
             "kept" if record["added"] * 1e6 <= _ADDED_US else "missed",
         ]
         for record in run["records"]
@@ -344,7 +345,7 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
             more = each["seconds"] - (0.0 if first else before)
             before = each["seconds"]
             rows.append(
-                [each["layer"], each["arrays"], duration(before), f"{more * 1e6:.2f}"]
+                [each["layer"], each["arrays"], microseconds(before), f"{more * 1e6:.2f}"]
             )  # fmt: skip
         header = ["layer", "arrays", "µs", "adds µs"]
         print_table("all_reduce(x, out=x), layer by layer", header, rows, markdown)
@@ -356,9 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--real", action="store_true", help="NCCL on a GPU, and CuPy's binding")
     parser.add_argument("--layers", action="store_true", help="show where the time goes, too")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="print FILE")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     if options.earlier is not None:
         run = json.loads(options.earlier.read_text())

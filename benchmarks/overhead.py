@@ -32,15 +32,16 @@ import numpy as np
 import peers
 
 from collective.tools.bench.libraries import Library, Ours
-from collective.tools.bench.report import (
-    Observer,
-    duration,
+from collective.tools.bench.machine import Observer
+from collective.tools.bench.rivals import Gloo, Mpi
+from collective.tools.show import (
+    add_outputs,
+    microseconds,
     parse_size,
     print_table,
     size_name,
     write,
 )
-from collective.tools.bench.rivals import Gloo, Mpi
 
 _HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"
@@ -227,8 +228,8 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         engine = "gloo" if name == "gloo" else "mpi"
         rows = [
             [
-                record["operation"], size_name(record["nbytes"]), duration(record["raw"]),
-                duration(record["ours"]), f"{(record['ours'] - record['raw']) * 1e6:.2f}",
+                record["operation"], size_name(record["nbytes"]), microseconds(record["raw"]),
+                microseconds(record["ours"]), f"{(record['ours'] - record['raw']) * 1e6:.2f}",
                 f"{record['ratio']:.3f}", verdict(engine, record),
             ]
             for record in found["records"]
@@ -248,8 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         default=[parse_size(size) for size in _SIZES.split()])  # fmt: skip
     parser.add_argument("--operations", nargs="+", default=_OPERATIONS.split(), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    add_outputs(parser)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     peers.add_options(parser)

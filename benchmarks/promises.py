@@ -9,7 +9,7 @@ from memory import Footprint
 from waiting import Wait
 
 from collective.tools.bench.measure import Record, fastest_mpi, find
-from collective.tools.bench.report import size_name
+from collective.tools.show import size_name
 
 __all__ = ["OPERATIONS", "Judged", "judge"]
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from collective.call import Call
 from collective.contract.recorder import Recorder
-from collective.tools.bench.report import Observer, print_table, write
+from collective.tools.bench.machine import Observer
+from collective.tools.show import add_outputs, print_table, write
 
 _MUST_NS = 1000.0
 _CALLS, _TURNS = 100_000, 9
@@ -40,9 +41,7 @@ def measure() -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="What the flight recorder costs a call.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figure")
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="print FILE")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     if options.earlier is not None:
         run = json.loads(options.earlier.read_text())

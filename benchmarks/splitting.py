@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ import collective
 from collective.adapters.torch import Split
 from collective.launch import restart_with
 from collective.testing import run_ranks
-from collective.tools.bench.report import Observer, print_table, write
+from collective.tools.bench.machine import Observer
+from collective.tools.show import add_outputs, print_table, write
 
 _STRIPES = 8
 # mallopt(3): nothing is mapped by itself, nothing is given back.
@@ -213,8 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=1024, help="rows of the image (default: 1024)")
     parser.add_argument("--turns", type=int, default=5, help="steps a side (default: 5)")
     parser.add_argument("--as-is", action="store_true", help="leave the allocator as it is")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    add_outputs(parser)
     options = parser.parse_args(arguments)
     if arguments is None and not options.as_is:
         restart_with(**_KEEPING)

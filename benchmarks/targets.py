@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import memory
@@ -29,16 +28,10 @@ from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import named
 from collective.tools.bench.figures import headline
 from collective.tools.bench.figures import show as show_figures
+from collective.tools.bench.machine import Observer
 from collective.tools.bench.measure import Pace, Task, compare, method_of
-from collective.tools.bench.report import (
-    Observer,
-    Progress,
-    parse_size,
-    print_table,
-    size_name,
-    write,
-)
 from collective.tools.bench.run import Results
+from collective.tools.show import Progress, add_outputs, parse_size, print_table, size_name, write
 
 _ALL_REDUCE = "4 64 1K 64K 256K 1M 16M 64M"
 _OTHERS = "64K 256K 1M 16M 64M"
@@ -141,15 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure everything that was promised.")
     peers.add_rivals(parser)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add_outputs(parser, earlier=True)
     parser.add_argument(
         "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
     )
-    parser.add_argument(
-        "--from", dest="earlier", type=Path, metavar="FILE", help="measure nothing; print FILE"
-    )
     parser.add_argument("--brief", action="store_true", help="print the promises only")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     options = parser.parse_args(arguments)
     if options.earlier is not None:
         show(json.loads(options.earlier.read_text()), not options.brief, options.markdown)

@@ -30,7 +30,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collective.tools.bench.report import Observer, print_table, write
+from collective.tools.bench.machine import Observer
+from collective.tools.show import add_outputs, print_table, write
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _SECONDS = 60
@@ -200,9 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", "-n", type=int, default=3, help="3 by default")
     parser.add_argument("--transport", default="shm", help="ours: shm by default")
     parser.add_argument("-k", dest="pattern", default="", help="part of a test's name, or a glob")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
+    add_outputs(parser)
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the tests print")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("expecttest") is None:

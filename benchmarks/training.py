@@ -33,8 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from collective.tools.bench.report import Observer, duration, print_table, write
+from collective.tools.bench.machine import Observer
 from collective.tools.bench.torch_models import model_of
+from collective.tools.show import add_outputs, microseconds, print_table, write
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3
@@ -271,7 +272,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             got = summary(times)
             share = got["ours_added"] / got["other_added"]
             figures = [got["ours"], got["other"], got["ours_added"], got["other_added"]]
-            shown = [duration(max(0.0, seconds)) for seconds in figures]
+            shown = [microseconds(max(0.0, seconds)) for seconds in figures]
             kept = "kept" if _is_kept(part, name, got) else "missed"
             rows.append(
                 [name, *shown[:2], f"{got['faster']:.2f}", *shown[2:], f"{share:.2f}", kept]
@@ -309,8 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         metavar="PART", help=f"of {_PARTS} (default: all)")  # fmt: skip
     parser.add_argument("--models", nargs="+", default=_MODELS.split(), choices=_MODELS.split())
     parser.add_argument("--quick", action="store_true", help="three short turns each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    add_outputs(parser)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank is not None:

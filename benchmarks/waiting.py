@@ -18,8 +18,9 @@ import peers
 
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import named
+from collective.tools.bench.machine import Observer
 from collective.tools.bench.measure import Pace
-from collective.tools.bench.report import Observer, Progress, print_table, write
+from collective.tools.show import Progress, print_table, write
 
 __all__ = ["Wait", "run", "show"]
 

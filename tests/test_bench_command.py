@@ -98,10 +98,10 @@ def test_training_steps(framework: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--op", "allreduce"], "--op: 'allreduce'; of all_reduce, "),
+        (["--op", "allreduce"], "--op: 'allreduce'; one of all_reduce, "),
         (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
-        (["--vs", "nccl"], "--vs: 'nccl'; of mpi4py, torch"),
-        (["--dtype", "float8"], "--dtype: 'float8'; of int8"),
+        (["--vs", "nccl"], "--vs: 'nccl'; one of mpi4py, torch"),
+        (["--dtype", "float8"], "--dtype: 'float8'; one of int8"),
         (["-n", "0"], "'0'; integers >= 1"),
         (["--backend", "smh"], "shm"),
         (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: NAME=PATH"),

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collective.tools.show import microseconds, print_table, size_name
+
 from .contestants import PEERS
 from .measure import METHODS, Gap, Record
-from .report import duration, print_table, size_name
 
 __all__ = ["headline", "of_peer", "show", "write_csv"]
 
@@ -77,10 +78,10 @@ def _absent(header: Sequence[str], side: str, reason: str) -> list[str]:
 def _cells(record: Record) -> list[str]:
     if record.method == "latency":
         times = (record.seconds, record.p90, record.p99)
-        cells = [duration(seconds) for seconds in times if seconds is not None]
+        cells = [microseconds(seconds) for seconds in times if seconds is not None]
     else:
         speeds = (record.algbw or 0.0, record.busbw or 0.0)
-        cells = [duration(record.seconds), *map(_speed, speeds)]
+        cells = [microseconds(record.seconds), *map(_speed, speeds)]
     return [*cells, str(record.wrong)]
 
 

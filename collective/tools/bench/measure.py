@@ -12,12 +12,12 @@ import numpy as np
 
 from collective.memory.dtypes import BY_NAME
 from collective.tools.doctor.host import shared_memory
+from collective.tools.show import size_name
 
 from .arena import Arena, ArenaError
 from .contestants import Side
 from .mpi_environments import VENDORS
 from .operations import ALL, lengths
-from .report import size_name
 
 __all__ = [
     "BACK_TO_BACK", "METHODS", "Gap", "Pace", "Record", "Task", "Turns", "compare", "fastest_mpi",

@@ -8,10 +8,10 @@ from typing import Any
 
 from collective.errors import BackendUnavailableError
 from collective.install import hint
+from collective.tools.show import rate_name, size_name, time_name
 
 from .figures import of_peer
 from .measure import METHODS, Record
-from .report import size_name
 
 __all__ = ["picture_formats", "plot"]
 
@@ -20,10 +20,7 @@ _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _PEERS = ("#000000", "#555555", "#888888", "#aaaaaa")
 _MARKERS = "osD^vP"
 _AXES = {"latency": "latency (p50)", "bandwidth": "bus bandwidth"}
-_UNITS = {
-    "latency": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
-    "bandwidth": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")),
-}
+_TICKS = {"latency": time_name, "bandwidth": rate_name}
 
 
 def picture_formats() -> list[str]:
@@ -115,16 +112,9 @@ def _draw(
     ticks = sorted({record.nbytes for record in records})
     axes.set_xticks(ticks, [size_name(tick) for tick in ticks], fontsize=8, rotation=30)
     axes.xaxis.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: _with_unit(value, method))
+    axes.yaxis.set_major_formatter(lambda value, _: _TICKS[method](value))
     axes.yaxis.set_minor_formatter("")
     axes.tick_params(axis="y", labelsize=8)
     axes.set_ylabel(_AXES[method], fontsize=9)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _with_unit(value: float, method: str) -> str:
-    units = _UNITS[method]
-    # A tick of 1 ms may be a little less.
-    factor, unit = next((each for each in units if value >= 0.999 * each[0]), units[-1])
-    return f"{value / factor:.3g} {unit}"

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collective.tools.bench.machine import Observer
+from collective.tools.show import size_name
+
 from .arena import Arena
 from .contestants import named
 from .measure import Gap, Pace, Record, Task, compare
-from .report import Observer, size_name
 from .training import Training
 from .training import measure as measure_steps
 

@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from collective.tools.show import print_table
+
 from .arena import Arena, ArenaError
 from .contestants import ALONE, Contestant, named
 from .measure import Gap, Pace, Turns
-from .report import print_table
 
 __all__ = ["FRAMEWORKS", "MODELS", "Training", "measure", "show"]
 

@@ -6,12 +6,20 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collective.errors import BackendUnavailableError, InvalidArgumentError
 from collective.tools.bench import mpi_environments
+from collective.tools.show import (
+    Progress,
+    add_outputs,
+    check_known,
+    counts,
+    names,
+    parse_size,
+    write,
+)  # fmt: skip
 
 from .outputs import check_file, written
 
@@ -42,38 +50,35 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "130 after an interrupt, which shows what has been measured; else 0",
     )
     add = parser.add_argument
-    add("--op", type=_names, default=["all_reduce"], metavar="NAMES",
+    add("--op", type=names, default=["all_reduce"], metavar="NAMES",
         help="operations, with commas between them, or all (default: all_reduce)")  # fmt: skip
-    add("--sizes", type=_names, metavar="SIZES",
+    add("--sizes", type=names, metavar="SIZES",
         help=f"bytes of the larger of a rank's arrays (default: {_SIZES})")  # fmt: skip
-    add("--dtype", type=_names, default=["float32"], metavar="NAMES", help="(default: float32)")
-    add("-n", type=_ranks, default=[2], metavar="RANKS", help="numbers of ranks (default: 2)")
-    add("--backend", type=_names, default=["shm", "gloo", "mpi"], metavar="NAMES",
+    add("--dtype", type=names, default=["float32"], metavar="NAMES", help="(default: float32)")
+    add("-n", type=counts, default=[2], metavar="RANKS", help="numbers of ranks (default: 2)")
+    add("--backend", type=names, default=["shm", "gloo", "mpi"], metavar="NAMES",
         help="transports (default: shm,gloo,mpi); mpi/openmpi says which MPI library")  # fmt: skip
-    add("--memory", type=_names, default=["symmetric", "ordinary"], metavar="KINDS",
+    add("--memory", type=names, default=["symmetric", "ordinary"], metavar="KINDS",
         help="arrays of comm.empty(), or any, where that makes a difference (default: "
         "symmetric,ordinary)")  # fmt: skip
-    add("--framework", type=_names, metavar="NAMES",
+    add("--framework", type=names, metavar="NAMES",
         help="whose arrays: numpy, torch, cupy, torch.cuda (default: numpy; with --train: torch "
         "and chainer)")  # fmt: skip
-    add("--vs", type=_names, default=[], metavar="PEERS",
+    add("--vs", type=names, default=[], metavar="PEERS",
         help="mpi4py, torch, chainermn or memcpy: do the same work in turns with ours; "
         "mpi4py/mpich says which MPI library")  # fmt: skip
     add("--train", action="store_true",
         help="measure training steps: computing, syncing, what is hidden, speed-up")  # fmt: skip
-    add("--models", type=_names, default=["mlp", "lenet", "resnet"], metavar="NAMES",
+    add("--models", type=names, default=["mlp", "lenet", "resnet"], metavar="NAMES",
         help="whose steps (default: mlp,lenet,resnet)")  # fmt: skip
     method = parser.add_mutually_exclusive_group()
     method.add_argument("--latency", action="store_true", help="measure latency only")
     method.add_argument("--bandwidth", action="store_true", help="measure bandwidth only")
     add("--quick", action="store_true", help=f"short turns, and {_QUICK} as sizes")
     mpi_environments.add_options(parser)
-    add("--json", type=Path, metavar="FILE", help="write everything")
+    add_outputs(parser, earlier=True)
     add("--csv", type=Path, metavar="FILE", help="write a line a figure")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth over size")
-    add("--markdown", action="store_true", help="print tables in Markdown")
-    add("--from", dest="earlier", type=Path, metavar="FILE",
-        help="measure nothing: show what --json has written")  # fmt: skip
     parser.set_defaults(execute=execute)
 
 
@@ -82,7 +87,6 @@ def execute(options: argparse.Namespace) -> int:
     # Here and not above: they bring NumPy along.
     from collective.tools.bench.figures import show, write_csv
     from collective.tools.bench.plot import picture_formats
-    from collective.tools.bench.report import Progress, write
     from collective.tools.bench.run import measure
     from collective.tools.bench.training import show as show_training
 
@@ -121,19 +125,18 @@ def _plan(options: argparse.Namespace) -> Plan:
     from collective.tools.bench.contestants import PEERS
     from collective.tools.bench.measure import METHODS, Pace
     from collective.tools.bench.operations import DTYPES, OPERATIONS
-    from collective.tools.bench.report import parse_size
     from collective.tools.bench.run import Plan
     from collective.tools.bench.training import FRAMEWORKS, MODELS
     from collective.tools.parity.frameworks import NAMES
 
     operations = OPERATIONS if options.op == ["all"] else options.op
-    _check("--op", operations, (*OPERATIONS, "all"))
-    _check("--dtype", options.dtype, DTYPES)
-    _check("--memory", options.memory, ("symmetric", "ordinary"))
-    _check("--models", options.models, MODELS)
+    check_known("--op", operations, (*OPERATIONS, "all"))
+    check_known("--dtype", options.dtype, DTYPES)
+    check_known("--memory", options.memory, ("symmetric", "ordinary"))
+    check_known("--models", options.models, MODELS)
     frameworks = options.framework or (FRAMEWORKS if options.train else ("numpy",))
-    _check("--framework", frameworks, FRAMEWORKS if options.train else NAMES)
-    _check("--vs", [peer.partition("/")[0] for peer in options.vs], PEERS)
+    check_known("--framework", frameworks, FRAMEWORKS if options.train else NAMES)
+    check_known("--vs", [peer.partition("/")[0] for peer in options.vs], PEERS)
     for name in options.backend:
         with contextlib.suppress(BackendUnavailableError):  # which the tables will tell
             find(name.partition("/")[0])
@@ -156,12 +159,6 @@ def _plan(options: argparse.Namespace) -> Plan:
         pace=Pace.of(options.quick),
         models=options.models if options.train else (),
     )
-
-
-def _check(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise InvalidArgumentError(f"{option}: {name!r}; of {', '.join(known)}.")
 
 
 def _earlier(path: Path) -> Results:
@@ -197,17 +194,3 @@ def _say(results: Results, options: argparse.Namespace) -> bool:
     if results.interrupted:
         print("collective bench: interrupted; this is not all", file=sys.stderr)
     return well
-
-
-def _names(text: str) -> list[str]:
-    found = [name.strip() for name in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r}; names with commas between them")
-    return list(dict.fromkeys(found))
-
-
-def _ranks(text: str) -> list[int]:
-    found = _names(text)
-    if not all(each.isdecimal() and int(each) >= 1 for each in found):
-        raise argparse.ArgumentTypeError(f"{text!r}; integers >= 1 with commas between them")
-    return [int(each) for each in found]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from collective.tools.show import Progress, size_name, time_name
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -47,16 +48,12 @@ def execute(options: argparse.Namespace) -> int:
 
     if not is_spokesman():
         return 0
-    report = examine(options.test, _progress if sys.stderr.isatty() else lambda text: None)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    progress = Progress()
+    report = examine(options.test, lambda text: progress.show(f"{text} ..."))
+    progress.clear()
     print(json.dumps(report, indent=2) if options.json else text(report, _width()))
     code: int = report["exit_code"]
     return code
-
-
-def _progress(what: str) -> None:
-    print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
 
 
 def _width() -> int:
@@ -139,7 +136,7 @@ def _transport(found: dict[str, Any]) -> str:
     if trial:
         return (
             f"works; two ranks all-reduce {trial['small_bytes']} B in "
-            f"{_duration(trial['latency_s'])}, {_amount(trial['large_bytes'])} at "
+            f"{time_name(trial['latency_s'])}, {size_name(trial['large_bytes'])} at "
             f"{trial['bandwidth'] / 1e9:.2g} GB/s"
         )
     if found["works"]:
@@ -170,26 +167,26 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "system", report["collective"]["system"]
     quota = f", {cores['quota']:.3g} of their time" if cores["quota"] else ""
     yield "cores", f"{cores['usable']} of {cores['online']} may be used{quota}"
-    limit = f"; this container {_amount(memory['limit'])}, {_amount(memory['left'])} of it free"
+    limit = f"; this container {size_name(memory['limit'])}, {size_name(memory['left'])} of it free"
     yield (
         "memory",
-        f"{_amount(memory['memory'])}, {_amount(memory['available'])} free"
+        f"{size_name(memory['memory'])}, {size_name(memory['available'])} free"
         + (limit if memory["limit"] is not None else ""),
     )
     yield (
         "shared memory",
         f"{'memfd' if memory['memfd'] else 'files in ' + memory['directory']}; peers' arrays "
         f"{'are read with one copy' if memory['single_copy'] else 'take a copy more'}; "
-        f"{_amount(memory['ranks_bytes'])} for {memory['ranks']} ranks",
+        f"{size_name(memory['ranks_bytes'])} for {memory['ranks']} ranks",
     )
     if memory["dev_shm"] is not None:
         yield (
             "/dev/shm",
-            f"{_amount(memory['dev_shm'])}, {_amount(memory['dev_shm_free'])} free "
+            f"{size_name(memory['dev_shm'])}, {size_name(memory['dev_shm_free'])} free "
             "(not used by shm; MPI and PyTorch do)",
         )
     gpus = report["gpus"]
-    names = [f"{gpu['name']}, {_amount(gpu['memory_bytes'])}" for gpu in gpus["devices"]]
+    names = [f"{gpu['name']}, {size_name(gpu['memory_bytes'])}" for gpu in gpus["devices"]]
     for count, name in ((names.count(name), name) for name in dict.fromkeys(names)):
         driver = f"driver {gpus['driver']}, " if gpus["driver"] else ""
         yield "GPU", f"{count} × {name}; {driver}CUDA up to {gpus['cuda']}"
@@ -281,16 +278,3 @@ def _settings(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             yield key, f"{value} ({found['origin']})"
     if defaults:
         yield "default", ", ".join(defaults)
-
-
-def _amount(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "unknown"
-    number, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1000 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    return f"{number:.3g} {units[0]}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
 import sys
 import time
@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective.errors import InvalidArgumentError
 from collective.install import hint
 from collective.launch import restart_with
+from collective.tools.show import Progress, check_known, console, counts, names, write
 
 from .outputs import check_file, written
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-    from rich.console import Console
 
     from collective.tools.parity.report import Report
     from collective.tools.parity.runner import Plan
@@ -54,9 +52,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "shape": "shape classes: scalar, empty, odd, strided, large (default: all)",
     }
     for name, told in helps.items():
-        parser.add_argument(f"--{name}", type=_words, metavar="A,B", help=told)
+        parser.add_argument(f"--{name}", type=names, metavar="A,B", help=told)
     parser.add_argument(
-        "--ranks", type=_sizes, default=(2, 3, 4), metavar="N,N", help="(default: 2,3,4)"
+        "--ranks", type=counts, default=(2, 3, 4), metavar="N,N", help="(default: 2,3,4)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of all numbers (default: 0)")
     parser.add_argument(
@@ -87,9 +85,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Run, report; return the exit code."""
-    try:
-        from rich.console import Console
-    except ImportError:
+    if importlib.util.find_spec("rich") is None:
         print(f"collective parity: rich is missing; {hint('parity')}", file=sys.stderr)
         return 2
     check_file("--json", options.json)
@@ -104,13 +100,11 @@ def execute(options: argparse.Namespace) -> int:
     for variable, value in one.items():
         os.environ.setdefault(variable, value)
     began = time.monotonic()
-    console = Console(highlight=False)
-    report = _run(options, console)
+    report = _run(options)
     report.seconds = time.monotonic() - began
     data = report.as_data()
-    show(console, data)
-    text = json.dumps(data, indent=1) + "\n"
-    well = written("--json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    show(console(), data)
+    well = written("--json", options.json, lambda path: write(path, data))
     if options.html is not None:
         from collective.tools.parity.page import page
 
@@ -121,10 +115,11 @@ def execute(options: argparse.Namespace) -> int:
     return int(report.failed) or 2 * (not well)
 
 
-def _run(options: argparse.Namespace, console: Console) -> Report:
+def _run(options: argparse.Namespace) -> Report:
     from collective.tools.parity.report import Report
 
-    with _Progress(console) as progress:
+    progress = Progress()
+    try:
         plan, missing = _plan(options, progress)
         # What cannot be is refused before hours of work.
         if options.random:
@@ -147,14 +142,16 @@ def _run(options: argparse.Namespace, console: Console) -> Report:
                     report.random.append(explore(plan, transport, options.random, progress.step))
         if options.train or options.model:
             progress.begin("training", 0)
-            report.training += compare(plan, options.steps, options.model, progress.say)
+            report.training += compare(plan, options.steps, options.model, progress.show)
         if options.splits:
             progress.begin("splits", 0)
-            report.splits += splits.compare(plan, progress.say)
-    return report
+            report.splits += splits.compare(plan, progress.show)
+        return report
+    finally:
+        progress.clear()
 
 
-def _plan(options: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
+def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Plan, dict[str, str]]:
     from collective.tools.parity import cases, frameworks, transports
     from collective.tools.parity.runner import Plan
 
@@ -166,8 +163,8 @@ def _plan(options: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[
         "shape": tuple(cases.SHAPES),
     }
     chosen = {name: _chosen(name, getattr(options, name), all_) for name, all_ in known.items()}
-    progress.say("looking at transports")
-    found = transports.survey(options.backend, progress.say)
+    progress.show("looking at transports")
+    found = transports.survey(options.backend, progress.show)
     asked = [name for name in chosen["framework"] if name != "mixed"]
     missing = {name: why for name, why in frameworks.unavailable(asked).items() if why}
     plan = Plan(
@@ -185,7 +182,7 @@ def _plan(options: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[
     return plan, missing
 
 
-def _run_matrix(plan: Plan, report: Report, progress: _Progress) -> Plan:
+def _run_matrix(plan: Plan, report: Report, progress: Progress) -> Plan:
     from collective.tools.parity.runner import run
 
     there = [transport for transport in plan.transports if not transport.reason]
@@ -195,65 +192,11 @@ def _run_matrix(plan: Plan, report: Report, progress: _Progress) -> Plan:
         report.add(outcome)
         progress.step(failed=len(report.failures))
 
-    return run(plan, count, lambda transport, size: progress.say(f"{transport.name}, {size} ranks"))
-
-
-class _Progress:
-    """A bar on a terminal; elsewhere nothing."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-
-        self._bar = Progress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[failed]}"),
-            Remaining(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=None, failed="")
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def begin(self, what: str, total: int) -> None:
-        """Start over, with ``total`` things to do; 0 if that is not known."""
-        self._bar.reset(self._task, total=total or None, description=what, failed="")
-
-    def say(self, what: str) -> None:
-        """Tell what is done now."""
-        self._bar.update(self._task, description=what)
-
-    def step(self, failed: int = 0) -> None:
-        """Count one thing as done."""
-        told = f"[red]{failed} failed[/]" if failed else ""
-        self._bar.update(self._task, advance=1, failed=told)
+    return run(
+        plan, count, lambda transport, size: progress.show(f"{transport.name}, {size} ranks")
+    )
 
 
 def _chosen(name: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    for each in given or ():
-        if each not in known:
-            raise InvalidArgumentError(f"--{name}: {each!r}; one of {', '.join(known)}.")
-    return list(known) if given is None else list(dict.fromkeys(given))
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in (part.strip() for part in text.split(",")) if word]
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; integers >= 1, such as 2,3")
-    return sizes
+    check_known(f"--{name}", given or (), known)
+    return list(known if given is None else given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from collective.errors import ConfigError
 from collective.install import hint
 from collective.start.config import by_device, settings
+from collective.tools.show import console, count, counts, write
 
 from .ending import Ended
 from .outputs import check_directory, check_file, written
@@ -50,7 +50,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "hidden by computing, T_comp and T_sync of a training step, and whether the ranks pay.",
         epilog=_EPILOG,
     )
-    parser.add_argument("-n", type=_count, default=None, metavar="N", help="how many ranks")
+    parser.add_argument("-n", type=count, default=None, metavar="N", help="how many ranks")
     parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
@@ -60,7 +60,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "keep its traces there",
     )  # fmt: skip
     parser.add_argument(
-        "--predict", type=_counts, metavar="RANKS", help="extrapolate to so many: 8,64,1024"
+        "--predict", type=counts, metavar="RANKS", help="extrapolate to so many: 8,64,1024"
     )
     parser.add_argument(
         "--link", type=_link, metavar="TIME,RATE",
@@ -68,7 +68,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "as 10us,12GB/s",
     )  # fmt: skip
     parser.add_argument(
-        "--per-host", type=_count, metavar="N",
+        "--per-host", type=count, metavar="N",
         help="ranks a host, with --link (default: as many as there were)",
     )  # fmt: skip
     parser.add_argument(
@@ -156,8 +156,6 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
 def _report(
     options: argparse.Namespace, directory: Path, measured: list[Measured], code: int
 ) -> int:
-    from rich.console import Console
-
     from collective.tools.profile.events import read
     from collective.tools.profile.measure import profile
     from collective.tools.profile.report import as_json, show
@@ -175,16 +173,14 @@ def _report(
             outlook = _outlook(options, traces, found, measured)
         except ConfigError as error:  # what was measured is told all the same
             problem = str(error)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(_WIDTH, console.width)
-    console.rule(style="dim")
-    show(console, found, outlook)
+    out = console(width=_WIDTH)
+    out.rule(style="dim")
+    show(out, found, outlook)
     if code:
-        console.print(f"\nThe program ended with exit code {code}; this is what it did before.")
+        out.print(f"\nThe program ended with exit code {code}; this is what it did before.")
     if options.json is not None:
-        text = json.dumps(as_json(found, outlook), indent=2) + "\n"
-        well = written("--json", options.json, lambda path: path.write_text(text))
+        content = as_json(found, outlook)
+        well = written("--json", options.json, lambda path: write(path, content))
     if problem:
         print(f"collective: {problem}", file=sys.stderr)
     return code or 2 * (bool(problem) or not well)
@@ -209,7 +205,7 @@ def _outlook(
         measured = calibrate.run(sizes, options.backend or _host_backend(backend))
     try:
         return predict(
-            found.steps, found.ranks, measured, options.predict, options.link,
+            found.steps, found.ranks, measured, sorted(options.predict), options.link,
             options.per_host or int(about["local_size"]),
         )  # fmt: skip
     except ValueError as error:
@@ -219,16 +215,6 @@ def _outlook(
 def _host_backend(backend: str) -> str:
     """Return what connects the ranks of one host under ``backend``."""
     return "shm" if backend == "hierarchical" else by_device(backend).get("cpu", backend)
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({_count(one) for one in text.split(",")})
 
 
 def _link(text: str) -> object:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from collective.launch import cores_for_each, launch, restart_with
 from collective.start.config import Setting, by_device, settings
+from collective.tools.show import count
 
 from .outputs import check_directory
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
         "its traceback is shown last, and its exit code is ours.",
     )
-    parser.add_argument("-n", type=_size, required=True, metavar="N", help="how many ranks")
+    parser.add_argument("-n", type=count, required=True, metavar="N", help="how many ranks")
     parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
@@ -89,12 +90,6 @@ def refuse_transports(found: Mapping[str, Setting]) -> None:
         for name in by_device(value).values() or [value]:
             if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
                 require(name)
-
-
-def _size(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
-    return int(text)
 
 
 def _refuse(reason: str) -> int:

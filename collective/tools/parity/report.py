@@ -14,6 +14,7 @@ import numpy as np
 import collective
 from collective.memory.dtypes import BY_NAME
 from collective.tools.doctor import host
+from collective.tools.show import table
 
 from .cases import CONDUCT, OPERATIONS, REDUCTIONS
 from .runner import Outcome, Plan
@@ -225,36 +226,23 @@ def show(console: Console, data: Mapping[str, Any]) -> None:
         )
 
 
-def _table(title: str, *headers: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
-    table.add_column(headers[0])
-    for header in headers[1:]:
-        table.add_column(header, justify="right")
-    return table
-
-
 def _show_matrix(console: Console, data: Mapping[str, Any]) -> None:
     pairs = columns(data)
     for transport in dict.fromkeys(name for name, _ in pairs):
         frameworks = [framework for name, framework in pairs if name == transport]
-        table = _table(
-            f"{transport}: cases passed, and the largest error as a share of its bound",
-            "operation", *frameworks,
-        )  # fmt: skip
+        rows = []
         for operation in OPERATIONS:
             cells = [
                 cell(data, transport=transport, framework=name, operation=operation)
                 for name in frameworks
             ]
             if any(cells):
-                table.add_row(operation, *map(_told, cells))
-        console.print(table)
+                rows.append([operation, *map(_shown, cells)])
+        title = f"{transport}: cases passed, and the largest error as a share of its bound"
+        console.print(table(title, ["operation", *frameworks], rows))
 
 
-def _told(found: Cell | None) -> str:
+def _shown(found: Cell | None) -> str:
     if found is None:
         return "[dim]–[/]"
     parts = [f"[green]{found.passed}[/]" if found.passed else ""]
@@ -265,15 +253,14 @@ def _told(found: Cell | None) -> str:
 
 
 def _show_errors(console: Console, data: Mapping[str, Any]) -> None:
-    rows = list(worst_by_dtype(data))
-    if not rows:
-        return
     ranks = [f"{n} ranks" if n > 1 else "1 rank" for n in data["ranks"]]
-    table = _table("Largest error / bound, in units in the last place", "op, dtype", *ranks)
-    for op, dtype, cells in rows:
-        told = ["–" if c is None else f"{c.worst:.2f} / {c.bound:.2f}" for c in cells]
-        table.add_row(f"{op} {dtype}", *told)
-    console.print(table)
+    rows = []
+    for op, dtype, cells in worst_by_dtype(data):
+        errors = ["–" if c is None else f"{c.worst:.2f} / {c.bound:.2f}" for c in cells]
+        rows.append([f"{op} {dtype}", *errors])
+    if rows:
+        title = "Largest error / bound, in units in the last place"
+        console.print(table(title, ["op, dtype", *ranks], rows))
 
 
 def _show_random(console: Console, data: Mapping[str, Any]) -> None:
@@ -289,17 +276,19 @@ def _show_random(console: Console, data: Mapping[str, Any]) -> None:
             console.print(found["snippet"], markup=False, soft_wrap=True)
 
 
-def _show_agreement(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
-    table = _table(title, "what has to agree", "largest difference", "allowed", "")
-    for found in rows:
-        mark = "[green]passed[/]" if found["passed"] else "[red]FAILED[/]"
-        difference = found["difference"]
-        told = found.get("text") or ("–" if difference is None else f"{difference:.2g}")
-        allowed = f"{found['allowed']:.0e}" if found["allowed"] else "same bits"
-        table.add_row(found["what"], told, allowed, mark)
-    console.print(table)
+def _show_agreement(console: Console, title: str, found: Sequence[Mapping[str, Any]]) -> None:
+    from rich.markup import escape
+
+    rows = []
+    for each in found:
+        mark = "[green]passed[/]" if each["passed"] else "[red]FAILED[/]"
+        difference = each["difference"]
+        text = each.get("text") or ("–" if difference is None else f"{difference:.2g}")
+        allowed = f"{each['allowed']:.0e}" if each["allowed"] else "same bits"
+        rows.append([each["what"], escape(text), allowed, mark])
+    if rows:
+        header = ["what has to agree", "largest difference", "allowed", ""]
+        console.print(table(title, header, rows))
 
 
 def _show_missing(console: Console, data: Mapping[str, Any]) -> None:

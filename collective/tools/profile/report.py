@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from collective.algorithms.model import ALGORITHMS
+from collective.tools.show import rate_name, size_name, table, time_name
 
 from .measure import Operation, Profile, StepTimes
 from .predict import Outlook
@@ -62,38 +62,30 @@ def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
         _show_outlook(console, outlook)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
 def _operations(operations: Iterable[Operation]) -> Table:
-    table = _table(
-        "Calls",
-        "operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw",
-        "hidden", "late",
-    )  # fmt: skip
+    header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
+    rows = []
     for one in operations:
         late = ""
         if one.late and sum(one.late.values()) > 1:
             rank, times = one.late.most_common(1)[0]
             late = f"rank {rank}: {times / sum(one.late.values()):.0%}"
         waiting = one.waiting / (one.waiting + one.moving) if one.waiting + one.moving else None
-        table.add_row(
-            one.name,
-            f"{one.calls:,}",
-            _bytes(one.nbytes / one.calls),
-            _time(one.seconds),
-            _time(one.seconds / one.calls),
-            "-" if waiting is None else f"{waiting:.0%}",
-            _rate(one.algbw),
-            _rate(one.busbw),
-            f"{one.hidden / one.background:.0%}" if one.background > 0 else "-",
-            late or "-",
+        rows.append(
+            [
+                one.name,
+                f"{one.calls:,}",
+                size_name(one.nbytes / one.calls),
+                time_name(one.seconds),
+                time_name(one.seconds / one.calls),
+                "-" if waiting is None else f"{waiting:.0%}",
+                rate_name(one.algbw),
+                rate_name(one.busbw),
+                f"{one.hidden / one.background:.0%}" if one.background > 0 else "-",
+                late or "-",
+            ]
         )
-    return table
+    return table("Calls", [*header, "hidden", "late"], rows)
 
 
 def _notes(found: Profile) -> Iterable[str]:
@@ -108,7 +100,8 @@ def _notes(found: Profile) -> Iterable[str]:
             "how long the GPU took"
         )
     if found.clock_error:
-        yield f"the ranks' clocks may be {_time(found.clock_error)} apart: so may be the waiting"
+        apart = time_name(found.clock_error)
+        yield f"the ranks' clocks may be {apart} apart: so may be the waiting"
     failed = {one.name: one.failed for one in found.operations if one.failed}
     if failed:
         told = ", ".join(f"{count} {name}" for name, count in failed.items())
@@ -127,17 +120,17 @@ def _notes(found: Profile) -> Iterable[str]:
 def _show_steps(console: Console, steps: StepTimes, verdict: Verdict) -> None:
     spread = ""
     if len(steps.comp_by_rank) > 1:
-        spread = f" ({_time(min(steps.comp_by_rank))} to {_time(max(steps.comp_by_rank))})"
+        spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"
     console.print(f"\n{steps.count} steps, by {steps.how}; medians, means of the ranks:")
-    console.print(f"T_comp     {_time(steps.comp)} computing{spread}")
+    console.print(f"T_comp     {time_name(steps.comp)} computing{spread}")
     console.print(
-        f"T_sync     {_time(steps.sync)} in calls, {_time(steps.waiting)} of it waiting for "
-        "late ranks"
+        f"T_sync     {time_name(steps.sync)} in calls, {time_name(steps.waiting)} of it waiting "
+        "for late ranks"
     )
     if steps.background > 0:
         console.print(
-            f"hidden     {_time(steps.hidden)} of {_time(steps.background)} of calls in the "
-            f"background ({steps.hidden / steps.background:.0%})"
+            f"hidden     {time_name(steps.hidden)} of {time_name(steps.background)} of calls in "
+            f"the background ({steps.hidden / steps.background:.0%})"
         )
     if steps.guessed:
         console.print(
@@ -156,47 +149,46 @@ def _show_steps(console: Console, steps: StepTimes, verdict: Verdict) -> None:
     )
     console.print(
         f"more       {2 * verdict.ranks} ranks are faster than {verdict.ranks} as long as their "
-        f"T_sync stays below {_time(verdict.doubled_limit)}"
+        f"T_sync stays below {time_name(verdict.doubled_limit)}"
     )
 
 
 def _show_outlook(console: Console, outlook: Outlook) -> None:
-    fits = _table(
-        "\nModel, fitted to the transport", "all-reduce by", "alpha", "1/beta", "1/gamma",
-        "typical error", "worst", "R²",
-    )  # fmt: skip
+    rows = []
     for one in outlook.fits:
-        gamma = _rate(1 / one.gamma) if one.gamma else ("0" if one.separate else "in beta")
-        fits.add_row(
-            one.algorithm,
-            _time(one.link.alpha),
-            _rate(1 / one.link.beta) if one.link.beta else "-",
-            gamma,
-            f"{one.typical:.0%}",
-            f"{one.worst:+.0%}",
-            f"{one.r2:.3f}",
+        gamma = rate_name(1 / one.gamma) if one.gamma else ("0" if one.separate else "in beta")
+        rows.append(
+            [
+                one.algorithm,
+                time_name(one.link.alpha),
+                rate_name(1 / one.link.beta) if one.link.beta else "-",
+                gamma,
+                f"{one.typical:.0%}",
+                f"{one.worst:+.0%}",
+                f"{one.r2:.3f}",
+            ]
         )
-    console.print(fits)
-    by_algorithm = _table("\nThe calls of a step, predicted", "ranks", *ALGORITHMS)
-    table = _table(
-        "\nA step with the fastest of these, predicted", "ranks", "calls, 90 %", "T_sync",
-        "speed-up", "efficiency", "pays",
-    )  # fmt: skip
+    header = ["all-reduce by", "alpha", "1/beta", "1/gamma", "typical error", "worst", "R²"]
+    console.print(table("\nModel, fitted to the transport", header, rows))
+    by_algorithm, steps = [], []
     for found in outlook.predictions:
-        times = {one.algorithm: _time(one.moving) for one in found}
+        times = {one.algorithm: time_name(one.moving) for one in found}
         fastest = found[0]
         ranks = f"{fastest.ranks:,}"
-        by_algorithm.add_row(ranks, *(times[name] for name in ALGORITHMS))
-        table.add_row(
-            ranks,
-            f"{_time(fastest.low)} to {_time(fastest.high)}",
-            _time(fastest.sync),
-            f"{fastest.speedup:,.1f} x",
-            f"{fastest.speedup / fastest.ranks:.0%}",
-            "yes" if fastest.speedup > 1 else "no",
+        by_algorithm.append([ranks, *(times[name] for name in ALGORITHMS)])
+        steps.append(
+            [
+                ranks,
+                f"{time_name(fastest.low)} to {time_name(fastest.high)}",
+                time_name(fastest.sync),
+                f"{fastest.speedup:,.1f} x",
+                f"{fastest.speedup / fastest.ranks:.0%}",
+                "yes" if fastest.speedup > 1 else "no",
+            ]
         )
-    console.print(by_algorithm)
-    console.print(table)
+    console.print(table("\nThe calls of a step, predicted", ["ranks", *ALGORITHMS], by_algorithm))
+    header = ["ranks", "calls, 90 %", "T_sync", "speed-up", "efficiency", "pays"]
+    console.print(table("\nA step with the fastest of these, predicted", header, steps))
     for note in _assumptions(outlook):
         console.print(f"[dim]- {note}[/]")
 
@@ -209,8 +201,8 @@ def _assumptions(outlook: Outlook) -> Iterable[str]:
     )
     if outlook.here > 0:
         yield (
-            f"for the ranks that there were, the model says {_time(outlook.here)} for a step's "
-            f"calls, measured {_time(outlook.moved_here)}"
+            f"for the ranks that there were, the model says {time_name(outlook.here)} for a step's "
+            f"calls, measured {time_name(outlook.moved_here)}"
             + "; the difference stays in every T_sync"
             * (outlook.excess > 0)
         )
@@ -222,8 +214,8 @@ def _assumptions(outlook: Outlook) -> Iterable[str]:
     else:
         yield (
             f"{outlook.per_host} rank(s) a host, which share a connection of "
-            f"{_time(outlook.far.alpha)} and {_rate(1 / outlook.far.beta)}, without contention "
-            "between hosts"
+            f"{time_name(outlook.far.alpha)} and {rate_name(1 / outlook.far.beta)}, without "
+            "contention between hosts"
         )
     yield (
         "each rank computes a step as now (its mini-batch stays: the whole batch grows), waits "
@@ -232,29 +224,3 @@ def _assumptions(outlook: Outlook) -> Iterable[str]:
     )
     if outlook.left_out:
         yield f"calls that the model does not know, left out: {', '.join(outlook.left_out)}"
-
-
-# -- units --------------------------------------------------------------------------------------
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds:.0f} s"
-    return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.3g} {unit}"
-    return f"{rate:.3g} B/s"

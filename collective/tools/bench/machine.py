@@ -1,0 +1,67 @@
+"""Where a run was made, and how much others disturbed it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collective.tools.show import parse_size, size_name
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Knows, at the end of a run, where it was made and how much others disturbed it."""
+
+    def __init__(self) -> None:
+        self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._start = time.monotonic()
+        self._busy, self._own = _busy_seconds(), _own_seconds()
+
+    def machine(self) -> dict[str, Any]:
+        """Return the place, and ``others``: cores that were taken by other processes.
+
+        Counts what our own ranks took once they have ended, not before.
+        """
+        wall = time.monotonic() - self._start
+        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return {
+            "date": self._date,
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "others": max(0.0, others / wall),
+            "seconds": wall,
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
+
+
+def _cpu() -> str:
+    """Return the processor's name and the size of its last cache, which decides much here."""
+    text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    if not cache.exists():
+        return name
+    return f"{name}, {size_name(parse_size(cache.read_text()))} L3"
+
+
+def _busy_seconds() -> float:
+    """Return how long all cores together have been busy since boot, or stolen."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    user, nice, system, _, _, irq, soft, steal = fields
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
