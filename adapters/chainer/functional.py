@@ -25,28 +25,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import chainer
-import chainer.functions as F
-
 from collective.communicator import Communicator
-from collective.communicator.rows import split_sizes
-from collective.training.adjoints import LINEAR, Step, length
+from collective.training import differentiable
 
-from .adjoints import Fold, Lengths, Like, Linear, bare, check, record
-from .functional_exchanges import all_to_all, recv, send
+from .tape import Tape
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce",
+    "reduce_scatter", "scatter", "send",
+]  # fmt: skip
+
+_TAPE = Tape()
 
 
 def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> Any:
@@ -75,18 +64,7 @@ def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> Any:
         DtypeError: ``avg`` of integers, or another type that is not differentiated. And as
             :meth:`Communicator.all_reduce`, then and in the backward pass.
     """
-    check("all_reduce", x, op)
-
-    def forward(x: Any) -> Any:
-        return comm.all_reduce(x, op=op)
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, lambda g: all_reduce(g, comm, op)), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        return all_reduce(g, comm) * _partial(x, y, comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    return differentiable.all_reduce(_TAPE, x, comm, op)
 
 
 def reduce(x: Any, comm: Communicator, root: int = 0, op: str = "sum") -> Any:
@@ -106,26 +84,7 @@ def reduce(x: Any, comm: Communicator, root: int = 0, op: str = "sum") -> Any:
     Raises:
         As :func:`all_reduce`.
     """
-    check("reduce", x, op)
-
-    def forward(x: Any) -> Any:
-        return comm.reduce(x, root=root, op=op)
-
-    x_like = Like(x)
-
-    def adjoint(g: Any) -> Any:
-        spread = _spread(g, comm, root, x_like)
-        return spread / comm.size if op == "avg" else spread
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, adjoint), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        both = F.stack([g, chainer.Variable(y)]) if comm.rank == root else g
-        spread = _spread(both, comm, root, Like(x, (2, *x.shape)))
-        return spread[0] * _partial(x, spread[1].array, comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    return differentiable.reduce(_TAPE, x, comm, root, op)
 
 
 def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy") -> Any:
@@ -149,9 +108,7 @@ def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy")
     Raises:
         As :meth:`Communicator.broadcast`.
     """
-    if x is not None or comm.rank == root:
-        check("broadcast", x)
-    return _broadcast(x, comm, root, x, like)
+    return differentiable.broadcast(_TAPE, x, comm, root, like)
 
 
 def all_gather(
@@ -176,16 +133,7 @@ def all_gather(
     Raises:
         As :meth:`Communicator.all_gather`.
     """
-    check("all_gather", x)
-    lengths = Lengths(x, comm, axis, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.all_gather(x, axis=axis, counts=counts)
-
-    def adjoint(g: Any) -> Any:
-        return reduce_scatter(g, comm, axis=axis, counts=lengths())
-
-    return record(Linear, Step(forward, adjoint), x)
+    return differentiable.all_gather(_TAPE, x, comm, axis, counts)
 
 
 def gather(
@@ -212,17 +160,7 @@ def gather(
     Raises:
         As :meth:`Communicator.gather`.
     """
-    check("gather", x)
-    lengths = Lengths(x, comm, axis, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.gather(x, root=root, axis=axis, counts=counts)
-
-    def adjoint(g: Any) -> Any:
-        # Off the root g only ties the scatter to the graph, and says on which device.
-        return scatter(g, comm, root, axis, counts=lengths())
-
-    return record(Linear, Step(forward, adjoint), x)
+    return differentiable.gather(_TAPE, x, comm, root, axis, counts)
 
 
 def scatter(
@@ -255,18 +193,7 @@ def scatter(
     Raises:
         As :meth:`Communicator.scatter`.
     """
-    if x is not None or comm.rank == root:
-        check("scatter", x)
-    near = like if x is None else bare(x)
-
-    def forward(x: Any) -> Any:
-        source = x if comm.rank == root else None
-        return comm.scatter(source, root=root, counts=counts, axis=axis, like=near)
-
-    def adjoint(g: Any) -> Any:
-        return gather(g, comm, root, axis)
-
-    return record(Linear, Step(forward, adjoint, comm.rank == root), x, near)
+    return differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
 
 
 def reduce_scatter(
@@ -294,58 +221,83 @@ def reduce_scatter(
     Raises:
         As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
     """
-    check("reduce_scatter", x, op)
-    sizes = split_sizes("reduce_scatter", length(x, axis), comm.size, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.reduce_scatter(x, op=op, axis=axis, counts=sizes)
-
-    def adjoint(g: Any) -> Any:
-        joined = all_gather(g, comm, axis, counts=sizes)
-        return joined / comm.size if op == "avg" else joined
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, adjoint), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        # With a new first axis: one from the end is where it was.
-        at = axis + 1 if axis >= 0 else axis
-        both = all_gather(F.stack([g, chainer.Variable(y)]), comm, at, counts=sizes)
-        total = F.reshape(both[0], x.shape)
-        return total * _partial(x, both[1].array.reshape(x.shape), comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    return differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
 
 
-# -- steps of several ------------------------------------------------------------------------
+def all_to_all(
+    x: Any,
+    comm: Communicator,
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+) -> Any:
+    """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+
+    The gradient is the all-to-all that takes each piece of ``g`` back to where it came from: its
+    counts are the transpose of these.
+
+    Collective: every rank calls it, with one dtype and axis; shapes may differ along the axis.
+
+    Args:
+        x: a variable or an array; one of no dimensions counts as one of length 1.
+        comm: the ranks.
+        axis: the axis to cut and to join along.
+        counts: lengths of the pieces that this rank sends; ranks may differ. By default as
+            ``numpy.array_split`` cuts.
+        recv_counts: lengths of the pieces that this rank receives, given on all ranks or none.
+            Without them the first backward exchanges them.
+
+    Returns:
+        The pieces for this rank, in the order of their senders, as a new variable.
+
+    Raises:
+        As :meth:`Communicator.all_to_all`.
+    """
+    return differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
 
 
-def _broadcast(template: Any, comm: Communicator, root: int, x: Any, like: Any) -> Any:
-    """Broadcast; off the root ``template`` says what comes and ``x`` gets the zero gradient."""
-    given = None if comm.rank == root else bare(template)
-    near = bare(like)
+def send(x: Any, dst: int, comm: Communicator, tag: int = 0) -> Any:
+    """Send an array to rank ``dst``.
 
-    def forward(x: Any) -> Any:
-        if comm.rank == root:
-            return comm.broadcast(x, root=root).copy()
-        return comm.broadcast(given, root=root, like=near)
+    The gradient is ``g_dst``, received from there in the backward pass, with the same tag.
 
-    def adjoint(g: Any) -> Any:
-        return reduce(g, comm, root)
+    Args:
+        x: a variable or an array of at most 12 dimensions.
+        dst: another rank, which calls :func:`recv`.
+        comm: the ranks.
+        tag: the receiver's.
 
-    return record(Linear, Step(forward, adjoint, comm.rank == root), x, near)
+    Returns:
+        A delegate of the dtype of ``x``: backward receives when it comes to it.
 
-
-def _spread(g: Any, comm: Communicator, root: int, like: Like) -> Any:
-    """Broadcast the root's ``g``; elsewhere it ties the call to the graph, and ``like`` comes."""
-    template = None if comm.rank == root else like.empty()
-    return _broadcast(template, comm, root, g, "numpy")
+    Raises:
+        As :meth:`Communicator.send`.
+    """
+    return differentiable.send(_TAPE, x, dst, comm, tag)
 
 
-def _partial(x: Any, y: Any, comm: Communicator, op: str) -> Any:
-    """Return ``∂y/∂x`` of this rank's ``x``, elementwise, for ``y`` folded of all ranks'."""
-    if op == "prod":
-        rows = all_gather(F.expand_dims(x, 0), comm, counts=[1] * comm.size)
-        return F.prod(F.concat([rows[: comm.rank], rows[comm.rank + 1 :]], 0), 0)
-    holds = (x.array == y).astype(y.dtype)
-    return holds / comm.all_reduce(holds)
+def recv(
+    comm: Communicator, src: int, tag: int = 0, *, like: Any = "numpy", after: Any = None
+) -> Any:
+    """Receive an array from rank ``src``.
+
+    Backward sends ``g`` to ``src``, where it is the gradient of what was sent.
+
+    Args:
+        comm: the ranks.
+        src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
+        tag: the sender's.
+        like: ``"numpy"``, ``"cupy"`` or an array of the kind that the result is to be.
+        after: a variable, as a delegate of an earlier :func:`send`, on which this result is
+            made to depend, with gradient zero. Backward of what led to it waits for this one's,
+            and ``chainer.grad`` and derivatives of higher order find the way through it.
+
+    Returns:
+        A new variable of the sender's shape and dtype.
+
+    Raises:
+        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
+            :meth:`Communicator.recv`.
+    """
+    return differentiable.recv(_TAPE, comm, src, tag, like, after)

@@ -15,7 +15,7 @@ from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from collective.training.pipelines import Action, Span
 
-from .adjoints import bare
+from .tape import bare
 
 __all__ = ["ARRAYS", "Others", "Passage", "other_parameters", "pieces"]
 

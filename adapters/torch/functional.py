@@ -26,16 +26,16 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
-from collective.communicator.rows import split_sizes
-from collective.training.adjoints import LINEAR, Step, length
+from collective.training import differentiable
 
-from .adjoints import Fold, Lengths, Like, Linear, check, record
-from .messages import recv, send
+from .tape import Tape
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce",
     "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
+
+_TAPE = Tape()
 
 
 def all_reduce(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Tensor:
@@ -63,18 +63,8 @@ def all_reduce(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Te
         InvalidArgumentError: another op, or ``x`` is no tensor; and as
             :meth:`Communicator.all_reduce`, then and in the backward pass.
     """
-    check("all_reduce", x, op)
-
-    def forward(x: Any) -> Any:
-        return comm.all_reduce(x, op=op)
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, lambda g: all_reduce(g, comm, op)), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        return all_reduce(g, comm) * _partial(x, y, comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    found: torch.Tensor = differentiable.all_reduce(_TAPE, x, comm, op)
+    return found
 
 
 def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
@@ -94,26 +84,8 @@ def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: str = "sum") 
     Raises:
         As :func:`all_reduce`.
     """
-    check("reduce", x, op)
-
-    def forward(x: Any) -> Any:
-        return comm.reduce(x, root=root, op=op)
-
-    x_like = Like(x)
-
-    def adjoint(g: Any) -> Any:
-        spread = _spread(g, comm, root, x_like)
-        return spread / comm.size if op == "avg" else spread
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, adjoint), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        both = torch.stack([g, y]) if comm.rank == root else g
-        total, y = _spread(both, comm, root, Like(x, (2, *x.shape)))
-        return total * _partial(x, y.detach(), comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    found: torch.Tensor = differentiable.reduce(_TAPE, x, comm, root, op)
+    return found
 
 
 def broadcast(
@@ -139,9 +111,8 @@ def broadcast(
     Raises:
         As :meth:`Communicator.broadcast`.
     """
-    if x is not None or comm.rank == root:
-        check("broadcast", x)
-    return _broadcast(x, comm, root, x, like)
+    found: torch.Tensor = differentiable.broadcast(_TAPE, x, comm, root, like)
+    return found
 
 
 def all_gather(
@@ -166,16 +137,8 @@ def all_gather(
     Raises:
         As :meth:`Communicator.all_gather`.
     """
-    check("all_gather", x)
-    lengths = Lengths(x, comm, axis, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.all_gather(x, axis=axis, counts=counts)
-
-    def adjoint(g: Any) -> Any:
-        return reduce_scatter(g, comm, axis=axis, counts=lengths())
-
-    return record(Linear, Step(forward, adjoint), x)
+    found: torch.Tensor = differentiable.all_gather(_TAPE, x, comm, axis, counts)
+    return found
 
 
 def gather(
@@ -202,17 +165,8 @@ def gather(
     Raises:
         As :meth:`Communicator.gather`.
     """
-    check("gather", x)
-    lengths = Lengths(x, comm, axis, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.gather(x, root=root, axis=axis, counts=counts)
-
-    def adjoint(g: Any) -> Any:
-        # Off the root g only ties the scatter to the graph, and says on which device.
-        return scatter(g, comm, root, axis, counts=lengths(), like=g)
-
-    return record(Linear, Step(forward, adjoint), x)
+    found: torch.Tensor = differentiable.gather(_TAPE, x, comm, root, axis, counts)
+    return found
 
 
 def scatter(
@@ -245,18 +199,8 @@ def scatter(
     Raises:
         As :meth:`Communicator.scatter`.
     """
-    if x is not None or comm.rank == root:
-        check("scatter", x)
-
-    def forward(x: Any) -> Any:
-        source = x if comm.rank == root else None
-        near = like if x is None else x
-        return comm.scatter(source, root=root, counts=counts, axis=axis, like=near)
-
-    def adjoint(g: Any) -> Any:
-        return gather(g, comm, root, axis)
-
-    return record(Linear, Step(forward, adjoint, comm.rank == root), x)
+    found: torch.Tensor = differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
+    return found
 
 
 def reduce_scatter(
@@ -284,26 +228,8 @@ def reduce_scatter(
     Raises:
         As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
     """
-    check("reduce_scatter", x, op)
-    sizes = split_sizes("reduce_scatter", length(x, axis), comm.size, counts)
-
-    def forward(x: Any) -> Any:
-        return comm.reduce_scatter(x, op=op, axis=axis, counts=sizes)
-
-    def adjoint(g: Any) -> Any:
-        joined = all_gather(g, comm, axis, counts=sizes)
-        return joined / comm.size if op == "avg" else joined
-
-    if op in LINEAR:
-        return record(Linear, Step(forward, adjoint), x)
-
-    def backward(g: Any, x: Any, y: Any) -> Any:
-        # With a new first axis: one from the end is where it was.
-        at = axis + 1 if axis >= 0 else axis
-        total, y = all_gather(torch.stack([g, y]), comm, at, counts=sizes)
-        return total.reshape(x.shape) * _partial(x, y.detach().reshape(x.shape), comm, op)
-
-    return record(Fold, Step(forward, backward), x)
+    found: torch.Tensor = differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
+    return found
 
 
 def all_to_all(
@@ -336,55 +262,58 @@ def all_to_all(
     Raises:
         As :meth:`Communicator.all_to_all`.
     """
-    check("all_to_all", x)
-    sends = split_sizes("all_to_all", length(x, axis), comm.size, counts)
-    receives = [] if recv_counts is None else list(recv_counts)
-    device = x.device
-
-    def forward(x: Any) -> Any:
-        return comm.all_to_all(x, counts=sends, axis=axis)
-
-    def adjoint(g: Any) -> Any:
-        if not receives:
-            told = comm.all_to_all(torch.tensor(sends, device=device))
-            receives.extend(told.tolist())
-        return all_to_all(g, comm, axis, counts=receives, recv_counts=sends)
-
-    return record(Linear, Step(forward, adjoint), x)
+    found: torch.Tensor = differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
+    return found
 
 
-# -- steps of several ------------------------------------------------------------------------
+def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.Tensor:
+    """Send a tensor to rank ``dst``.
+
+    The gradient is ``g_dst``, received from there in the backward pass, with the same tag.
+
+    Args:
+        x: a tensor of at most 12 dimensions.
+        dst: another rank, which calls :func:`recv`.
+        comm: the ranks.
+        tag: the receiver's.
+
+    Returns:
+        A delegate of the dtype of ``x``: backward receives when it comes to it.
+
+    Raises:
+        As :meth:`Communicator.send`.
+    """
+    found: torch.Tensor = differentiable.send(_TAPE, x, dst, comm, tag)
+    return found
 
 
-def _broadcast(
-    template: torch.Tensor | None, comm: Communicator, root: int, x: torch.Tensor | None, like: Any
+def recv(
+    comm: Communicator,
+    src: int,
+    tag: int = 0,
+    *,
+    like: Any = "torch",
+    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Broadcast; off the root ``template`` says what comes and ``x`` gets the zero gradient."""
-    given = None if comm.rank == root or template is None else template.detach()
+    """Receive a tensor from rank ``src``.
 
-    def forward(x: Any) -> Any:
-        if comm.rank == root:
-            return comm.broadcast(x, root=root).clone()
-        return comm.broadcast(given, root=root, like=like)
+    Backward sends ``g`` to ``src``, where it is the gradient of what was sent.
 
-    def adjoint(g: Any) -> Any:
-        return reduce(g, comm, root)
+    Args:
+        comm: the ranks.
+        src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
+        tag: the sender's.
+        like: a tensor on the device where the result is to be.
+        after: a tensor, as a delegate of an earlier :func:`send`, on which this result is made to
+            depend, with gradient zero. Backward of what led to it waits for this one's, and
+            ``torch.autograd.grad`` and derivatives of higher order find the way through it.
 
-    return record(Linear, Step(forward, adjoint, comm.rank == root), x)
+    Returns:
+        A new tensor of the sender's shape and dtype.
 
-
-def _spread(g: torch.Tensor, comm: Communicator, root: int, like: Like) -> torch.Tensor:
-    """Broadcast the root's ``g``; elsewhere it ties the call to the graph, and ``like`` comes."""
-    template = None if comm.rank == root else like.empty()
-    return _broadcast(template, comm, root, g, "torch")
-
-
-def _partial(x: torch.Tensor, y: torch.Tensor, comm: Communicator, op: str) -> torch.Tensor:
-    """Return ``∂y/∂x`` of this rank's ``x``, elementwise, for ``y`` folded of all ranks'."""
-    if op == "prod":
-        rows = all_gather(x.unsqueeze(0), comm, counts=[1] * comm.size)
-        others = torch.cat([rows[: comm.rank], rows[comm.rank + 1 :]])
-        return others.prod(0).conj()
-    holds = (x.detach() == y).to(y.dtype)
-    share: torch.Tensor = holds / comm.all_reduce(holds)
-    return share
+    Raises:
+        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
+            :meth:`Communicator.recv`.
+    """
+    found: torch.Tensor = differentiable.recv(_TAPE, comm, src, tag, like, after)
+    return found

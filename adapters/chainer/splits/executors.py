@@ -11,9 +11,9 @@ import chainer.functions as F
 import numpy as np
 
 from collective.adapters.chainer import functional
-from collective.adapters.chainer.adjoints import Linear, module_of, record
+from collective.adapters.chainer.tape import Tape, module_of
 from collective.communicator import Communicator
-from collective.training.adjoints import Step as Node
+from collective.training.differentiable import Step as Node
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
@@ -120,7 +120,7 @@ class VariableExchanges(Variables, Exchanges):
         return used([array], comm)[0]
 
     def record(self, node: Node, array: Any) -> Any:
-        return record(Linear, node, array)
+        return Tape.record(node, array)
 
     def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:
         return module_of(arrays[0]).concatenate(arrays, dimension)

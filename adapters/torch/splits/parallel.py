@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from collective.adapters.torch import functional
-from collective.adapters.torch.adjoints import Linear, record
+from collective.adapters.torch.tape import Tape
 from collective.communicator import Communicator
-from collective.training.adjoints import Step as Node
+from collective.training.differentiable import Step as Node
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
@@ -33,7 +33,7 @@ class TensorExchanges(Tensors, Exchanges):
         return used([array], comm)[0]
 
     def record(self, node: Node, array: Tensor) -> Tensor:
-        return record(Linear, node, array)
+        return Tape.record(node, array)
 
     def join_bare(self, arrays: Sequence[Tensor], dimension: int) -> Tensor:
         return torch.cat(list(arrays), dimension)

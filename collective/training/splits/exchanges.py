@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
-from collective.training.adjoints import Step as Node
+from collective.training.differentiable import Step as Node
 
 from .serial import Arrays
 from .windows import exchange

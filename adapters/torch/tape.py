@@ -1,0 +1,112 @@
+"""What the differentiable collectives are made of in PyTorch: nodes of autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from collective.errors import DtypeError, InvalidArgumentError
+from collective.training.differentiable import Step, check_op
+
+__all__ = ["Tape"]
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """A collective that is linear in the ranks' tensors: nothing has to be kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, x: Any, token: Any) -> Any:
+        ctx.step = step
+        ctx.like = None if x is None else (x.shape, x.device, x.dtype)
+        return _or_delegate(step.forward(x), x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        found = ctx.step.backward(g)
+        if ctx.like is None:
+            return None, None, None
+        shape, device, dtype = ctx.like
+        if not ctx.step.linked:  # zero, and tied to the collective that backward was
+            found = found.to(device, dtype).expand(shape)
+        return None, found.reshape(shape), None
+
+
+class _Fold(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """A collective whose derivative depends on the ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, x: Any, token: Any) -> Any:
+        y = _or_delegate(step.forward(x), x)
+        ctx.step = step
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return None, ctx.step.backward(g, x, y.detach()).reshape(x.shape), None
+
+
+def _or_delegate(found: Any, x: torch.Tensor) -> Any:
+    return x.new_zeros(()) if found is None else found
+
+
+class Tape:
+    """Autograd, as :class:`collective.training.differentiable.Tape` describes it."""
+
+    @staticmethod
+    def record(step: Step, x: torch.Tensor | None, near: Any = None) -> torch.Tensor:
+        """Run a step as a node of the graph, wherever gradients are enabled."""
+        # The token makes it one even if x requires no gradient: other ranks' tensors may.
+        token = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        node: Any = _Fold if step.keeps else _Linear
+        found: torch.Tensor = node.apply(step, x, token)
+        return found
+
+    @staticmethod
+    def check(what: str, x: Any, op: str = "sum") -> None:
+        """Refuse what is no tensor, or not differentiated.
+
+        Raises:
+            InvalidArgumentError: ``x`` is no tensor, or ``op`` another one.
+            DtypeError: an average of integers.
+        """
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgumentError(
+                f"{what}: {type(x).__name__}; a single tensor. The communicator's own calls take "
+                "structures and other frameworks' arrays, without gradients."
+            )
+        check_op(what, op)
+        if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+            raise DtypeError(f"{what}: op avg of {x.dtype}; floating point or complex.")
+
+    @staticmethod
+    def bare(x: Any) -> Any:
+        return x.detach() if isinstance(x, torch.Tensor) else x
+
+    @staticmethod
+    def room(x: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
+        return partial(torch.empty, tuple(shape), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def integers(x: torch.Tensor) -> Callable[[Sequence[int]], torch.Tensor]:
+        return partial(torch.tensor, device=x.device)
+
+    @staticmethod
+    def copy(array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+    @staticmethod
+    def stack(g: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+        return torch.stack([g, array])
+
+    @staticmethod
+    def product_of_others(pieces: torch.Tensor, rank: int) -> torch.Tensor:
+        return torch.cat([pieces[:rank], pieces[rank + 1 :]]).prod(0).conj()
+
+    @staticmethod
+    def equal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x == y).to(y.dtype)
