@@ -150,7 +150,7 @@ def test_rows_and_samples_are_cut_besides(how: dict[str, Any]) -> None:
         assert far(found, expected) < _CLOSE
 
 
-def _beside_data_parallel(comm: collective.Communicator) -> dict[str, Any]:
+def _within_data_parallel(comm: collective.Communicator) -> dict[str, Any]:
     channels, samples = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
     split, x = split_of(channels, "pairs")
     model = DistributedDataParallel(split, samples)
@@ -162,14 +162,14 @@ def _beside_data_parallel(comm: collective.Communicator) -> dict[str, Any]:
     return {name.removeprefix("module."): each for name, each in split.state_dict().items()}
 
 
-def test_data_parallel_training_beside_it() -> None:
+def test_split_within_data_parallel_training() -> None:
     module, x = made("pairs")
     optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
     for _ in range(_STEPS):
         optimizer.zero_grad()
         module(x).square().mean().backward()
         optimizer.step()
-    for found in run_ranks(4, _beside_data_parallel):
+    for found in run_ranks(4, _within_data_parallel):
         assert far(found, module.state_dict()) < _CLOSE
 
 

@@ -173,52 +173,68 @@ def _layer(
     options: dict[str, Any] = {}
     if bias:
         options["after"] = lambda total, uses: _biased(total, uses[1:2])
-    inputs = context.shape[1]
     if own is not None:
-
-        def mine(arrays: Sequence[Any], read: Read) -> Any:
-            x, *used = arrays
-            taken = used[: 1 if own == ROWS else count]
-            return some(x.shape[1] if own == ALONG else 1)(x, read, *taken)
-
-        made = {ROWS: channels, ALONG: weight.shape[0]}.get(own, weight.shape[outputs])
-        options |= {"own": own, own: lambda wanted: guarded(mine, made)}
+        options |= _of_own(own, some, weight, outputs, channels)
     elif groups == 1:
-
-        def columns(wanted: range) -> Run:
-            def run(arrays: Sequence[Any], read: Read) -> Any:
-                x, *used = arrays
-                part, *part_bias = used[count:]
-                part = part[wanted.start : wanted.stop] if outputs == 0 else (
-                    part[:, wanted.start : wanted.stop])  # fmt: skip
-                part_bias = [each[wanted.start : wanted.stop] for each in part_bias]
-                return some(1)(x, read, part, *part_bias)
-
-            return guarded(run, len(wanted))
-
-        def rows_of(wanted: range) -> Run:
-            def run(arrays: Sequence[Any], read: Read) -> Any:
-                x, *used = arrays
-                part = used[count]
-                part = part[:, wanted.start : wanted.stop] if outputs == 0 else (
-                    part[wanted.start : wanted.stop])  # fmt: skip
-                return some(1)(x, read, part)
-
-            return guarded(run, channels)
-
-        options |= {"columns": columns, "rows": rows_of}
-    elif groups == inputs == channels:
-
-        def along(wanted: range) -> Run:
-            def run(arrays: Sequence[Any], read: Read) -> Any:
-                x, *used = arrays
-                parts = [each[wanted.start : wanted.stop] for each in used[count:]]
-                return some(len(wanted))(x, read, *parts)
-
-            return guarded(run, len(wanted))
-
-        options |= {"along": along}
+        options |= _of_some(some, count, outputs, channels)
+    elif groups == context.shape[1] == channels:
+        options |= _each_alone(some, count)
     return context.step(shape, [None, *rules], guarded(run, channels), uses=uses, **options)
+
+
+def _of_own(
+    own: str, some: Callable[[int], Callable[..., Any]], weight: Any, outputs: int, channels: int
+) -> dict[str, Any]:
+    """Return what a layer is of which this rank has its own filters alone."""
+
+    def run(arrays: Sequence[Any], read: Read) -> Any:
+        x, *used = arrays
+        taken = used[:1] if own == ROWS else used  # without the bias, which is added once
+        return some(x.shape[1] if own == ALONG else 1)(x, read, *taken)
+
+    made = {ROWS: channels, ALONG: weight.shape[0]}.get(own, weight.shape[outputs])
+    return {"own": own, own: lambda wanted: guarded(run, made)}
+
+
+def _of_some(
+    some: Callable[[int], Callable[..., Any]], count: int, outputs: int, channels: int
+) -> dict[str, Any]:
+    """Return what a layer that mixes channels is for some that it makes, or that it reads."""
+
+    def columns(wanted: range) -> Run:
+        def run(arrays: Sequence[Any], read: Read) -> Any:
+            x, *used = arrays
+            part, *bias = used[count:]
+            parts = _cut(part, outputs, wanted), *(_cut(each, 0, wanted) for each in bias)
+            return some(1)(x, read, *parts)
+
+        return guarded(run, len(wanted))
+
+    def rows(wanted: range) -> Run:
+        def run(arrays: Sequence[Any], read: Read) -> Any:
+            x, *used = arrays
+            return some(1)(x, read, _cut(used[count], 1 - outputs, wanted))
+
+        return guarded(run, channels)
+
+    return {"columns": columns, "rows": rows}
+
+
+def _each_alone(some: Callable[[int], Callable[..., Any]], count: int) -> dict[str, Any]:
+    """Return what a layer that works on each channel by itself is for some of them."""
+
+    def along(wanted: range) -> Run:
+        def run(arrays: Sequence[Any], read: Read) -> Any:
+            x, *used = arrays
+            return some(len(wanted))(x, read, *(_cut(each, 0, wanted) for each in used[count:]))
+
+        return guarded(run, len(wanted))
+
+    return {"along": along}
+
+
+def _cut(x: Any, dimension: int, rows: range) -> Any:
+    return x[(*(slice(None),) * dimension, slice(rows.start, rows.stop))]
 
 
 def dense(context: Context) -> Made | None:
