@@ -21,6 +21,15 @@ from collective.testing import run_ranks  # noqa: E402
 _CLOSE = 1e-12
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    # Two that share a busy core with other programs wait for each other most of the time.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class UNet(nn.Module):
     """Two levels: a skip by concatenation, a residual sum, odd sizes made to fit by padding."""
 
@@ -299,6 +308,23 @@ def _differing(comm: collective.Communicator) -> str:
 def test_inputs_that_differ_are_found_where_calls_are_compared() -> None:
     for found in run_ranks(2, _differing, check="always"):
         assert "the inputs of ranks 0 and 1 differ" in found
+
+
+def _normalised(comm: collective.Communicator, x: Any) -> Any:
+    return Split(nn.BatchNorm2d(4), data=(comm.size,), comm=comm)(x).detach()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sums_of_half_precision_are_single(size: int) -> None:
+    x = (torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0)) + 10).half()
+    # The sum of a channel is more than half precision has numbers for.
+    expected = nn.BatchNorm2d(4)(x.float()).detach().half()
+    if size == 1:
+        found = [Split(nn.BatchNorm2d(4), data=(4,))(x).detach()]
+    else:
+        found = run_ranks(size, _normalised, x)
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=2e-3)
 
 
 # -- what is refused -------------------------------------------------------------------------

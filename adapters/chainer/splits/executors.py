@@ -15,20 +15,17 @@ from collective.adapters.chainer.tape import Tape, module_of
 from collective.communicator import Communicator
 from collective.training.differentiable import Step as Node
 from collective.training.splits.blocks import Step, Value
-from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
-from collective.training.splits.layered import Grid, Layered
-from collective.training.splits.options import check_same
+from collective.training.splits.over_ranks import OverRanks
 from collective.training.splits.serial import Serial
 
 from .context import lengths_of
-from .filters import LinkFilters
 from .statistics import moments
 
 if TYPE_CHECKING:
     from .verifying import Kept
 
-__all__ = ["InTurn", "OverRanks", "VariableExchanges", "Variables"]
+__all__ = ["InTurn", "VariableExchanges", "Variables", "VariablesOverRanks"]
 
 
 class Variables:
@@ -116,8 +113,20 @@ def _count(value: Value, channels: int, groups: int | None) -> int:
 class VariableExchanges(Variables, Exchanges):
     """Variables between ranks."""
 
-    def used(self, array: Any, comm: Communicator) -> Any:
-        return used([array], comm)[0]
+    def entering(self, x: Any) -> Any:
+        return chainer.as_variable(x)
+
+    def on_host(self, x: Any) -> Any:
+        return chainer.cuda.to_cpu(chainer.as_variable(x).array)
+
+    def has_gradient(self, x: Any) -> bool:
+        return isinstance(x, chainer.Variable) and x.requires_grad and x.array is not None
+
+    def used_together(self, arrays: Sequence[Any], comm: Communicator) -> Sequence[Any]:
+        if not chainer.config.enable_backprop:
+            return arrays
+        found: tuple[Any, ...] = _Used(comm).apply(tuple(arrays))
+        return found
 
     def record(self, node: Node, array: Any) -> Any:
         return Tape.record(node, array)
@@ -160,68 +169,18 @@ def used_gradients(gradients: list[Any], comm: Communicator) -> list[Any]:
     return [chainer.Variable(each, requires_grad=False) for each in found]
 
 
-def used(variables: Sequence[Any], comm: Communicator) -> tuple[Any, ...]:
-    """Return variables that all ranks have, with the ranks' gradients summed."""
-    if not chainer.config.enable_backprop:
-        return tuple(variables)
-    found: tuple[Any, ...] = _Used(comm).apply(tuple(variables))
-    return found
-
-
-class OverRanks:
+class VariablesOverRanks(OverRanks):
     """Applies the functions of a forward pass to this rank's block of every variable.
 
     Args:
-        grid: who has which block.
-        layered: applies them.
-        parameters: of the link; their gradients are summed together.
-        from_pieces: whether the input is this rank's rows.
-        to_pieces: whether results are.
         xp: NumPy or CuPy.
-        filters: which parameters this rank has a piece of.
+        args, how: as of ``OverRanks``.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        layered: Layered | Chained,
-        parameters: Sequence[Any],
-        from_pieces: bool,
-        to_pieces: bool,
-        xp: Any,
-        filters: LinkFilters | None = None,
-    ) -> None:
-        self._grid = grid
-        self._filters = filters
-        self._layered = layered
-        self._parameters = list(parameters)
-        self._from_pieces, self._to_pieces = from_pieces, to_pieces
-        self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
+    def __init__(self, xp: Any, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
         self._xp = xp
         self._random: Any = None
-
-    def enter(self, x: Any) -> Value:
-        if self._from_pieces:
-            return self._layered.enter_piece(chainer.as_variable(x), lengths_of(x.shape))
-        if self._grid.comm.check == "always":
-            check_same(self._grid.comm, chainer.cuda.to_cpu(chainer.as_variable(x).array))
-        return self.enter_whole(x)
-
-    def enter_whole(self, x: Any) -> Value:
-        value = Value(lengths_of(x.shape), array=chainer.as_variable(x))
-        self._layered.enter(value)
-        return value
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        return self._layered.add(step, lengths)
-
-    def whole(self, values: Sequence[Value]) -> list[Any]:
-        return [self._layered.whole(value) for value in values]
-
-    def results(self, values: Sequence[Value]) -> list[Any]:
-        if self._to_pieces:
-            return [self._layered.piece(value) for value in values]
-        return self.whole(values)
 
     def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
         x = self._layered.piece(value)
@@ -239,45 +198,6 @@ class OverRanks:
             return found if groups is None else found[mine.start : mine.stop]
 
         return *moments(x, groups, dtype, average, near), count
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        axes = len(value.lengths)
-
-        def share(x: Any) -> Any:
-            if not isinstance(x, chainer.Variable) or not x.requires_grad:
-                return x
-            found = self._version(axes, in_part).get(id(x))
-            return self._through([x], axes, in_part)[0] if found is None else found
-
-        return share
-
-    def _version(self, axes: int, in_part: bool) -> dict[int, Any]:
-        known = self._versions.get((axes, in_part))
-        if known is None:
-            wanted = [each for each in self._parameters if each.array is not None]
-            if in_part and self._filters is not None:  # each rank's is a gradient of its own
-                wanted = [each for each in wanted if self._filters.share(each) is None]
-            found = self._through(wanted, axes, in_part) if wanted else ()
-            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
-        return known
-
-    def _through(self, variables: Sequence[Any], axes: int, in_part: bool) -> Sequence[Any]:
-        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
-        for group in groups:
-            if group is not None:
-                variables = used(variables, group)
-        return variables
-
-    def layout(self, weight: Any, bias: Any) -> str | None:
-        return None if self._filters is None else self._filters.layout(weight, bias)
-
-    def parameter(self, x: Any) -> Any:
-        share = None if self._filters is None else self._filters.share(x)
-        if share is None or self._filters is None:
-            return x
-        # Every rank has the same gradient of it, or that is summed before it gets here.
-        counts = share.counts
-        return VariableExchanges().joined(x, self._filters.group, share.dimension, counts)
 
     def random(self) -> Any:
         """Return random numbers that are the same on all ranks, as masks have to be."""

@@ -17,7 +17,7 @@ from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
 
 from .cut import Cut, intercepting
-from .executors import InTurn, OverRanks, VariableExchanges, Variables
+from .executors import InTurn, VariableExchanges, Variables, VariablesOverRanks
 from .filters import LinkFilters
 from .session import Session
 
@@ -152,13 +152,14 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                 how = Layered(arrays, grid)
             else:
                 how = Chained(arrays, grid, self._recompute)
-            executor = OverRanks(
+            executor = VariablesOverRanks(
+                x.xp,
                 grid,
                 how,
+                arrays,
                 list(link.params()),
                 from_pieces=(ends or self._inputs) == "pieces",
                 to_pieces=(ends or self._outputs) == "pieces",
-                xp=x.xp,
                 filters=filters,
             )
         session = Session(executor, x.xp, self._strict, filters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,13 @@ from collective.adapters.torch import functional
 from collective.adapters.torch.tape import Tape
 from collective.communicator import Communicator
 from collective.training.differentiable import Step as Node
-from collective.training.splits.blocks import Step, Value
-from collective.training.splits.chained import Chained
+from collective.training.splits.blocks import Value
 from collective.training.splits.exchanges import Exchanges
-from collective.training.splits.layered import Grid, Layered
-from collective.training.splits.options import check_same
+from collective.training.splits.over_ranks import OverRanks
 
-from .filters import ModuleFilters
-from .serial import Tensors
+from .serial import Tensors, wide
 
-__all__ = ["OverRanks", "TensorExchanges"]
+__all__ = ["TensorExchanges", "TensorsOverRanks"]
 
 Tensor = torch.Tensor
 
@@ -29,8 +26,21 @@ Tensor = torch.Tensor
 class TensorExchanges(Tensors, Exchanges):
     """Tensors between ranks."""
 
-    def used(self, array: Tensor, comm: Communicator) -> Tensor:
-        return used([array], comm)[0]
+    def entering(self, x: Tensor) -> Tensor:
+        return x
+
+    def on_host(self, x: Tensor) -> Any:
+        return x.detach().cpu().numpy()
+
+    def has_gradient(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+
+    def used_together(self, arrays: Sequence[Tensor], comm: Communicator) -> Sequence[Tensor]:
+        if not torch.is_grad_enabled():
+            return arrays
+        apply: Any = _Used.apply
+        found: tuple[Tensor, ...] = apply(comm, *arrays)
+        return found
 
     def record(self, node: Node, array: Tensor) -> Tensor:
         return Tape.record(node, array)
@@ -70,70 +80,13 @@ def used_gradients(gradients: list[Tensor], comm: Communicator) -> list[Tensor]:
     return found
 
 
-def used(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Return tensors that all ranks have, with the ranks' gradients summed."""
-    apply: Any = _Used.apply
-    if not torch.is_grad_enabled():
-        return tuple(tensors)
-    found: tuple[Tensor, ...] = apply(comm, *tensors)
-    return found
+class TensorsOverRanks(OverRanks):
+    """Makes the calls of a forward pass on this rank's block of every tensor."""
 
-
-class OverRanks:
-    """Makes the calls of a forward pass on this rank's block of every tensor.
-
-    Args:
-        grid: who has which block.
-        layered: makes the calls.
-        parameters: of the module; their gradients are summed together.
-        from_pieces: whether the input is this rank's rows.
-        to_pieces: whether results are.
-        filters: which parameters this rank has a piece of.
-    """
-
-    def __init__(
-        self,
-        grid: Grid,
-        layered: Layered | Chained,
-        parameters: Sequence[Tensor],
-        from_pieces: bool,
-        to_pieces: bool,
-        filters: ModuleFilters | None = None,
-    ) -> None:
-        self._grid = grid
-        self._filters = filters
-        self._layered = layered
-        self._parameters = list(parameters)
-        self._from_pieces, self._to_pieces = from_pieces, to_pieces
-        self._versions: dict[tuple[int, bool], dict[int, Tensor]] = {}
-        self._generator: torch.Generator | None = None
-
-    def enter(self, array: Tensor) -> Value:
-        lengths = (*array.shape[:1], *array.shape[2:])
-        if self._from_pieces:
-            return self._layered.enter_piece(array, lengths)
-        if self._grid.comm.check == "always":
-            check_same(self._grid.comm, array.detach().cpu().numpy())
-        return self.enter_whole(array)
-
-    def enter_whole(self, array: Tensor) -> Value:
-        value = Value((*array.shape[:1], *array.shape[2:]), array=array)
-        self._layered.enter(value)
-        return value
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        return self._layered.add(step, lengths)
-
-    def whole(self, values: Sequence[Value]) -> list[Tensor]:
-        return [self._layered.whole(value) for value in values]
-
-    def results(self, values: Sequence[Value]) -> list[Tensor]:
-        if self._to_pieces:
-            return [self._layered.piece(value) for value in values]
-        return self.whole(values)
+    _generator: torch.Generator | None = None
 
     def moments(self, value: Value, groups: int | None) -> tuple[Tensor, Tensor, int]:
-        x = self._layered.piece(value)
+        x = wide(self._layered.piece(value))
         axes = range(len(value.lengths))
         if groups is None:
             y = x.transpose(0, 1).reshape(x.shape[1], -1)
@@ -157,50 +110,6 @@ class OverRanks:
             near = near.narrow(0, rows.start, len(rows))
         # Twice over the rows, so that no two large numbers are subtracted.
         return average, mean((y - near[..., None]).square()), count
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        axes = len(value.lengths)
-
-        def share(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor) or not torch.is_grad_enabled():
-                return tensor
-            if not tensor.requires_grad:
-                return tensor
-            known = self._version(axes, in_part)
-            found = known.get(id(tensor))
-            if found is None:
-                (found,) = self._through([tensor], axes, in_part)
-            return found
-
-        return share
-
-    def _version(self, axes: int, in_part: bool) -> dict[int, Tensor]:
-        known = self._versions.get((axes, in_part))
-        if known is None:
-            wanted = [each for each in self._parameters if each.requires_grad]
-            if in_part and self._filters is not None:  # each rank's is a gradient of its own
-                wanted = [each for each in wanted if self._filters.share(each) is None]
-            found = self._through(wanted, axes, in_part)
-            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
-        return known
-
-    def _through(self, tensors: Sequence[Tensor], axes: int, in_part: bool) -> Sequence[Tensor]:
-        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
-        for group in groups:
-            if group is not None:
-                tensors = used(tensors, group)
-        return tensors
-
-    def layout(self, weight: Any, bias: Any) -> str | None:
-        return None if self._filters is None else self._filters.layout(weight, bias)
-
-    def parameter(self, x: Any) -> Any:
-        share = None if self._filters is None else self._filters.share(x)
-        if share is None or self._filters is None:
-            return x
-        # Every rank has the same gradient of it, or that is summed before it gets here.
-        counts = share.counts
-        return TensorExchanges().joined(x, self._filters.group, share.dimension, counts)
 
     def generator(self) -> torch.Generator:
         """Return random numbers that are the same on all ranks, as masks have to be."""

@@ -14,7 +14,7 @@ from collective.training.splits.serial import Serial
 if TYPE_CHECKING:
     from .verifying import Kept
 
-__all__ = ["InTurn", "Tensors", "moments"]
+__all__ = ["InTurn", "Tensors", "moments", "wide"]
 
 Tensor = torch.Tensor
 
@@ -90,14 +90,20 @@ class InTurn:
         return None
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return rows as they are summed: half precision has no numbers for sums of many."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def moments(x: Tensor, groups: int | None) -> tuple[Tensor, Tensor, int]:
-    """Return the means, the variances and the count of values behind each.
+    """Return the means, the variances and the count of values behind each, single at the least.
 
     Args:
         x: ``(N, C, ...)``.
         groups: of the channels, a mean of each in each sample: ``[N, groups]``. None: a mean of
             each channel over the batch, ``[C]``.
     """
+    x = wide(x)
     if groups is None:
         y = x.transpose(0, 1).reshape(x.shape[1], -1)
     else:

@@ -326,9 +326,9 @@ class Session:
     ) -> Any:
         """Record the normalisation by known moments, ``[batch or 1, channels]``."""
         ones = (1,) * (x.dim() - 2)
-        scale = (var + eps).rsqrt().to(x.dtype)
+        scale = (var + eps).rsqrt()
         scale = scale.reshape(*scale.shape, *ones)
-        mean = mean.to(x.dtype).reshape(*mean.shape, *ones)
+        mean = mean.reshape(*mean.shape, *ones)
         affine = [None if p is None else p.reshape(1, -1, *ones) for p in (weight, bias)]
         made = self._step(_normalise, name, (x, mean, scale, *affine), {})
         assert made is not None
@@ -360,8 +360,9 @@ class Session:
 
 
 def _normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Any, bias: Any) -> Tensor:
+    # The moments may be of a higher precision, and what is computed with them is, too.
     y = (x - mean) * (scale if weight is None else scale * weight)
-    return y if bias is None else y + bias
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _mask(x: Tensor, mask: Tensor, factor: float) -> Tensor:

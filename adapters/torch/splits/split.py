@@ -18,7 +18,7 @@ from collective.training.splits.report import MemoryReport, Verification
 
 from .cut import Cut, names
 from .filters import ModuleFilters, Watching
-from .parallel import OverRanks, TensorExchanges
+from .parallel import TensorExchanges, TensorsOverRanks
 from .serial import InTurn, Tensors
 from .session import Session
 
@@ -183,9 +183,10 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
                 how = Layered(arrays, grid)
             else:
                 how = Chained(arrays, grid, self._recompute)
-            executor = OverRanks(
+            executor = TensorsOverRanks(
                 grid,
                 how,
+                arrays,
                 list(module.parameters()),
                 from_pieces=(ends or self._inputs) == "pieces",
                 to_pieces=(ends or self._outputs) == "pieces",

@@ -57,8 +57,20 @@ class Exchanges(Arrays, ABC):
     # -- of a framework --------------------------------------------------------------------
 
     @abstractmethod
-    def used(self, array: Any, comm: Communicator) -> Any:
-        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
+    def entering(self, x: Any) -> Any:
+        """Return an input as an array of the graph."""
+
+    @abstractmethod
+    def on_host(self, x: Any) -> Any:
+        """Return an input's numbers as an array of NumPy."""
+
+    @abstractmethod
+    def has_gradient(self, x: Any) -> bool:
+        """Return whether ``x`` is an array of which a gradient is asked for."""
+
+    @abstractmethod
+    def used_together(self, arrays: Sequence[Any], comm: Communicator) -> Sequence[Any]:
+        """Return whole arrays, whose gradients are the sums of the ranks', in one call."""
 
     @abstractmethod
     def record(self, node: Node, array: Any) -> Any:
@@ -77,6 +89,10 @@ class Exchanges(Arrays, ABC):
         """Return zeros of the dtype and on the device of an array."""
 
     # -- with their adjoints ---------------------------------------------------------------
+
+    def used(self, array: Any, comm: Communicator) -> Any:
+        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
+        return self.used_together([array], comm)[0]
 
     def added(self, array: Any, comm: Communicator) -> Any:
         """Return the sum of the ranks' arrays; its gradient is that of each."""
