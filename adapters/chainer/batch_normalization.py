@@ -8,6 +8,7 @@ import chainer
 import numpy as np
 
 from collective.errors import InvalidArgumentError, ShapeError
+from collective.training.statistics import SharedCommunicator, join
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -16,6 +17,10 @@ __all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
 
 _Norm: Any = chainer.links.BatchNormalization
 _Node: Any = chainer.FunctionNode
+_NOT_PICKLED = (
+    "SyncBatchNormalization: a link with a communicator cannot be pickled. Save it by "
+    "chainer.serializers, as a BatchNormalization."
+)
 
 
 class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
@@ -41,7 +46,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, size: Any, comm: Communicator, **options: Any) -> None:
         super().__init__(size, **options)
-        self._ranks = _Ranks(comm)
+        self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
     @property
     def comm(self) -> Communicator:
@@ -111,22 +116,6 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
             kept += ((1 - decay) * new).reshape(kept.shape).astype(kept.dtype)
 
 
-class _Ranks:
-    """Holds a communicator where it is neither copied nor pickled with the link."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __deepcopy__(self, memo: Any) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise InvalidArgumentError(
-            "SyncBatchNormalization: a link with a communicator cannot be pickled. Save it by "
-            "chainer.serializers, as a BatchNormalization."
-        )
-
-
 class _Joined:
     """Statistics of the ranks' batches as one.
 
@@ -147,21 +136,13 @@ class _Joined:
         self.dtype = np.result_type(x.dtype, dtype, np.float32)
         self.expanded = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
         size = int(np.prod(self.expanded))
-        # One row, not a vector: lengths along the first axis may differ, others are compared.
-        mine = xp.zeros((1, 2 * size + 2), np.float64)
         count = x.size // size if size else 0
-        mine[0, -2], mine[0, -1] = count, wanted
+        row = xp.zeros((1, 2 * size + 2), np.float64)
+        mean = var = None
         if count:
-            mine[0, :size] = x.mean(axis=axes, dtype=self.dtype).ravel()
-            mine[0, size:-2] = x.var(axis=axes, dtype=self.dtype).ravel()
-            mine[0, size:-2] *= count
-        rows = comm.all_gather(mine, counts=[1] * comm.size) if comm.size > 1 else mine
-        counts, means, squares = rows[:, -2:-1], rows[:, :size], rows[:, size:-2]
-        self.count = int(counts.sum())
-        many = max(self.count, 1)
-        self.mean = (counts * means).sum(axis=0) / many
-        self.var = (squares + counts * (means - self.mean) ** 2).sum(axis=0) / many
-        self.wanted = bool(rows[:, -1].any())
+            mean = x.mean(axis=axes, dtype=self.dtype).ravel()
+            var = x.var(axis=axes, dtype=self.dtype).ravel()
+        self.count, self.mean, self.var, self.wanted = join(comm, row, count, mean, var, wanted)
 
     def spread(self, values: Any) -> Any:
         """Return one value a mean as it broadcasts against ``x``, in the dtype to compute in."""
@@ -250,5 +231,5 @@ def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
         )
     for _, each in norms:
         each.__class__ = SyncBatchNormalization
-        each._ranks = _Ranks(comm)
+        each._ranks = SharedCommunicator(comm, _NOT_PICKLED)
     return link

@@ -9,12 +9,17 @@ import torch
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError
+from collective.training.statistics import Joined, SharedCommunicator, join
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 _Norm: Any = torch.nn.modules.batchnorm._BatchNorm
 _LazyNorm: Any = torch.nn.modules.batchnorm._LazyNormBase
 _normalise: Any = torch.nn.functional.batch_norm
+_NOT_PICKLED = (
+    "SyncBatchNorm: a module with a communicator cannot be pickled. Save its state_dict(), which "
+    "is that of a BatchNorm."
+)
 
 
 class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
@@ -58,7 +63,7 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._ranks = _Ranks(comm)
+        self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
     @property
     def comm(self) -> Communicator:
@@ -130,46 +135,16 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
             kept.copy_(kept.to(new.dtype).lerp_(new, share))
 
 
-class _Ranks:
-    """Holds a communicator where it is neither copied nor pickled with the module."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __deepcopy__(self, memo: Any) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise InvalidArgumentError(
-            "SyncBatchNorm: a module with a communicator cannot be pickled. Save its "
-            "state_dict(), which is that of a BatchNorm."
-        )
-
-
-def _joined(
-    x: torch.Tensor, comm: Communicator, wanted: bool
-) -> tuple[int, torch.Tensor, torch.Tensor, bool]:
-    """Return values a channel, and their mean and variance in float64, over all ranks.
-
-    And whether some rank wants the gradient of its x.
-    """
+def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> Joined:
+    """Return the statistics of all ranks' batches, and whether some rank wants gradients."""
     channels = x.shape[1]
-    # One row, not a vector: lengths along the first axis may differ, others are compared.
-    mine = torch.zeros(1, 2 * channels + 2, dtype=torch.float64, device=x.device)
     count = x.numel() // channels if channels else 0
-    mine[0, -2], mine[0, -1] = count, wanted
+    row = torch.zeros(1, 2 * channels + 2, dtype=torch.float64, device=x.device)
+    var = mean = None
     if count:
         wide = x if x.dtype is torch.float64 else x.float()
         var, mean = torch.var_mean(wide, _but_channels(x), correction=0)
-        mine[0, :channels] = mean
-        mine[0, channels:-2] = var.double() * count
-    rows = comm.all_gather(mine, counts=[1] * comm.size) if comm.size > 1 else mine
-    counts, means, squares = rows[:, -2:-1], rows[:, :channels], rows[:, channels:-2]
-    total = int(counts.sum())
-    many = max(total, 1)
-    mean = (counts * means).sum(0) / many
-    var = (squares + counts * (means - mean) ** 2).sum(0) / many
-    return total, mean, var, bool(rows[:, -1].any())
+    return join(comm, row, count, mean, var, wanted)
 
 
 def _but_channels(x: torch.Tensor) -> list[int]:
@@ -277,5 +252,5 @@ def _converted(norm: torch.nn.Module, comm: Communicator) -> SyncBatchNorm:
         (key, copy.copy(value) if isinstance(value, dict) else value)
         for key, value in norm.__dict__.items()
     )
-    made._ranks = _Ranks(comm)
+    made._ranks = SharedCommunicator(comm, _NOT_PICKLED)
     return made
