@@ -12,12 +12,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from collective.algorithms import arithmetic
+from collective.algorithms import arithmetic, pieces
 from collective.call import Call
 from collective.contract.backend import Backend
 from collective.memory.buffer import Buffer
@@ -258,7 +257,7 @@ class OneSided(Backend):
     ) -> None:
         # A reader must know where its piece starts: the offsets travel before the pieces.
         source = src.array
-        offsets = np.array([0, *accumulate(send_counts)], np.int64)
+        offsets = np.array(pieces.limits(send_counts), np.int64)
         table = self._all_offsets(offsets, call, timeout)
         totals = table[:, self.size]
         largest = int(totals.max()) * src.dtype.itemsize
@@ -287,7 +286,7 @@ class OneSided(Backend):
         return [self._region(rank, dtype, count) for rank in range(self.size)]
 
     def _collect(self, mine: Array, out: Array, counts: Sequence[int]) -> None:
-        starts = [0, *accumulate(counts)]
+        starts = pieces.limits(counts)
         own = out[starts[self.rank] : starts[self.rank + 1]]
         if own.size and own.__array_interface__["data"] != mine.__array_interface__["data"]:
             own[:] = mine

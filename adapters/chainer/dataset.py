@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
+from collective.algorithms import pieces
 from collective.errors import InvalidArgumentError, MismatchError, RankError
 
 if TYPE_CHECKING:
@@ -74,9 +75,8 @@ def _shard(length: int, rank: int, size: int, padded: bool) -> tuple[int, int]:
     if padded:
         start = length * rank // size
         return start, start + -(-length // size)
-    each, more = divmod(length, size)
-    start = rank * each + min(rank, more)
-    return start, start + each + (rank < more)
+    ends = pieces.limits(pieces.even(length, size))
+    return ends[rank], ends[rank + 1]
 
 
 class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]

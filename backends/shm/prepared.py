@@ -8,12 +8,12 @@ waits and a NumPy call or two for each chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from collective.algorithms import arithmetic
+from collective.algorithms.pieces import limits
 from collective.backends.onesided import CHUNK_BYTES
 from collective.call import Call
 from collective.memory.buffer import Buffer
@@ -153,7 +153,7 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
     dst: Buffer = arguments[1]
     if name == "all_gather":
         counts: Sequence[int] = arguments[2]
-        starts = [0, *accumulate(counts)]
+        starts = limits(counts)
         order = [(rank + step) % size for step in range(size)]
         parts = views(counts)
         copies = [(dst.array[starts[r] : starts[r + 1]], parts[r]) for r in order]

@@ -1,4 +1,4 @@
-"""Arithmetic on the pieces of a buffer."""
+"""Arithmetic on the pieces of a buffer, or of whatever else the ranks share out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def chunk(itemsize: int) -> int:
 
 
 def even(count: int, size: int) -> list[int]:
-    """Return the lengths of ``size`` pieces as even as possible, longer ones first."""
+    """Return the lengths of ``size`` pieces as even as possible, longer ones first.
+
+    As ``numpy.array_split`` cuts; where there are fewer elements than pieces the last are empty.
+    """
     least, longer = divmod(count, size)
     return [least + (rank < longer) for rank in range(size)]
 

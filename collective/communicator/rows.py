@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from collective.algorithms import pieces
 from collective.errors import ShapeError
 
 __all__ = ["Rows", "check_counts", "split_sizes"]
@@ -71,8 +72,7 @@ def split_sizes(what: str, length: int, size: int, counts: Sequence[int] | None)
         ShapeError: the counts are not ``size`` non-negative integers that add up.
     """
     if counts is None:
-        quotient, larger = divmod(length, size)
-        return [quotient + (rank < larger) for rank in range(size)]
+        return pieces.even(length, size)
     sizes = check_counts(what, counts, size)
     if sum(sizes) != length:
         raise ShapeError(f"{what}: counts {sizes} add up to {sum(sizes)}; the axis has {length}.")

@@ -16,6 +16,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from collective.algorithms.pieces import even, limits
+
 __all__ = ["Rule", "Taken", "Transposed", "Window", "clip", "exchange", "overlap", "pieces"]
 
 
@@ -153,9 +155,7 @@ def pieces(length: int, parts: int) -> list[range]:
     As ``numpy.array_split`` and all calls of a communicator cut. Where there are more parts than
     rows the last ones are empty.
     """
-    quotient, longer = divmod(length, parts)
-    starts = [part * quotient + min(part, longer) for part in range(parts + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
+    return list(itertools.starmap(range, itertools.pairwise(limits(even(length, parts)))))
 
 
 def overlap(a: range, b: range) -> range:
