@@ -234,6 +234,12 @@ def _tied() -> Any:
     return link
 
 
+def _one_bias() -> Any:
+    link = chainer.Sequential(L.Linear(4, 4), L.Linear(8, 4))
+    link[1].b = link[0].b
+    return link
+
+
 def _one_array() -> Any:
     link = chainer.Sequential(L.Linear(4, 4), L.Linear(4, 4))
     link[1].W.array = link[0].W.array
@@ -241,8 +247,9 @@ def _one_array() -> Any:
 
 
 _REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "tied": (_tied, "/0/W and /1/W are one weight.*filters='all'"),
-    "one array": (_one_array, "/0/W and /1/W are one weight.*filters='all'"),
+    "tied": (_tied, "/0/W and /1/W are one parameter.*filters='all'"),
+    "one bias": (_one_bias, "/0/b and /1/b are one parameter.*filters='all'"),
+    "one array": (_one_array, "/0/W and /1/W are one parameter.*filters='all'"),
     "not made yet": (lambda: chainer.Sequential(L.Linear(None, 4)), "/0 .* has no weights yet"),
 }
 

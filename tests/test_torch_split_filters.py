@@ -286,6 +286,12 @@ def _tied() -> nn.Module:
     return module
 
 
+def _one_bias() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
+    module[1].bias = module[0].bias
+    return module
+
+
 def _one_memory() -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight.data = module[0].weight.data
@@ -295,11 +301,12 @@ def _one_memory() -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (_tied(), r"0.weight and 1.weight are one weight.*filters='all'"),
-        (_one_memory(), r"0.weight and 1.weight are one weight.*filters='all'"),
+        (_tied(), r"0.weight and 1.weight are one parameter.*filters='all'"),
+        (_one_bias(), r"0.bias and 1.bias are one parameter.*filters='all'"),
+        (_one_memory(), r"0.weight and 1.weight are one parameter.*filters='all'"),
         (nn.Sequential(nn.LazyConv2d(4, 3)), "0 has no weights yet. Call the module once"),
     ],
-    ids=["tied", "one memory", "lazy"],
+    ids=["tied", "one bias", "one memory", "lazy"],
 )
 def test_weights_that_cannot_be_cut(module: nn.Module, text: str) -> None:
     for found in run_ranks(2, _refused, module):

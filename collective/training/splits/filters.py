@@ -148,26 +148,21 @@ class Filters:
             for layer, layout in zip(layers, arrange(layers, ranks))
             if layout is not None
         ]
-        for layer, _ in chosen:
-            known = names[id(layer.weight)]
+        parameters = [each for layer, layout in chosen for each in _dimensions(layer, layout)]
+        for parameter, _ in parameters:  # all of them, before one is cut
+            known = names[id(parameter)]
             if len(known) > 1:
                 raise UnsupportedError(
-                    f"Split: filters='own': {' and '.join(known)} are one weight, which two layers "
-                    "would have to cut alike. Give each its own, or keep all filters on every "
-                    "rank: filters='all'."
+                    f"Split: filters='own': {' and '.join(known)} are one parameter, which two "
+                    "layers would have to cut alike. Give each its own, or keep all filters on "
+                    "every rank: filters='all'."
                 )
         for layer, layout in chosen:
-            outputs = int(layer.transposed)
-            dimension = {COLUMNS: outputs, ROWS: 1 - outputs, ALONG: 0}[layout]
             self._layouts[id(layer.weight), id(layer.bias)] = layout, layer
-            parameters = [(layer.weight, dimension)]
-            if layer.bias is not None and layout != ROWS:  # which adds it once, to the sum
-                parameters.append((layer.bias, 0))
-            for parameter, along in parameters:
-                cuts = pieces(parameter.shape[along], ranks)
-                cut(parameter, along, cuts[rank])
-                share = Share(parameter, along, tuple(map(len, cuts)))
-                self._shares[id(parameter)] = share
+        for parameter, dimension in parameters:
+            cuts = pieces(parameter.shape[dimension], ranks)
+            cut(parameter, dimension, cuts[rank])
+            self._shares[id(parameter)] = Share(parameter, dimension, tuple(map(len, cuts)))
         return [layer for layer, _ in chosen]
 
     def share(self, x: Any) -> Share | None:
@@ -235,6 +230,15 @@ class Filters:
             "Split: filters='own': a model of which ranks have pieces cannot be copied or pickled. "
             "Copy its state, which has the whole weights."
         )
+
+
+def _dimensions(layer: Layer, layout: str) -> list[tuple[Any, int]]:
+    """Return a layer's parameters that are cut, and along which dimension."""
+    outputs = int(layer.transposed)
+    found = [(layer.weight, {COLUMNS: outputs, ROWS: 1 - outputs, ALONG: 0}[layout])]
+    if layer.bias is not None and layout != ROWS:  # which adds it once, to the sum
+        found.append((layer.bias, 0))
+    return found
 
 
 class _Running(threading.local):
