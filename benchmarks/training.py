@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from collective.tools.bench.machine import Observer
-from collective.tools.bench.torch_models import model_of
+from collective.tools.models.torch import model_of
 from collective.tools.show import add_outputs, microseconds, print_table, write
 
 # What was promised of the MLP: of torch's added time, and of its step.

@@ -228,7 +228,7 @@ class Worker:
             ``parts``: their names.
         """
         self._library.use(framework)
-        module = importlib.import_module(f"collective.tools.bench.{framework}_models")
+        module = importlib.import_module(f"collective.tools.models.{framework}")
         calls, self._parameters = module.steps(self._library, model)
         # Ready for the first step: buckets are laid out, weights are rank 0's.
         for part in sorted(calls):

@@ -202,7 +202,7 @@ def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
 
 def _make(model: str, name: str) -> Any:
     if model in _CLASSES:
-        module = importlib.import_module(f"collective.tools.parity.{name}_models")
+        module = importlib.import_module(f"collective.tools.models.{name}")
         return getattr(module, _CLASSES[model])()
     return _pair(model)[_FRAMEWORKS.index(name)]
 
@@ -229,7 +229,7 @@ def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, A
     if setup.framework == "torch":
         importlib.import_module("torch").set_num_threads(1)
     reduce = None if comm is None or not ordered else _InRankOrder(comm)
-    module = importlib.import_module(f"collective.tools.parity.{setup.framework}_models")
+    module = importlib.import_module(f"collective.tools.models.{setup.framework}")
     model = _make(setup.model, setup.framework)
     trained: dict[str, Array] = module.train(
         comm, model, weights.load(setup.start), setup.optimizer, batches, reduce

@@ -1,0 +1,1 @@
+"""The models that bench times and parity trains, once a framework, with their steps."""

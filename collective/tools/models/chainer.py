@@ -1,0 +1,176 @@
+"""The same models in Chainer, with their steps."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collective.adapters.chainer.optimizer import create_multi_node_optimizer
+from collective.communicator import Communicator
+from collective.tools.bench.libraries import Call, Library, Ours
+from collective.tools.bench.rivals import ChainerMN
+from collective.tools.parity import weights
+
+__all__ = ["LeNet", "Perceptron", "model_of", "steps", "train"]
+
+Array = np.ndarray[Any, Any]
+
+# Not typed. Its import works because that of its adapter has come before.
+chainer: Any = importlib.import_module("chainer")
+F, L = chainer.functions, chainer.links
+
+_EPSILON, _BETA = 1e-8, 0.999
+
+
+class LeNet(chainer.Chain):  # type: ignore[misc]
+    """LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.conv1 = L.Convolution2D(1, 6, 5, pad=2)
+            self.conv2 = L.Convolution2D(6, 16, 5)
+            self.fc1 = L.Linear(400, 120)
+            self.fc2 = L.Linear(120, 84)
+            self.fc3 = L.Linear(84, 10)
+
+    def forward(self, images: Any) -> Any:
+        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
+        h = F.max_pooling_2d(F.tanh(self.conv1(images)), 2, cover_all=False)
+        h = F.max_pooling_2d(F.tanh(self.conv2(h)), 2, cover_all=False)
+        return self.fc3(F.tanh(self.fc2(F.tanh(self.fc1(h)))))
+
+
+class Perceptron(chainer.Chain):  # type: ignore[misc]
+    """Two hidden layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.fc1 = L.Linear(784, 64)
+            self.fc2 = L.Linear(64, 32)
+            self.fc3 = L.Linear(32, 10)
+
+    def forward(self, images: Any) -> Any:
+        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
+        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(images)))))
+
+
+class _Residual(chainer.Chain):  # type: ignore[misc]
+    """Two convolutions and a way around; He et al., "Deep residual learning" (2016)."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        stride = after // before
+        with self.init_scope():
+            self.first = L.Convolution2D(before, after, 3, stride, 1, nobias=True)
+            self.first_norm = L.BatchNormalization(after)
+            self.second = L.Convolution2D(after, after, 3, 1, 1, nobias=True)
+            self.second_norm = L.BatchNormalization(after)
+            if before != after:
+                self.around = L.Convolution2D(before, after, 1, stride)
+        self._same = before == after
+
+    def forward(self, x: Any) -> Any:
+        inside = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(inside)) + (x if self._same else self.around(x)))
+
+
+def model_of(name: str) -> tuple[Any, Array]:
+    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"``, as in PyTorch, and a batch for it."""
+    rng = np.random.RandomState(0)
+    np.random.seed(0)  # Chainer's initialisers take it
+
+    def batch(*shape: int) -> Array:
+        made: Array = rng.standard_normal(shape).astype(np.float32)
+        return made
+
+    if name == "mlp":
+        layers = [part for _ in range(6) for part in (L.Linear(1024, 1024), F.relu)]
+        return chainer.Sequential(*layers), batch(64, 1024)
+    if name == "lenet":
+        return LeNet(), batch(32, 1, 28, 28)
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [_Residual(a, b) for a, b in itertools.pairwise(widths)]
+    head = [L.Convolution2D(3, 64, 3, 1, 1), L.BatchNormalization(64), F.relu]
+    return chainer.Sequential(*head, *blocks, _averaged, L.Linear(512, 10)), batch(4, 3, 32, 32)
+
+
+def _averaged(x: Any) -> Any:
+    return F.mean(x, axis=(2, 3))
+
+
+def steps(library: Library, name: str) -> tuple[dict[str, Call], list[Any]]:
+    """Return what is timed and what is updated, as :func:`.torch.steps`."""
+    model, x = model_of(name)
+    x = x + np.float32(library.rank / 8)
+    count = sum(parameter.size for parameter in model.params())
+    calls = {"compute": _step(chainer.optimizers.SGD(1e-4), model, x)}
+    sgd: Any = chainer.optimizers.SGD(1e-4)
+    if isinstance(library, Ours):
+        comm = library.comm
+        sgd = create_multi_node_optimizer(sgd, comm)
+        flat = comm.empty(count, "float32")
+        flat[:] = 0
+        calls["sync"] = lambda: comm.all_reduce(flat, op="avg", out=flat)
+    elif isinstance(library, ChainerMN):
+        import chainermn
+
+        sgd = chainermn.create_multi_node_optimizer(sgd, library.comm)
+        zeros = np.zeros(count, np.float32)
+        calls["sync"] = lambda: library.comm.allreduce(zeros)
+    if "sync" in calls:
+        model = model_of(name)[0]
+        calls["step"] = _step(sgd, model, x)
+    return calls, [parameter.array for parameter in model.params()]
+
+
+def _step(optimizer: Any, model: Any, x: Array) -> Call:
+    optimizer.setup(model)
+
+    def loss() -> Any:
+        return F.mean(model(x) ** 2)
+
+    return lambda: optimizer.update(loss)
+
+
+def train(
+    comm: Communicator | None,
+    model: Any,
+    start: dict[str, Array],
+    optimizer: str,
+    batches: list[tuple[Array, Array, float]],
+    reduce: Callable[[Any], Any] | None,
+) -> dict[str, Array]:
+    """Train a link from ``start`` and return its weights; as its namesake for PyTorch does.
+
+    Chainer's Adam adds epsilon to the root of the uncorrected second moment, PyTorch's to that of
+    the corrected one (Kingma and Ba, 2015, end of section 2, and algorithm 1). They agree if
+    Chainer's is ``epsilon √(1 − β₂ᵗ)`` in step t, to which it is set here.
+    """
+    for parameter in model.params():
+        if parameter.array is not None:
+            parameter.array = parameter.array.astype(np.float64)
+    weights.put(weights.chainer_parameters(model), start)
+    kinds = {
+        "sgd": lambda: chainer.optimizers.MomentumSGD(lr=0.05, momentum=0.9),
+        "adam": lambda: chainer.optimizers.Adam(alpha=0.002, beta1=0.9, beta2=_BETA, eps=_EPSILON),
+    }
+    actual = kinds[optimizer]()
+    stepper = actual if comm is None else create_multi_node_optimizer(actual, comm, reduce=reduce)
+    stepper.setup(model)
+
+    def loss(x: Array, y: Array, scale: float) -> Any:
+        criterion = F.mean_squared_error if y.dtype.kind == "f" else F.softmax_cross_entropy
+        return criterion(model(x), y if y.dtype.kind == "f" else y.astype(np.int32)) * scale
+
+    for step, batch in enumerate(batches, 1):
+        if optimizer == "adam":
+            actual.hyperparam.eps = _EPSILON * math.sqrt(1 - _BETA**step)
+        stepper.update(loss, *batch)
+    return weights.taken(weights.chainer_parameters(model))

@@ -1,0 +1,173 @@
+"""The models in PyTorch: what a timed step of them is made of, and how they are trained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from collective.adapters.torch import DistributedDataParallel
+from collective.communicator import Communicator
+from collective.tools.bench.libraries import Call, Library, Ours
+from collective.tools.bench.rivals import Gloo
+from collective.tools.parity import weights
+
+__all__ = ["LeNet", "Perceptron", "initial", "model_of", "steps", "train"]
+
+Array = np.ndarray[Any, Any]
+
+
+class LeNet(nn.Module):
+    """LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 6, 5, padding=2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(400, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
+        h = functional.max_pool2d(torch.tanh(self.conv1(images)), 2)
+        h = functional.max_pool2d(torch.tanh(self.conv2(h)), 2)
+        h = torch.tanh(self.fc2(torch.tanh(self.fc1(h.flatten(1)))))
+        scores: torch.Tensor = self.fc3(h)
+        return scores
+
+
+class Perceptron(nn.Module):
+    """Two hidden layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(784, 64)
+        self.fc2 = nn.Linear(64, 32)
+        self.fc3 = nn.Linear(32, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return scores, ``[n, 10]``, of images ``[n, 1, 28, 28]``."""
+        h = torch.relu(self.fc2(torch.relu(self.fc1(images.flatten(1)))))
+        scores: torch.Tensor = self.fc3(h)
+        return scores
+
+
+class _Residual(nn.Module):
+    """Two convolutions and a way around; He et al., "Deep residual learning" (2016)."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        stride = after // before
+        self.body = nn.Sequential(
+            *(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()),
+            *(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)),
+        )
+        self.around = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.relu(self.body(x) + self.around(x))
+        return out
+
+
+def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"`` (of ResNet-18's size), and a batch for it."""
+    torch.manual_seed(0)
+    if name == "mlp":  # 25 MB of gradients
+        layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.ReLU())]
+        return nn.Sequential(*layers), torch.randn(64, 1024)
+    if name == "lenet":
+        return LeNet(), torch.randn(32, 1, 28, 28)
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [_Residual(a, b) for a, b in itertools.pairwise(widths)]
+    head = [nn.Conv2d(3, 64, 3, 1, 1), nn.BatchNorm2d(64), nn.ReLU()]
+    tail = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(*head, *blocks, *tail), torch.randn(4, 3, 32, 32)
+
+
+def steps(library: Library, name: str) -> tuple[dict[str, Call], list[Any]]:
+    """Return what is timed, and the parameters that the step updates.
+
+    Returns:
+        ``"step"``, with the gradients averaged over the ranks, and ``"sync"``, the all-reduce of
+        as many bytes by itself, where the library communicates; ``"compute"``, a step without.
+    """
+    torch.set_num_threads(1)
+    plain, x = model_of(name)
+    x = x + library.rank / 8  # every rank has data of its own
+    calls = {"compute": _step(plain, x)}
+    wrapped: Any = plain
+    if isinstance(library, Ours):
+        comm = library.comm
+        wrapped = DistributedDataParallel(model_of(name)[0], comm)
+        flat = comm.empty(_count(plain), "float32", like=x)
+        flat[:] = 0
+        calls["sync"] = lambda: comm.all_reduce(flat, op="avg", out=flat)
+    elif isinstance(library, Gloo):
+        wrapped = nn.parallel.DistributedDataParallel(
+            model_of(name)[0], gradient_as_bucket_view=True
+        )
+        zeros = torch.zeros(_count(plain))
+        calls["sync"] = lambda: torch.distributed.all_reduce(zeros)
+    if wrapped is not plain:
+        calls["step"] = _step(wrapped, x)
+    return calls, [parameter.detach().numpy() for parameter in wrapped.parameters()]
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> Call:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def initial(model: Any) -> dict[str, Array]:
+    """Return a module's weights in double precision."""
+    return weights.taken(weights.torch_parameters(model.double()))
+
+
+def train(
+    comm: Communicator | None,
+    model: Any,
+    start: dict[str, Array],
+    optimizer: str,
+    batches: list[tuple[Array, Array, float]],
+    reduce: Callable[[Any], Any] | None,
+) -> dict[str, Array]:
+    """Train a module from ``start`` and return its weights.
+
+    Args:
+        comm: the other replicas; None for one process.
+        optimizer: ``"sgd"`` with momentum, or ``"adam"``.
+        batches: inputs, targets, and what this rank's mean loss is multiplied by.
+        reduce: of gradients; None for the adapter's own average.
+    """
+    model = model.double()
+    weights.put(weights.torch_parameters(model), start)
+    replica = model if comm is None else DistributedDataParallel(model, comm, reduce=reduce)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.002, betas=(0.9, 0.999), eps=1e-8),
+    }
+    stepper = kinds[optimizer](model.parameters())
+    for x, y, scale in batches:
+        stepper.zero_grad()
+        scores, targets = replica(torch.from_numpy(x)), torch.from_numpy(y)
+        criterion = functional.mse_loss if targets.is_floating_point() else functional.cross_entropy
+        loss: Any = criterion(scores, targets) * scale
+        loss.backward()
+        stepper.step()
+    return weights.taken(weights.torch_parameters(model))
