@@ -80,7 +80,7 @@ class Reductions(Calls):
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
         again = "all_reduce", op, order
-        if timeout is None:
+        if timeout is None and out is not None:
             kept = self._repeated.find(again, x, out)
             if kept is not None:
                 return self._repeat(kept, x, out, async_op)
@@ -96,7 +96,8 @@ class Reductions(Calls):
         output = Output("all_reduce", out, adapter, shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-        self._repeated.keep(again, x, out, src, dst, plan)
+        if out is not None:
+            self._repeated.keep(again, x, out, src, dst, plan)
 
         def run() -> Any:
             self._carry(plan, src, dst, seconds)
@@ -240,7 +241,7 @@ class Reductions(Calls):
             MPI_Reduce_scatter, ncclReduceScatter.
         """
         again = "reduce_scatter", op, order
-        plain = timeout is None and axis == 0 and counts is None
+        plain = timeout is None and axis == 0 and counts is None and out is not None
         kept = self._repeated.find(again, x, out) if plain else None
         if kept is not None:
             return self._repeat(kept, x, out, async_op)
