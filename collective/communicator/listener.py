@@ -6,15 +6,13 @@ Listeners are called in the thread that makes the call, which may be a lane's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collective.call import Call
     from collective.contract.work import Lane
 
-    from .communicator import Communicator
-
-__all__ = ["Event", "Hook", "Listener"]
+__all__ = ["Event", "Heard", "Hook", "Listener"]
 
 
 class Event(NamedTuple):
@@ -40,6 +38,21 @@ class Event(NamedTuple):
     tag: int | None = None
 
 
+class Heard(Protocol):
+    """What a listener knows of the communicator that it listens to."""
+
+    rank: int
+    size: int
+    backend: str
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether calls on arrays of GPUs are only enqueued."""
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every call from now on."""
+
+
 class Listener:
     """Hears of everything, and does nothing about it."""
 
@@ -52,7 +65,7 @@ class Listener:
     def arrives(self, nbytes: int) -> None:
         """The first part of a message has come, and with it how long it is."""
 
-    def group(self, child: Communicator, ranks: Sequence[int]) -> None:
+    def group(self, child: Heard, ranks: Sequence[int]) -> None:
         """A communicator among ``ranks`` was made of this one."""
 
     def close(self) -> None:

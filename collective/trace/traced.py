@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from collective.call import Call, Disagreement, call_site
 from collective.communicator import Communicator
-from collective.communicator.listener import Event, Listener
+from collective.communicator.listener import Event, Heard, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
 
@@ -37,7 +37,7 @@ class TracedCalls(Listener):
         ranks: how its ranks are numbered in the trace.
     """
 
-    def __init__(self, comm: Communicator, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: Heard, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
         self._tracer = tracer
         self._name = name
         self._ranks = list(ranks)
@@ -67,7 +67,7 @@ class TracedCalls(Listener):
     def arrives(self, nbytes: int) -> None:
         self._tracer.instant("message arrives", "message", f'"bytes":{nbytes}')
 
-    def group(self, child: Communicator, ranks: Sequence[int]) -> None:
+    def group(self, child: Heard, ranks: Sequence[int]) -> None:
         members = tuple(map(int, ranks))
         number = self._groups[members] = self._groups.get(members, 0) + 1
         name = f"{self._name}/{_members(members)}#{number}"
