@@ -78,7 +78,7 @@ class OverRanks:
     # -- parameters ------------------------------------------------------------------------
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        """Return what gives a layer on ``value`` its parameters, so that their gradients are summed.
+        """Return what gives a layer on ``value`` its parameters, with gradients that are summed.
 
         Args:
             in_part: whether each rank computes a part of the layer's channels.
