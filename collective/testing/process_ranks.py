@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import sys
 import time
@@ -57,17 +58,22 @@ class Member:
         self.kill()
 
 
-class _Spawned(Member):
+class _Forked(Member):
     """A process that this one started."""
 
     def __init__(self, rank: int) -> None:
-        # Not forked: a copy of this process would have its locks but not its threads.
-        context = multiprocessing.get_context("spawn")
+        # Not forked from here: a copy of this process would have its locks but not its threads.
+        # The server that it is forked from has none, and imports what ranks need once for all.
+        context = multiprocessing.get_context("forkserver")
         mine, jobs = context.Pipe()
         mine_too, control = context.Pipe()
         super().__init__(mine, mine_too)
         self.process = context.Process(
-            target=worker.serve, args=(rank, jobs, control), name=f"rank-{rank}", daemon=True
+            target=worker.serve_as,
+            # The server has the variables of when it started.
+            args=(dict(os.environ), rank, jobs, control),
+            name=f"rank-{rank}",
+            daemon=True,
         )
         self.process.start()
         # Only the child may hold its ends, or its end would never be noticed.
@@ -120,14 +126,15 @@ class ProcessRanks:
             self._send(range(self.size), worker.GO, outcomes)
             self._collect(timeout, outcomes)
         else:
-            self._send(self._members, _NO, {})
+            # To whom it waits for: a rank that could not load the job waits for the next.
+            self._send(set(self._members) - set(outcomes), _NO, {})
         return outcomes
 
     def _fill(self) -> None:
         """Start the ranks that are not there."""
         for rank in range(self.size):
             if rank not in self._members:
-                self._members[rank] = _Spawned(rank)
+                self._members[rank] = _Forked(rank)
 
     def _send(self, ranks: Iterable[int], message: bytes, outcomes: dict[int, Outcome]) -> None:
         for rank in list(ranks):

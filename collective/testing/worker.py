@@ -9,15 +9,16 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from collective.start.launchers import detect
 
 from .failed import Outcome, RemoteError
 from .seat import Job, Seat, backend_class
 
-__all__ = ["GO", "LOADED", "PIPES", "STACKS", "leave_process_group", "main", "serve"]
+__all__ = ["GO", "LOADED", "PIPES", "STACKS", "leave_process_group", "main", "serve", "serve_as"]
 
 #: What the pool asks over the second pipe: where are your threads?
 STACKS = b"stacks"
@@ -55,6 +56,17 @@ def serve(rank: int, jobs: Connection, control: Connection, foreign: bool = Fals
                 jobs.send_bytes(_dump(seat.run(job)))
     except (EOFError, ConnectionError):  # the pool is closed, perhaps in the middle of a job
         seat.leave()
+
+
+def serve_as(environ: Mapping[str, str], *serving: Any) -> None:
+    """Run jobs as :func:`serve` does, with these variables in the environment.
+
+    A library that reads one when it is loaded, as OpenMP's does, does not hear of it if the server
+    that this process comes from had loaded it already.
+    """
+    os.environ.clear()
+    os.environ.update(environ)
+    serve(*serving)
 
 
 def main(arguments: Sequence[str]) -> None:
