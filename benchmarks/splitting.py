@@ -19,6 +19,7 @@ page, which more than doubles the processor's time of a step here, and less that
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import time
@@ -217,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if arguments is None and not options.as_is:
         restart_with(**_KEEPING)
+    # Once for all ranks that are started below.
+    multiprocessing.set_forkserver_preload(["torch", "collective.testing.worker"])
     torch.set_num_threads(1)
     observer, rows = Observer(), []
     chosen = (options.memory, options.time, options.ranks, options.channels)

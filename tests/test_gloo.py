@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ class _Silent:
     def recv(self, *_: Any) -> Any:
         return self
 
-    def wait(self, _: Any) -> None:
-        self.over.wait(20)
+    def wait(self, timeout: timedelta) -> None:
+        self.over.wait(timeout.total_seconds())
 
 
 class _Messages(Messenger):

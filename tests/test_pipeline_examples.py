@@ -68,7 +68,8 @@ def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "pipeline_chainer.py").read_text()
     text, changes = re.subn(r"pipe\.stage\.cleargrads\(\)", "pipe", text)
     assert changes == 1
-    (tmp_path / "pipeline_report.py").symlink_to(ROOT / "examples" / "pipeline_report.py")
+    for name in ("digits.py", "pipeline_report.py"):
+        (tmp_path / name).symlink_to(ROOT / "examples" / name)
     (tmp_path / "broken.py").write_text(text)
     done = run("one rank", str(tmp_path / "broken.py"), *SHORT, "--output", str(tmp_path / "p.png"))
     assert done.returncode == 1, done.stdout
