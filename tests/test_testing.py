@@ -43,6 +43,13 @@ class Unpicklable(Exception):
         super().__init__(what)
 
 
+class Unreadable:
+    """An argument that is pickled without complaint and cannot be read back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 def total(comm: Communicator, scale: int = 1) -> int:
     return int(comm.all_reduce(np.array([comm.rank * scale]))[0])
 
@@ -133,6 +140,26 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(backend: str) -> None:
     assert isinstance(hung, RankHungError)
     assert "no result after 1 s" in str(hung)
     assert "in hanging" in hung.stack
+
+
+def test_ranks_that_cannot_load_a_job_take_the_next() -> None:
+    with RankPool(2, "shm") as pool:
+        before = pool.run(process)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(total, Unreadable())
+        assert [type(error) for error in caught.value.errors.values()] == [RemoteError] * 2
+        assert pool.run(process) == before
+
+
+def setting(comm: Communicator) -> str | None:
+    return os.environ.get("A_SETTING_OF_THIS_TEST")
+
+
+def test_ranks_have_the_variables_of_when_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The server that processes are forked from is older than this variable, or gets older.
+    for value in ("one", "two"):
+        monkeypatch.setenv("A_SETTING_OF_THIS_TEST", value)
+        assert run_ranks(2, setting, backend="shm") == [value, value]
 
 
 def test_a_process_that_dies_is_reported_and_replaced() -> None:
@@ -299,6 +326,35 @@ def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("check_scan", 2, "passed"),
         ("check_barrier", 2, "passed"),
     ]
+
+
+LOOPBACK = "tests.loopback:Loopback"
+
+
+def test_what_was_not_tested_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["check_barrier", "check_timeout_tells_last_call"]
+    assert main([LOOPBACK, "--sizes", "1,2", "--checks", *names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    why = "  does not know the ranks' last calls: check_timeout_tells_last_call"
+    assert lines[-4:-1] == ["Not tested:", why, ""]
+    assert lines[-1].startswith("conforms in what was tested: 1 passed, 3 skipped; 1 ")
+
+
+def test_what_the_communicator_refuses_is_not_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["check_barrier", "check_bad_argument"]
+    assert main(["shm", "--sizes", "2", "--checks", *names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Not tested:" not in lines
+    assert lines[-1].startswith("conforms: 1 passed, 1 skipped")
+
+
+def test_the_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LOOPBACK, "--sizes", "2,3", "--list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(lines) == set(all_checks())
+    assert lines["check_broadcast"].split(maxsplit=2)[1] == "5"
+    why = "  0  skipped: does not know the ranks' last calls. "
+    assert why in lines["check_timeout_tells_last_call"]
 
 
 @pytest.mark.parametrize(

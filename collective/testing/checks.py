@@ -27,7 +27,10 @@ from .seat import backend_class
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Case", "Check", "RankFactory", "check", "registered", "roots"]
+__all__ = ["NO_TRANSPORT", "Case", "Check", "RankFactory", "check", "registered", "roots"]
+
+#: Why a check is skipped that tests the communicator alone.
+NO_TRANSPORT = "ends before a transport is reached; run with ranks that are threads"
 
 #: The arguments of one case of a check.
 Case = dict[str, Any]
@@ -68,6 +71,7 @@ class RankFactory:
         *args: Any,
         fresh: bool = False,
         check: str = "auto",
+        timeout: float | None = None,
         call_timeout: float | None = None,
         faults: Sequence[Fault] = (),
     ) -> list[Any]:
@@ -75,6 +79,7 @@ class RankFactory:
 
         Args:
             fresh: use a new communicator; by default checks share one, until one fails.
+            timeout: seconds that the ranks may take, if fewer than the factory's.
             check, call_timeout, faults: as in :meth:`RankPool.run`.
 
         Raises:
@@ -86,7 +91,13 @@ class RankFactory:
             self._pool = RankPool(size, self.backend, timeout=self.timeout, mpiexec=self.mpiexec)
         shared = not fresh and not faults
         return self._pool.run(
-            function, *args, shared=shared, check=check, call_timeout=call_timeout, faults=faults
+            function,
+            *args,
+            timeout=self.timeout if timeout is None else min(timeout, self.timeout),
+            call_timeout=call_timeout,
+            shared=shared,
+            check=check,
+            faults=faults,
         )
 
     def close(self) -> None:
@@ -108,6 +119,7 @@ class Check:
     Attributes:
         name: the function's name.
         at_least: the smallest number of ranks with which it says anything.
+        transport: whether it gets as far as the transport.
     """
 
     def __init__(
@@ -116,10 +128,12 @@ class Check:
         cases: Callable[[int], Sequence[Case]],
         at_least: int,
         needs: Needs,
+        transport: bool = True,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.at_least = at_least
+        self.transport = transport
         self._function = function
         self._cases = cases
         self._needs = needs
@@ -132,6 +146,9 @@ class Check:
         """Return why the check does not apply, or None if it does."""
         if size < self.at_least:
             return f"needs {self.at_least} ranks"
+        # Where ranks are threads it costs next to nothing, and any transport says the same.
+        if not self.transport and not capabilities.in_process:
+            return NO_TRANSPORT
         return self._needs(capabilities)
 
     def __call__(self, factory: RankFactory, size: int, **case: Any) -> None:
@@ -165,6 +182,7 @@ def check(
     *,
     at_least: int = 1,
     needs: Needs = lambda capabilities: None,
+    transport: bool = True,
 ) -> Callable[[Callable[..., None]], Check]:
     """Make a function ``check_*(factory, size, **case)`` a :class:`Check` of the suite.
 
@@ -172,10 +190,13 @@ def check(
         cases: the cases, or a function of the size that returns them.
         at_least: the smallest number of ranks.
         needs: returns why it does not apply to a transport of some capabilities, or None.
+        transport: False for what the communicator refuses before a transport is reached: it is
+            run where ranks are threads, and skipped elsewhere.
     """
 
     def make(function: Callable[..., None]) -> Check:
-        found = Check(function, cases if callable(cases) else lambda size: cases, at_least, needs)
+        given = cases if callable(cases) else lambda size: cases
+        found = Check(function, given, at_least, needs, transport)
         _registered[found.name] = found
         return found
 

@@ -102,7 +102,7 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
 }  # fmt: skip
 
 
-@check([{"what": what} for what in _BAD])
+@check([{"what": what} for what in _BAD], at_least=2, transport=False)
 def check_bad_argument(factory: RankFactory, size: int, *, what: str) -> None:
     """A bad argument is refused before anything is sent; the communicator stays usable."""
     factory.run(size, _bad_argument, what)
@@ -139,7 +139,7 @@ _BAD_AT_ROOT: dict[str, _Call] = {
 }
 
 
-@check([{"what": what} for what in _BAD_AT_ROOT])
+@check([{"what": what} for what in _BAD_AT_ROOT], at_least=2, transport=False)
 def check_bad_argument_at_root(factory: RankFactory, size: int, *, what: str) -> None:
     """What only the root can get wrong is refused at the root, before anything is sent."""
     factory.run(size, _bad_argument_at_root, what)

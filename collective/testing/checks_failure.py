@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +128,49 @@ def _closing(comm: Communicator, count: int) -> None:
     assert_same(joined, np.repeat(np.arange(comm.size), count), "all_gather before close()")
 
 
+# How long a call waits that nobody ends: longer than the promise with all that a busy machine may
+# add, so that what is heard at its end was not heard in time. A rank that waits in spite of its
+# timeout, too, is given up after the longer one, in which its peers can be met.
+_UNHEARD_S, _DEAF_S = 5.0, 15.0
+
+
+def _after_abort(
+    factory: RankFactory, size: int, function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Run ``function``, in which ranks are to be woken by an abort; return the results."""
+    try:
+        told = factory.run(
+            size, function, *args, fresh=True, timeout=_DEAF_S, call_timeout=_UNHEARD_S
+        )
+    except RanksFailedError as failure:
+        _hold_woken(size, failure.results, failure.errors)
+        raise
+    _hold_woken(size, dict(enumerate(told)), {})
+    return told
+
+
+def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, BaseException]) -> None:
+    """Hold that no rank went on waiting after an abort.
+
+    Raises:
+        AssertionError: one did. It is a sentence without tracebacks: whatever ends a rank's wait
+            by an abort is at fault, and every such check would show the same of it.
+    """
+    deaf = [rank for rank, error in errors.items() if isinstance(error, RankHungError)]
+    deaf += [rank for rank, told in results.items() if _unheard(told)]
+    if deaf:
+        ranks = f"rank{'s' * (len(deaf) > 1)} {', '.join(map(str, sorted(deaf)))}"
+        raise AssertionError(
+            f"abort() does not wake {ranks} of {size}: it has to end whatever a rank waits in, "
+            "recv() in particular (see Backend.abort)"
+        ) from None
+
+
+def _unheard(told: Any) -> bool:
+    heard = told if isinstance(told, tuple) else (told,)
+    return any(isinstance(each, Heard) and each.seconds > 0.9 * _UNHEARD_S for each in heard)
+
+
 class _Trouble(Exception):
     """What a rank's own code raises in these checks."""
 
@@ -134,7 +180,7 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A rank whose code raises is PeerFailedError with its traceback on all others."""
     victim = size - 1
     try:
-        factory.run(size, _failed_peer, call, fresh=True)
+        _after_abort(factory, size, _failed_peer, call)
     except RanksFailedError as failure:
         if set(failure.errors) != {victim} or not isinstance(failure.cause, _Trouble):
             raise
@@ -155,26 +201,39 @@ def _failed_peer(comm: Communicator, call: str) -> Heard:
     return listen(lambda: _CALLS[call](comm, np.ones(3)))
 
 
-@check(at_least=2)
-def check_abort(factory: RankFactory, size: int) -> None:
+@check([{"call": call} for call in ("all_reduce", "recv")], at_least=2)
+def check_abort(factory: RankFactory, size: int, *, call: str) -> None:
     """abort() breaks the communicator for every rank, with its reason, now and later."""
-    for rank, (now, later) in enumerate(factory.run(size, _abort, fresh=True)):
-        for told, when in ((now, "while it waited"), (later, "afterwards")):
+    with tempfile.TemporaryDirectory() as heard:
+        ranks = _after_abort(factory, size, _abort, call, heard)
+    for rank, (now, later) in enumerate(ranks):
+        for told, when in ((now, f"while it waited in {call}"), (later, "afterwards")):
             hold(told, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
 
 
-def _abort(comm: Communicator) -> tuple[Heard, Heard]:
+def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
     if comm.rank == 0:
         time.sleep(0.05)
         comm.abort("out of coffee")
     x = np.ones(4)
-    return listen(lambda: comm.all_reduce(x)), listen(lambda: comm.all_gather(x))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "recv": lambda: comm.recv(None, 0 if comm.rank else 1),
+    }
+    now, later = listen(calls[call]), listen(lambda: comm.all_gather(x))
+    Path(heard, str(comm.rank)).touch()
+    if comm.rank == 0:
+        # Whoever leaves wakes others, too: it is to be seen what the abort alone does.
+        end = time.monotonic() + _UNHEARD_S
+        while len(os.listdir(heard)) < comm.size and time.monotonic() < end:
+            time.sleep(0.005)
+    return now, later
 
 
 @check(at_least=2)
 def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
     """abort() reaches ranks that wait in a group made of the communicator."""
-    for rank, told in enumerate(factory.run(size, _abort_group, fresh=True)):
+    for rank, told in enumerate(_after_abort(factory, size, _abort_group)):
         if rank:
             hold(told, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
 

@@ -15,6 +15,7 @@ import numpy as np
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.call import Call
+from collective.contract.backend import Failure
 from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
@@ -271,6 +272,24 @@ class Laconic(ThreadsBackend):
             super().barrier(call, timeout)
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError("barrier: no", error.ranks) from error
+
+
+class Unwaking(Loopback):
+    """Does not end what waits in ``recv`` when it is aborted: that does so by its timeout."""
+
+    def abort(self, failure: Failure) -> None:
+        with self._hub.lock:
+            self._hub.failure = failure
+
+
+class Ignoring(Unwaking):
+    """The same, and ``recv`` heeds no timeout either."""
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        with self._hub.lock:
+            self._check("recv")
+        released.wait()
+        return super().recv(dst, src, tag, timeout)
 
 
 class SortedGroups(ThreadsBackend):

@@ -118,6 +118,14 @@ def test_the_same_checks_pass_on_a_sound_transport(kind: type[Backend]) -> None:
                     check(factory, size, **fault.case)
 
 
+@pytest.mark.parametrize("kind", [broken.Unwaking, broken.Ignoring])
+def test_abort_that_wakes_nobody_is_said_in_one_sentence(kind: type[Backend]) -> None:
+    with RankFactory(kind, timeout=TIMEOUT_S) as factory, pytest.raises(AssertionError) as caught:
+        all_checks()["check_abort"](factory, 2, call="recv")
+    assert str(caught.value).startswith("abort() does not wake rank 1 of 2: ")
+    assert "\n" not in str(caught.value)
+
+
 def test_expected_failures_are_not_failures_and_stale_ones_are() -> None:
     reasons = {"check_broadcast": "the wrong root", "check_gather[root=1]": "not broken any more"}
     results = run_checks(
