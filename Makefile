@@ -5,6 +5,7 @@
 #   make demo-chainer   the same in Chainer
 #   make demo-splits    train a U-Net, each of 2 ranks computing half of every picture's rows
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
+#   make quick    the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
 #   make soak     random calls, random kills and mutated messages; hours: see docs/failures.md
@@ -33,7 +34,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo demo-chainer demo-splits test test-gpu check format lint types soak parity bench clean
+.PHONY: demo demo-chainer demo-splits test quick test-gpu check format lint types soak parity bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -53,6 +54,10 @@ demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# What changes break first, for the inner loop: the list is in tests/conftest.py.
+quick: .venv/.dev .venv/.chainer
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --quick
 
 # With what is installed where the GPU is: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,43 @@ for _name in list(os.environ):
 # What a shell starts in the background, or nohup, ignores these, and hands that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Ranks that are processes come from one that has imported what most need: PyTorch costs each
+# nearly two seconds of a processor.
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
+
+# What ``make quick`` runs: of each room the tests that need no other transport than threads, shared
+# memory and the loopback, no launcher and no GPU's fake.
+QUICK = {
+    f"test_{name}.py"
+    for name in """
+    algorithms arrays choice compression config conformance costs dlpack dtypes errors gradients
+    heads objects ops pipelines recorder reduction registry rooms rows shm shm_ring split_windows
+    testing tree work
+    chainer_functional chainer_optimizer cupy torch_ddp torch_functional
+""".split()
+}
+# Other transports, other numbers of ranks, in the names of tests.
+_NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|loopback)-[148]\b")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="what changes break first, in 2 minutes")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that are not quick, without importing them."""
+    if not config.getoption("quick") or collection_path.is_dir():
+        return None
+    return collection_path.name not in QUICK or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are not quick."""
+    if config.getoption("quick"):
+        slow = [item for item in items if _NOT_QUICK.search(item.name)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not _NOT_QUICK.search(item.name)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -48,7 +48,6 @@ class OverRanks:
         self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
 
     def enter(self, x: Any) -> Value:
-        """Bring the input in: a piece of it, or, if that is how it is given, all of it."""
         if self._from_pieces:
             return self._layered.enter_piece(self._exchanges.entering(x), _lengths(x))
         if self._grid.comm.check == "always":
@@ -56,21 +55,17 @@ class OverRanks:
         return self.enter_whole(x)
 
     def enter_whole(self, x: Any) -> Value:
-        """Bring in what every rank has all of."""
         value = Value(_lengths(x), array=self._exchanges.entering(x))
         self._layered.enter(value)
         return value
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Put a layer behind the values that it takes; return what it makes."""
         return self._layered.add(step, lengths)
 
     def whole(self, values: Sequence[Value]) -> list[Any]:
-        """Return all of the values, on every rank."""
         return [self._layered.whole(value) for value in values]
 
     def results(self, values: Sequence[Value]) -> list[Any]:
-        """Return what the forward pass gives: pieces, or all of it."""
         if self._to_pieces:
             return [self._layered.piece(value) for value in values]
         return self.whole(values)
@@ -78,11 +73,6 @@ class OverRanks:
     # -- parameters ------------------------------------------------------------------------
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        """Return what gives a layer on ``value`` its parameters, with gradients that are summed.
-
-        Args:
-            in_part: whether each rank computes a part of the layer's channels.
-        """
         axes = len(value.lengths)
 
         def share(x: Any) -> Any:
@@ -94,11 +84,9 @@ class OverRanks:
         return share
 
     def layout(self, weight: Any, bias: Any) -> str | None:
-        """Return how the filters of a layer are shared by the ranks; None if every rank has all."""
         return None if self._filters is None else self._filters.layout(weight, bias)
 
     def parameter(self, x: Any) -> Any:
-        """Return all of a parameter, joined from what the ranks have of it."""
         share = None if self._filters is None else self._filters.share(x)
         if share is None or self._filters is None:
             return x
