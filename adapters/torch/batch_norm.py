@@ -9,7 +9,7 @@ import torch
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.training.statistics import Joined, SharedCommunicator, join
+from collective.training.statistics import SharedCommunicator, Statistics, join
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -135,7 +135,7 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
             kept.copy_(kept.to(new.dtype).lerp_(new, share))
 
 
-def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> Joined:
+def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> Statistics:
     """Return the statistics of all ranks' batches, and whether some rank wants gradients."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "Progress", "add_outputs", "check_known", "console", "count", "counts", "microseconds", "names",
-    "parse_size", "print_table", "rate_name", "size_name", "table", "time_name", "write",
+    "Progress", "add_outputs", "aligned", "check_known", "console", "count", "counts",
+    "microseconds", "names", "parse_size", "print_table", "rate_name", "size_name", "table",
+    "time_name", "write",
 ]  # fmt: skip
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -123,10 +124,14 @@ def print_table(
     elif importlib.util.find_spec("rich") is not None:
         console(markup=False).print(table(title, header, rows))
     else:
-        print(title)
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        for row in [header, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        print(title, aligned([header, *rows]), sep="\n")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a line a row, with columns of spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 
-__all__ = ["Joined", "SharedCommunicator", "join"]
+__all__ = ["SharedCommunicator", "Statistics", "join"]
 
 
-class Joined(NamedTuple):
+class Statistics(NamedTuple):
     """What the ranks' batches are together.
 
     Attributes:
@@ -25,7 +25,7 @@ class Joined(NamedTuple):
     wanted: bool
 
 
-def join(comm: Communicator, row: Any, count: int, mean: Any, var: Any, wanted: bool) -> Joined:
+def join(comm: Communicator, row: Any, count: int, mean: Any, var: Any, wanted: bool) -> Statistics:
     """Merge the ranks' statistics, in float64, in one all-gather.
 
     Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
@@ -59,7 +59,7 @@ def join(comm: Communicator, row: Any, count: int, mean: Any, var: Any, wanted: 
     many = max(total, 1)
     middle = (counts * means).sum(0) / many
     spread = (squares + counts * (means - middle) ** 2).sum(0) / many
-    return Joined(total, middle, spread, bool(every[:, -1].any()))
+    return Statistics(total, middle, spread, bool(every[:, -1].any()))
 
 
 class SharedCommunicator:

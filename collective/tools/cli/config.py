@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from collective.start.config import KEYS, load, not_read
+from collective.tools.show import aligned
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -42,9 +43,7 @@ def execute(options: argparse.Namespace) -> int:
         (key, "-" if value in (None, "") else str(value), origin)
         for key, (value, origin) in found.items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for key, value, origin in rows:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    print(aligned(rows))
     for path, reason in config.refused.items():
         print(not_read(path, reason))
     return 0
