@@ -186,16 +186,22 @@ def test_a_program_that_raises_ends_all(vendor: str) -> None:
     assert "by nobody" in done.stdout
 
 
-# Rank 0 has come to the call and then does not take part in MPI's operation.
+# Rank 0 has come to the call and then does not take part in MPI's operation, in which rank 1 is
+# as soon as the file is there.
 _STOPS_INSIDE = """
     from collective.testing import worker
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
+    inside, move = os.environ["INSIDE"], comm._backend._move
+    def enter(*arguments):
+        open(inside, "x").close()
+        move(*arguments)
     def stop(*arguments):
+        while not os.path.exists(inside):
+            time.sleep(0.01)
         {act}
     comm.barrier()
-    if comm.rank == 0:
-        comm._backend._move = stop
+    comm._backend._move = enter if comm.rank else stop
     try:
         comm.broadcast(np.ones(1000))
     except collective.CollectiveError as error:
@@ -212,11 +218,13 @@ def _timed(vendor: str, script: str, *arguments: str, **environment: str) -> tup
 
 
 @needs("mpich")
-def test_a_peer_that_dies_inside_an_operation_ends_the_process() -> None:
+def test_a_peer_that_dies_inside_an_operation_ends_the_process(tmp_path: Path) -> None:
     # Out of the process group, as in the pools of ranks: mpiexec would end the job at once.
     prelude = "worker.leave_process_group()"
     script = _script(_STOPS_INSIDE.format(prelude=prelude, timeout=60.0, act=_DIE))
-    told, seconds = _timed("mpich", script, "-disable-auto-cleanup")
+    told, seconds = _timed(
+        "mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside")
+    )
     assert "collective: PeerLostError: broadcast(float64[1000], root=0): rank 0" in told
     assert "nobody can call it back: the process ends here, with exit code 1" in told
     assert "heard" not in told
@@ -224,16 +232,18 @@ def test_a_peer_that_dies_inside_an_operation_ends_the_process() -> None:
 
 
 @needs("openmpi")
-def test_open_mpi_with_ulfm_returns_an_error_instead() -> None:
+def test_open_mpi_with_ulfm_returns_an_error_instead(tmp_path: Path) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=60.0, act=_DIE))
-    told, _ = _timed("openmpi", script, "--with-ft", "ulfm")
+    told, _ = _timed("openmpi", script, "--with-ft", "ulfm", INSIDE=str(tmp_path / "inside"))
     assert re.search(r"heard PeerLostError broadcast\(.*rank 0", told)
 
 
 @by_vendor
-def test_a_deadline_that_passes_inside_an_operation_ends_the_process(vendor: str) -> None:
+def test_a_deadline_that_passes_inside_an_operation_ends_the_process(
+    vendor: str, tmp_path: Path
+) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=1.0, act="time.sleep(100)"))
-    told, seconds = _timed(vendor, script)
+    told, seconds = _timed(vendor, script, INSIDE=str(tmp_path / "inside"))
     assert "collective: CollectiveTimeoutError: broadcast(float64[1000]" in told
     assert seconds < 30.0
 
