@@ -48,6 +48,7 @@ class OverRanks:
         self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
 
     def enter(self, x: Any) -> Value:
+        """Return the value of an input, of which this rank has its rows or all."""
         if self._from_pieces:
             return self._layered.enter_piece(self._exchanges.entering(x), _lengths(x))
         if self._grid.comm.check == "always":
@@ -55,17 +56,21 @@ class OverRanks:
         return self.enter_whole(x)
 
     def enter_whole(self, x: Any) -> Value:
+        """Return the value of an array that every rank has whole."""
         value = Value(_lengths(x), array=self._exchanges.entering(x))
         self._layered.enter(value)
         return value
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
+        """Return the value that a step makes."""
         return self._layered.add(step, lengths)
 
     def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return the whole arrays of some values, on every rank."""
         return [self._layered.whole(value) for value in values]
 
     def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return what the model returns for some values: whole, or this rank's rows."""
         if self._to_pieces:
             return [self._layered.piece(value) for value in values]
         return self.whole(values)
@@ -73,6 +78,7 @@ class OverRanks:
     # -- parameters ------------------------------------------------------------------------
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return what arrays that meet pieces of ``value`` go through, for their gradients."""
         axes = len(value.lengths)
 
         def share(x: Any) -> Any:
@@ -84,9 +90,11 @@ class OverRanks:
         return share
 
     def layout(self, weight: Any, bias: Any) -> str | None:
+        """Return how this rank's weights of a layer are cut; None if they are whole."""
         return None if self._filters is None else self._filters.layout(weight, bias)
 
     def parameter(self, x: Any) -> Any:
+        """Return all of a parameter of which this rank has a piece, and any other as it is."""
         share = None if self._filters is None else self._filters.share(x)
         if share is None or self._filters is None:
             return x
