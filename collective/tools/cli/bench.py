@@ -19,7 +19,7 @@ from collective.tools.show import (
     names,
     parse_size,
     write,
-)  # fmt: skip
+)
 
 from .outputs import check_file, written
 
