@@ -19,7 +19,6 @@ page, which more than doubles the processor's time of a step here, and less that
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from torch import nn
 import collective
 from collective.adapters.torch import Split
 from collective.launch import restart_with
-from collective.testing import run_ranks
+from collective.testing import preload, run_ranks
 from collective.tools.bench.machine import Observer
 from collective.tools.show import add_outputs, print_table, write
 
@@ -219,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and not options.as_is:
         restart_with(**_KEEPING)
     # Once for all ranks that are started below.
-    multiprocessing.set_forkserver_preload(["torch", "collective.testing.worker"])
+    preload(["torch"])
     torch.set_num_threads(1)
     observer, rows = Observer(), []
     chosen = (options.memory, options.time, options.ranks, options.channels)

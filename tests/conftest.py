@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from collective.testing import preload
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -25,7 +26,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Ranks that are processes come from one that has imported what most need: PyTorch costs each
 # nearly two seconds of a processor.
-multiprocessing.set_forkserver_preload(["tests.preloaded"])
+preload(["tests.preloaded"])
 
 # What ``make quick`` runs: of each room the tests that need no other transport than threads, shared
 # memory and the loopback, no launcher and no GPU's fake.

@@ -20,6 +20,7 @@ from .failed import RankDiedError, RankHungError, RanksFailedError, RemoteError
 from .faults import FaultyBackend
 from .mpiexec_ranks import Mpiexec
 from .parametrize import parametrize_with_checks
+from .process_ranks import preload
 from .ranks import RankPool, run_ranks
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "check",
     "faults",
     "parametrize_with_checks",
+    "preload",
     "run_checks",
     "run_ranks",
 ]

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -15,7 +16,7 @@ from . import worker
 from .failed import Outcome, RankDiedError, RankHungError
 from .seat import Job
 
-__all__ = ["Member", "ProcessRanks"]
+__all__ = ["Member", "ProcessRanks", "preload"]
 
 # How long a process may take to leave by itself, or to tell where it hangs.
 _LEAVE_S = 5.0
@@ -23,6 +24,36 @@ _LEAVE_S = 5.0
 _START_S = 60.0
 _NO = b"no"
 _STACKS_S = 2.0
+
+
+# Whether ranks are forked from a server. A list, as it is changed by preload().
+_preloaded: list[str] = []
+# The longest name of a directory in which the server's socket can have one: socket addresses
+# have 108 bytes, and multiprocessing adds 33.
+_LONGEST = 70
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Fork ranks that are processes from a server that has imported ``modules``.
+
+    Instead of starting Python for each, which costs nearly two seconds of a processor where
+    PyTorch is needed. To be called before the first of them starts, as in ``conftest.py``::
+
+        collective.testing.preload(["torch"])
+
+    It is the fork server of :mod:`multiprocessing`, whose other users get the modules, too. The
+    ranks have the environment of when they start, but for what a module has read when it was
+    imported, and the same seed for the hashes of texts.
+
+    Args:
+        modules: names; one that cannot be imported is left out.
+    """
+    multiprocessing.set_forkserver_preload(["collective.testing.worker", *modules])
+    _preloaded[:] = modules
+
+
+def _forks() -> bool:
+    return bool(_preloaded) and len(tempfile.gettempdir()) <= _LONGEST
 
 
 class Member:
@@ -58,19 +89,19 @@ class Member:
         self.kill()
 
 
-class _Forked(Member):
+class _Started(Member):
     """A process that this one started."""
 
     def __init__(self, rank: int) -> None:
         # Not forked from here: a copy of this process would have its locks but not its threads.
-        # The server that it is forked from has none, and imports what ranks need once for all.
-        context = multiprocessing.get_context("forkserver")
+        # The server of preload() has none.
+        context = multiprocessing.get_context("forkserver" if _forks() else "spawn")
         mine, jobs = context.Pipe()
         mine_too, control = context.Pipe()
         super().__init__(mine, mine_too)
         self.process = context.Process(
             target=worker.serve_as,
-            # The server has the variables of when it started.
+            # A server has the variables of when it started.
             args=(dict(os.environ), rank, jobs, control),
             name=f"rank-{rank}",
             daemon=True,
@@ -134,7 +165,7 @@ class ProcessRanks:
         """Start the ranks that are not there."""
         for rank in range(self.size):
             if rank not in self._members:
-                self._members[rank] = _Forked(rank)
+                self._members[rank] = _Started(rank)
 
     def _send(self, ranks: Iterable[int], message: bytes, outcomes: dict[int, Outcome]) -> None:
         for rank in list(ranks):

@@ -34,9 +34,7 @@ class RankPool:
     else processes, started when the first job comes; one that died or hung is replaced for
     the next job. A context manager; one job runs at a time.
 
-    Processes are forked from a server that imports once for all ranks what
-    ``multiprocessing.set_forkserver_preload`` has named before the first of them started:
-    ``["collective.testing.worker", "torch"]``, say, in ``conftest.py``.
+    Processes start in no time after :func:`preload`.
 
     Args:
         size: how many ranks.

@@ -61,8 +61,8 @@ def serve(rank: int, jobs: Connection, control: Connection, foreign: bool = Fals
 def serve_as(environ: Mapping[str, str], *serving: Any) -> None:
     """Run jobs as :func:`serve` does, with these variables in the environment.
 
-    A library that reads one when it is loaded, as OpenMP's does, does not hear of it if the server
-    that this process comes from had loaded it already.
+    A library that reads one when it is loaded, as OpenMP's does, does not hear of it if a server
+    that this process was forked from had loaded it already.
     """
     os.environ.clear()
     os.environ.update(environ)
