@@ -93,6 +93,7 @@ __all__ = [
     "gather",
     "gather_object",
     "group",
+    "hook",
     "init",
     "premul_sum",
     "rank",
@@ -146,6 +147,7 @@ empty = _of_current(Communicator.empty)
 gather = _of_current(Communicator.gather)
 gather_object = _of_current(Communicator.gather_object)
 group = _of_current(Communicator.group)
+hook = _of_current(Communicator.hook)
 recv = _of_current(Communicator.recv)
 recv_object = _of_current(Communicator.recv_object)
 reduce = _of_current(Communicator.reduce)

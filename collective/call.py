@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import threading
@@ -54,6 +55,13 @@ class Call:
             "shape": self.shape,
             "options": self.options,
         }
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of this rank's array; 0 where it is unknown."""
+        if self.dtype is None or self.shape is None:
+            return 0
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def at(self, *place: int) -> Call:
         """Return the same call with a digest that also depends on ``place``.

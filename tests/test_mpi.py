@@ -68,7 +68,7 @@ def _narrow_floats(comm: Communicator) -> None:
         bits = Buffer(float32_to_bfloat16(halves.astype(np.float32)), BY_NAME["bfloat16"])
         out = Buffer.empty(count, BY_NAME["bfloat16"])
         plan = comm._plan(("all_reduce", bits.dtype, (count,), "sum", None, np.ndarray), None)
-        _transport(comm).all_reduce(bits, out, plan.op, False, plan.call, 20.0)
+        _transport(comm).all_reduce(bits, out, *plan.arguments, plan.request, 20.0)
         np.testing.assert_array_equal(bfloat16_to_float32(out.array), total.astype(np.float32))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from collective.call import Call, Disagreement, call_site
 from collective.contract.backend import Failure
+from collective.contract.work import Work
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
@@ -18,6 +19,7 @@ from collective.memory.buffer import Buffer
 from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
+from .plan import Plan
 
 __all__ = ["Broadcasting"]
 
@@ -41,13 +43,18 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Barrier.
         """
-        call = self._plans.get("barrier") or self._remember("barrier", Call("barrier"))
+        plan = self._plans.get("barrier")
+        if plan is None:
+            plan = self._remember("barrier", Plan(Call("barrier"), self._barrier_now))
         seconds = self._seconds(timeout)
 
         def run() -> None:
-            self._collective(self._backend.barrier, call, call, seconds)
+            self._carry(plan, None, None, seconds)
 
         return self._go("barrier", run, async_op)
+
+    def _barrier_now(self, src: None, dst: None, request: Call, seconds: float) -> Work[Any] | None:
+        return self._backend.barrier(request, seconds)
 
     def broadcast(
         self,
@@ -86,8 +93,8 @@ class Broadcasting(PieceCalls):
         plain = timeout is None and not async_op and out is x
         kept = self._repeated.find(again, x, out) if plain else None
         if kept is not None:
-            root, call = kept[2]
-            known = functools.partial(self._broadcast_known, kept[0], root, call, self.timeout)
+            buffer, _, plan = kept
+            known = functools.partial(self._broadcast_known, buffer, plan, self.timeout)
             self._in_turn("broadcast", known, kept, x)
             return out
         root = self._rank("broadcast", "root", root)
@@ -103,11 +110,12 @@ class Broadcasting(PieceCalls):
             )
         adapter, array, dtype = self._view("broadcast", template)
         key = ("broadcast", dtype, array.shape, root, type(array))
-        call = self._plans.get(key)
-        if call is None:
+        found: Plan | None = self._plans.get(key)
+        if found is None:
             where = self._where(array)
-            made = Call("broadcast", dtype, array.shape, root=root, device=where)
-            call = self._remember(key, made)
+            request = Call("broadcast", dtype, array.shape, root=root, device=where)
+            found = self._remember(key, self._broadcast_plan(request, root))
+        plan = found
         output: Output | None = None
         if self.rank != root or out is not None:
             output = Output("broadcast", out, adapter, array.shape, dtype, array)
@@ -117,10 +125,10 @@ class Broadcasting(PieceCalls):
             assert output is not None
             buffer = Buffer(output.flat, dtype)
         if plain:
-            self._repeated.keep(again, x, out, buffer, buffer, root, call)
+            self._repeated.keep(again, x, out, buffer, buffer, plan)
 
         def run() -> Any:
-            self._broadcast_known(buffer, root, call, seconds)
+            self._broadcast_known(buffer, plan, seconds)
             if output is None:
                 return x
             if self.rank == root and buffer.array is not output.flat:
@@ -155,8 +163,10 @@ class Broadcasting(PieceCalls):
             buffer.array.view(np.uint8)[:] = inline
         else:
             device = "cuda" if on_gpu else None
-            call = Call("broadcast", dtype, shape, root=root, device=device)
-            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+            plan = self._broadcast_plan(
+                Call("broadcast", dtype, shape, root=root, device=device), root
+            )
+            self._carry(plan, buffer, buffer, seconds, alike=False)
         if output is not None:
             found = output.finish()
         else:
@@ -170,25 +180,26 @@ class Broadcasting(PieceCalls):
         self._settle("broadcast", buffer.array, seconds)
         return found
 
-    def _broadcast_known(
-        self, buffer: Buffer, root: int, call: Call, seconds: float, text: int = 0
-    ) -> None:
+    def _broadcast_known(self, buffer: Buffer, plan: Plan, seconds: float, text: int = 0) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
+        request = plan.request
+        root: int = request.options["root"]
         if self._heads:
-            inline = self._head(call, buffer, root, seconds, text).inline(buffer.nbytes)
+            inline = self._head(request, buffer, root, seconds, text).inline(buffer.nbytes)
             if inline is None:
-                known = _to_all(call) if text else call
-                self._recorded(self._backend.broadcast, buffer, root, known, seconds)
+                known = self._broadcast_plan(_to_all(request), root) if text else plan
+                self._carry(known, buffer, buffer, seconds, alike=False)
             elif self.rank != root:
                 buffer.array.view(np.uint8)[:] = inline
             return
         try:
             if self._agree_sizes or self._enqueues:
-                self._agree(call, seconds)
-            self._recorded(self._backend.broadcast, buffer, root, call, seconds)
+                self._agree(request, seconds)
+            self._carry(plan, buffer, buffer, seconds, alike=False)
         except Disagreement as difference:
             self._root_header(difference.headers, root)
-            self._recorded(self._backend.broadcast, buffer, root, _to_all(call), seconds)
+            to_all = self._broadcast_plan(_to_all(request), root)
+            self._carry(to_all, buffer, buffer, seconds, alike=False)
 
     def _head(
         self,
@@ -220,7 +231,8 @@ class Broadcasting(PieceCalls):
             head.words[5 : 5 + ndim] = call.shape
             head.put(buffer.array)
         about = self._about(call, "broadcast", root)
-        self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
+        plan = self._broadcast_plan(about, root)
+        self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
         if call is not None and head.words[0] != call.digest:
             theirs = Call("broadcast", *_described(head), root=root)
             message = (
@@ -271,10 +283,11 @@ class Broadcasting(PieceCalls):
         told = {"leaves": shapes, "nesting": nesting}
         text = np.frombuffer(json.dumps(told).encode() if self._heads else b"", np.uint8)
         nbytes = text.size + sum(array.nbytes for array in arrays)
-        call = Call(
+        request = Call(
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
             device=self._where(leaves[0].rows.array) if leaves else None,
         )  # fmt: skip
+        plan = self._broadcast_plan(request, root)
 
         def run() -> Any:
             packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None)
@@ -282,7 +295,7 @@ class Broadcasting(PieceCalls):
                 if text.size:
                     packed.array[: text.size] = text
                 pack([array.ravel() for array in arrays], packed.array[text.size :])
-            self._broadcast_known(packed, root, call, seconds, text.size)
+            self._broadcast_known(packed, plan, seconds, text.size)
             if outputs is None:
                 return x
             unpack(packed.array[text.size :], [output.flat for output in outputs])

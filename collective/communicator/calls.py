@@ -30,7 +30,9 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
 
+from .listener import Event, Listener
 from .output import Output, same_memory
+from .plan import Plan
 from .repeated import REMEMBERED, Prepared, Repeated
 from .streams import StreamWork, joined, within
 
@@ -89,7 +91,9 @@ class Calls:
         self._heads = self._agree_sizes and not self._agree_first and not apart
         self._plans: dict[Any, Any] = {}
         self._repeated = Repeated()
-        self._lane = Lane(f"collective-{backend.name}-{backend.rank}")
+        self._lane_name = f"collective-{backend.name}-{backend.rank}"
+        self._listeners: tuple[Listener, ...] = ()
+        self._lane = self._new_lane(self._lane_name, messages=False)
         self._lanes: dict[Any, Lane] = {}
         # What a call of this rank's said when it found the communicator broken.
         self._broken: CollectiveError | None = None
@@ -98,8 +102,12 @@ class Calls:
 
     # -- running ------------------------------------------------------------------------
 
-    def _new_lane(self, name: str) -> Lane:
-        """Return a lane for further messages."""
+    def _new_lane(self, name: str, messages: bool) -> Lane:
+        """Return a lane: of the first listener that has its own, or the usual one."""
+        for listener in self._listeners:
+            lane = listener.lane(name, messages)
+            if lane is not None:
+                return lane
         return Lane(name)
 
     def _go(
@@ -160,23 +168,24 @@ class Calls:
     # Whether they are is a matter of the moment and may differ between ranks; and what one rank
     # has prepared and another has not is prepared on neither from then on.
 
-    def _repeat(
-        self, method: Callable[..., Any], kept: Prepared, x: Any, out: Any, async_op: bool
-    ) -> Any:
-        """Make a call that was made before, in its turn."""
-        run = functools.partial(self._repeat_now, method, kept, out)
-        return self._go(kept[2][-1].operation, run, async_op, kept[0].array, known_adapter(x))
+    def _repeat(self, kept: Prepared, x: Any, out: Any, async_op: bool) -> Any:
+        """Make a call that was made before, now or in its turn."""
+        src, dst, plan = kept
+        if not async_op and self._lane.idle:
+            self._carry(plan, src, dst, self.timeout)
+            return out
+
+        def run() -> Any:
+            self._carry(plan, src, dst, self.timeout)
+            return out
+
+        return self._go(plan.request.operation, run, async_op, src.array, known_adapter(x))
 
     def _in_turn(self, what: str, run: Callable[[], T], kept: Prepared, x: Any) -> T | Work[T]:
         """Run a call that was made before: now, or when those under way are over."""
         if self._lane.idle:
             return run()
         return self._go(what, run, False, kept[0].array, known_adapter(x))
-
-    def _repeat_now(self, method: Callable[..., Any], kept: Prepared, out: Any) -> Any:
-        src, dst, rest = kept
-        self._collective(method, rest[-1], src, dst, *rest, self.timeout)
-        return out
 
     def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
         now = functools.partial(adapter.current_stream, current.device, current)
@@ -228,20 +237,45 @@ class Calls:
         self.recorder.failed = self.recorder.started
         self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
 
-    def _collective(self, method: Callable[..., Work[Any] | None], call: Call, *args: Any) -> None:
-        """Call the transport for something on which all ranks have to agree entirely."""
-        # _recorded and _transport once more, not called: small messages all come this way.
+    def _carry(
+        self,
+        plan: Plan,
+        src: Buffer | None,
+        dst: Buffer | None,
+        seconds: float,
+        *,
+        alike: bool = True,
+        heard: bool = False,
+    ) -> None:
+        """Make a collective call of the transport's: the one way on which all of them go.
+
+        Args:
+            alike: whether all ranks have to agree entirely, or else it is an error. If not, what
+                the transport finds out is raised.
+            heard: whether the listeners have been told.
+
+        Raises:
+            MismatchError: the ranks' calls differ, and ``alike``.
+            Disagreement: they differ, and not ``alike``.
+        """
+        request = plan.request
+        if self._listeners and not heard:
+            again = functools.partial(self._carry, plan, src, dst, seconds, alike=alike, heard=True)
+            self._heard(self._event(plan, src, dst), again)
+            return
         recorder = self.recorder
         try:
-            if self._agree_first:
-                self._agree(call, args[-1])
-            recorder.begin(call)
-            work = method(*args)
+            if alike and self._agree_first:
+                self._agree(request, seconds)
+            recorder.begin(request, plan.compares)
+            work = plan.method(src, dst, *plan.arguments, request, seconds)
             if work is not None:
                 work.wait()
             recorder.end()
         except Disagreement as difference:
             recorder.end()
+            if not alike:
+                raise
             self._mismatch(difference.headers)
         except CollectiveError as error:
             self._note_broken(error)
@@ -250,21 +284,58 @@ class Calls:
             self._half_done()
             raise
 
-    def _recorded(
-        self, method: Callable[..., Work[Any] | None], *args: Any, compares: bool = False
-    ) -> None:
-        """Call the transport for a collective whose last arguments are its call and timeout."""
-        self.recorder.begin(args[-2], compares)
+    def _event(self, plan: Plan, src: Buffer | None, dst: Buffer | None) -> Event:
+        request, number = plan.request, self.recorder.started + 1
+        if plan.compares:
+            return Event(request.operation, 0, request, number, True)
+        lengths = [each.nbytes for each in (src, dst) if each is not None]
+        return Event(request.operation, max(lengths, default=request.nbytes), request, number)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every call from now on, in the order in which listeners came.
+
+        To be called while nothing of this communicator is under way.
+
+        Args:
+            listener: what hears; :meth:`hook` is for functions.
+        """
+        self._listeners = (*self._listeners, listener)
+        self._lane = self._new_lane(self._lane_name, messages=False)
+        self._lanes.clear()
+
+    def _forget(self, listener: Listener) -> None:
+        self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+    def _heard(self, event: Event, run: Callable[[], T]) -> T:
+        """Make a call of which listeners hear."""
+        listeners = self._listeners
+        for listener in listeners:
+            listener.before(event)
         try:
-            self._transport(method, *args)
-        except Disagreement:
-            self.recorder.end()
+            result = run()
+        except BaseException as error:
+            for listener in reversed(listeners):
+                listener.after(event, error)
             raise
-        self.recorder.end()
+        for listener in reversed(listeners):
+            listener.after(event, None)
+        return result
+
+    def _broadcast_plan(self, request: Call, root: int) -> Plan:
+        """Return what broadcasts a buffer: input at the root, output elsewhere."""
+        return Plan(request, self._broadcast_now, root)
+
+    def _broadcast_now(
+        self, src: Buffer, dst: Buffer, root: int, request: Call, seconds: float
+    ) -> Work[Any] | None:
+        return self._backend.broadcast(dst, root, request, seconds)
 
     def _agree(self, call: Call, timeout: float) -> None:
         """Compare ``call`` on all ranks."""
-        self._recorded(self._backend.agree, call, timeout, compares=True)
+        self._carry(Plan(call, self._compare, compares=True), None, None, timeout, alike=False)
+
+    def _compare(self, src: None, dst: None, request: Call, seconds: float) -> None:
+        self._backend.agree(request, seconds)
 
     def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""

@@ -33,8 +33,11 @@ from collective.memory.arrays import adapter_of
 
 from .exchanging import Exchanging
 from .grouping import meet
+from .listener import Event, Hook
 from .object_calls import ObjectCalls
+from .plan import Plan
 from .reductions import Reductions
+from .repeated import Repeated
 
 __all__ = ["Communicator"]
 
@@ -96,6 +99,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         return self._closed
 
     @property
+    def enqueues(self) -> bool:
+        """Whether calls on arrays of GPUs are only enqueued, on their streams."""
+        return self._enqueues
+
+    @property
     def check(self) -> str:
         """Whether calls are compared before they are sent: "auto", "always" or "never"."""
         return self._check
@@ -150,11 +158,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         made: list[Any] = []
 
         def run() -> Any:
-            def allocate(call: Call, seconds: float) -> None:
+            def allocate(src: None, dst: None, call: Call, seconds: float) -> None:
                 method = self._backend.empty_device if on_gpu else self._backend.empty
                 made.append(method(nbytes, call, seconds))
 
-            self._collective(allocate, call, call, self.timeout)
+            self._carry(Plan(call, allocate), None, None, self.timeout)
             return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
 
         return self._go("empty", run, False)
@@ -183,10 +191,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         made: list[Any] = []
 
         def run() -> Any:
-            def share(call: Call, seconds: float) -> None:
+            def share(src: None, dst: None, call: Call, seconds: float) -> None:
                 made.append(self._backend.adopt(nbytes, move, call, seconds))
 
-            self._collective(share, call, call, self.timeout)
+            self._carry(Plan(call, share), None, None, self.timeout)
             return made[0]
 
         adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
@@ -237,7 +245,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
                 made.append(self._backend.group(members, left))
 
             self._transport(make)
-            return self._child(made[0], members)
+            child = self._child(made[0], members)
+            for listener in self._listeners:
+                listener.group(child, members)
+            return child
 
         child: Communicator = self._go("group", run, False)  # type: ignore[assignment]
         return child
@@ -314,6 +325,31 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         """
         return self.group(range(self.size))
 
+    # -- listening ------------------------------------------------------------------------
+
+    def hook(
+        self,
+        before: Callable[[Event], Any] | None = None,
+        after: Callable[[Event, BaseException | None], Any] | None = None,
+    ) -> Callable[[], None]:
+        """Have functions called around every call that reaches the transport.
+
+        For a program's own accounting: how many bytes, how long, how often. They run in the thread
+        that makes the call, which is a lane's for what was started with ``async_op=True``, and
+        must not make calls themselves. An exception of theirs is the call's. Groups that are made
+        of this communicator have hooks of their own.
+
+        Args:
+            before: is given the call as it begins.
+            after: is given the call and what it raised, or None.
+
+        Returns:
+            A function that ends it.
+        """
+        hook = Hook(before, after)
+        self.listen(hook)
+        return lambda: self._forget(hook)
+
     # -- life -----------------------------------------------------------------------------
 
     def abort(self, reason: str = "aborted") -> None:
@@ -345,6 +381,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         for lane in (self._lane, *self._lanes.values()):
             lane.close(self.timeout)
         self._closed = True
+        # What was prepared would go on calling the transport.
+        self._plans.clear()
+        self._repeated = Repeated()
+        for listener in self._listeners:
+            listener.close()
         backend, self._backend = self._backend, _Closed(self._backend, _CLOSED)  # type: ignore[assignment]
         backend.close()
         if self._store is not None:
@@ -361,6 +402,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             "processes with the method 'spawn', or call collective.init() in all children, for "
             "a communicator of their own."
         )
+        self._plans.clear()
+        self._repeated = Repeated()
         self._backend = _Closed(self._backend, self._foreign)  # type: ignore[assignment]
 
     def _leave(self) -> None:

@@ -15,6 +15,7 @@ from collective.memory.buffer import Buffer
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .plan import Plan
 from .rows import split_sizes
 
 __all__ = ["Exchanging"]
@@ -61,7 +62,7 @@ class Exchanging(PieceCalls):
         what, method = "all_to_all", self._backend.all_to_all
         plain = timeout is None and axis == 0 and counts is None and not async_op
         plain = plain and not self._agree_sizes and out is not None
-        done, differ = self._again(method, what, x, out) if plain else (False, None)
+        done, differ = self._again(what, x, out) if plain else (False, None)
         if done:
             return out
         seconds = self._seconds(timeout)
@@ -111,8 +112,8 @@ class Exchanging(PieceCalls):
                 inner = leaves[0].rows.inner
                 elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
                 return self._move_one(
-                    what, method, leaves[0], sum(receives[0]), None, True, out,
-                    (*elements, agreed, seconds), (what, x) if plain and agreed is call else None,
+                    what, Plan(agreed, method, *elements), leaves[0], sum(receives[0]), None, True,
+                    out, seconds, (what, x) if plain and agreed is call else None,
                 )  # fmt: skip
             to, coming = (
                 [
@@ -124,7 +125,7 @@ class Exchanging(PieceCalls):
             )  # fmt: skip
             src = Buffer(packed(), UINT8)
             dst = Buffer.empty(sum(coming), UINT8, src.array)
-            self._recorded(method, src, dst, to, coming, agreed, seconds)
+            self._carry(Plan(agreed, method, to, coming), src, dst, seconds, alike=False)
             parts = np.split(dst.array, list(accumulate(coming))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)

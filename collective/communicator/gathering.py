@@ -16,6 +16,7 @@ from collective.memory.buffer import Buffer
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .plan import Plan
 from .rows import check_counts
 
 __all__ = ["Gathering"]
@@ -114,12 +115,10 @@ class Gathering(PieceCalls):
             again = what, root, *(counts if plain else ())
             kept = self._repeated.find(again, x, out) if plain else None
             if kept is not None:
-                if async_op or not self._lane.idle:
-                    return self._repeat(method, kept, x, out, async_op)
-                return self._repeat_now(method, kept, out)
+                return self._repeat(kept, x, out, async_op)
         else:
             plain = plain and not async_op and not self._agree_sizes
-            done, differ = self._again(method, again, x, out) if plain else (False, None)
+            done, differ = self._again(again, x, out) if plain else (False, None)
             if done:
                 return out
         seconds = self._seconds(timeout)
@@ -147,12 +146,13 @@ class Gathering(PieceCalls):
 
         def send(rows: list[list[int]], agreed: Call, method: Any = method) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
-            ends = (agreed, seconds) if root is None else (root, agreed, seconds)
+            end = () if root is None else (root,)
             if nesting == 0:
                 elements = [length * leaves[0].rows.inner for length in rows[0]]
+                plan = Plan(agreed, method, elements, *end)
                 return self._move_one(
-                    what, method, leaves[0], sum(rows[0]), sum(elements[: self.rank]), receives,
-                    out, (elements, *ends), (again, x) if plain and agreed is call else None,
+                    what, plan, leaves[0], sum(rows[0]), sum(elements[: self.rank]), receives, out,
+                    seconds, (again, x) if plain and agreed is call else None,
                 )  # fmt: skip
             nbytes = [
                 sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
@@ -160,7 +160,7 @@ class Gathering(PieceCalls):
             ]
             src = Buffer(packed(), UINT8)
             dst = Buffer.empty(sum(nbytes), UINT8, src.array) if receives else None
-            self._recorded(method, src, dst, nbytes, *ends)
+            self._carry(Plan(agreed, method, nbytes, *end), src, dst, seconds, alike=False)
             if dst is None:
                 return None
             parts = np.split(dst.array, list(accumulate(nbytes))[:-1])

@@ -17,6 +17,7 @@ from collective.memory.dtypes import DType
 from .calls import Array, Calls, View
 from .heads import HEAD_BYTES, Head
 from .output import Output
+from .plan import Plan
 from .rows import Rows
 from .streams import Near, nearest
 
@@ -44,13 +45,13 @@ class PieceCalls(Calls):
     def _move_one(
         self,
         what: str,
-        method: Any,
+        plan: Plan,
         leaf: Leaf,
         total: int,
         at: int | None,
         receives: bool,
         out: Any,
-        rest: tuple[Any, ...],
+        seconds: float,
         again: tuple[Any, Any] | None,
     ) -> Any:
         """Move one array, straight from where it is and to where it goes.
@@ -58,7 +59,7 @@ class PieceCalls(Calls):
         Args:
             total: rows of the result.
             at: where this rank's own piece is in the result, if the call may be in place.
-            rest: what the transport wants to know besides the buffers.
+            seconds: that it may take.
             again: the key under which to keep the call, and x.
         """
         rows, dtype = leaf.rows, leaf.dtype
@@ -83,8 +84,8 @@ class PieceCalls(Calls):
                 source = Buffer(src.copy(), dtype)
             dst = Buffer(target, dtype)
         if again is not None and dst is not None and fits is None:
-            self._repeated.keep(*again, out, source, dst, *rest[:-1])
-        self._recorded(method, source, dst, *rest)
+            self._repeated.keep(*again, out, source, dst, plan)
+        self._carry(plan, source, dst, seconds, alike=False)
         if fits is not None:
             raise fits
         if output is None:
@@ -96,7 +97,7 @@ class PieceCalls(Calls):
         """Return what the call runs by."""
         return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
 
-    def _again(self, method: Any, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
+    def _again(self, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
         """Repeat a kept call if there is one.
 
         Returns:
@@ -106,10 +107,10 @@ class PieceCalls(Calls):
         kept = self._repeated.find(key, x, out)
         if kept is None:
             return False, None
-        src, dst, rest = kept
-        run = functools.partial(self._recorded, method, src, dst, *rest, self.timeout)
+        src, dst, plan = kept
+        run = functools.partial(self._carry, plan, src, dst, self.timeout, alike=False)
         try:
-            self._in_turn(rest[-1].operation, run, kept, x)
+            self._in_turn(plan.request.operation, run, kept, x)
         except Disagreement as difference:
             return False, difference.headers
         return True, None
@@ -137,8 +138,8 @@ class PieceCalls(Calls):
         head.put(payload)
         every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
         about = self._about(call, call.operation, call.options.get("root"))
-        lengths = [HEAD_BYTES] * self.size
-        self._recorded(self._backend.all_gather, head.buffer, every, lengths, about, seconds)
+        plan = Plan(about, self._backend.all_gather, [HEAD_BYTES] * self.size)
+        self._carry(plan, head.buffer, every, seconds, alike=False)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
         if any(each.words[0] != call.digest for each in heads):
             self._agree(call, seconds)

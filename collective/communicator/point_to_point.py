@@ -25,6 +25,7 @@ from collective.memory.buffer import Buffer
 from . import objects
 from .calls import Calls, _with_site
 from .heads import Head
+from .listener import Event
 from .output import Output
 from .streams import within
 
@@ -39,6 +40,9 @@ _ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
 _LANES = 64
+
+#: Messages of one are received in the order in which they were sent: operation, dst, src, tag.
+Direction = tuple[str, "int | None", "int | None", int]
 
 
 class Status:
@@ -99,7 +103,8 @@ class PointToPoint(Calls):
             if payload is not None:
                 self._transport(self._backend.send, payload, dst, tag, seconds)
 
-        return self._post(("send", dst, tag), run, async_op, *near)
+        key = "send", dst, None, tag
+        return self._post(key, run, async_op, *near, nbytes=int(head.words[2]))
 
     def recv(
         self,
@@ -162,7 +167,7 @@ class PointToPoint(Calls):
                 self._settle("recv", payload.array, seconds)
             return result
 
-        return self._post(("recv", src, tag), run, async_op, *near)
+        return self._post(("recv", None, src, tag), run, async_op, *near)
 
     def sendrecv(
         self,
@@ -205,7 +210,8 @@ class PointToPoint(Calls):
         if like is None:
             like = next(iter(nested.flatten(x)), None)
         self._adapter(like)
-        send, recv = ("send", dst, tag), ("recv", src, tag)
+        send, recv = ("send", dst, None, tag), ("recv", None, src, tag)
+        key, nbytes = ("sendrecv", dst, src, tag), int(head.words[2])
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
             # Each half takes its turn among the messages that are on their way already.
             sent = self.send(x, dst, tag=tag, timeout=timeout, async_op=True)
@@ -215,7 +221,7 @@ class PointToPoint(Calls):
                 sent.wait()
                 return received.wait()
 
-            return self._post(("sendrecv", dst, src, tag), both, async_op)
+            return self._post(key, both, async_op, nbytes=nbytes)
 
         def run() -> Any:
             deadline = time.monotonic() + seconds
@@ -235,7 +241,7 @@ class PointToPoint(Calls):
                 self._receive(received, src, tag, rest)
             return self._arrived(words, received, out, like)
 
-        return self._post(("sendrecv", dst, src, tag), run, async_op, *near)
+        return self._post(key, run, async_op, *near, nbytes=nbytes)
 
     # -- shared ---------------------------------------------------------------------------
 
@@ -248,25 +254,31 @@ class PointToPoint(Calls):
             )
         return int(rank)
 
-    def _busy(self, key: Any) -> bool:
+    def _busy(self, key: Direction) -> bool:
         lane = self._lanes.get(key)
         return lane is not None and not lane.idle
 
     def _post(
         self,
-        key: Any,
+        key: Direction,
         run: Callable[[], Any],
         async_op: bool,
         near: Any = None,
         adapter: Adapter | None = None,
+        *,
+        nbytes: int = -1,
     ) -> Any:
         """Run a message now or in its lane: one a direction, peer and tag, in order.
 
         Args:
             near, adapter: an array on a GPU, if the message has one, and its adapter.
+            nbytes: of what is sent; -1 if nothing is.
         """
+        operation, dst, src, tag = key
         if self._broken is not None:
-            run, adapter = partial(self._refuse_broken, f"{key[0]}(tag={key[-1]})"), None
+            run, adapter = partial(self._refuse_broken, f"{operation}(tag={tag})"), None
+        if self._listeners:
+            run = partial(self._heard, Event(operation, nbytes, dst=dst, src=src, tag=tag), run)
         if not async_op and not self._busy(key):
             return run()
         lane = self._lanes.get(key)
@@ -274,8 +286,10 @@ class PointToPoint(Calls):
             if len(self._lanes) >= _LANES:  # a program may never use a tag twice
                 for idle in [k for k, kept in self._lanes.items() if kept.idle]:
                     del self._lanes[idle]
-            lane = self._lanes[key] = self._new_lane(f"collective-{'-'.join(map(str, key))}")
-        what = f"{key[0]}(tag={key[-1]})"
+            ends = "-".join(str(end) for end in (dst, src) if end is not None)
+            name = f"collective-{operation}-{ends}-{tag}"
+            lane = self._lanes[key] = self._new_lane(name, messages=True)
+        what = f"{operation}(tag={tag})"
         if adapter is None or not self._enqueues:
             work = lane.submit(what, _with_site(run))
         else:
@@ -295,9 +309,8 @@ class PointToPoint(Calls):
 
     def _refuse_overlap(self, src: int, tag: int) -> None:
         """Keep a receive from anybody apart from others of its tag: they'd share messages."""
-        for key, lane in self._lanes.items():
-            source = key[1]
-            named = ("recv", source, tag) == key and source != src
+        for (operation, _, source, other), lane in self._lanes.items():
+            named = (operation, other) == ("recv", tag) and source != src
             if named and ANY_SOURCE in (source, src) and not lane.idle:
                 raise InvalidArgumentError(
                     f"recv: ANY_SOURCE and a source by name, with tag {tag}, at once "
@@ -345,6 +358,8 @@ class PointToPoint(Calls):
     ) -> tuple[Buffer, bool, bool]:
         """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
         nbytes = words[2]
+        for listener in self._listeners:
+            listener.arrives(nbytes)
         inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
         direct = self._direct(words, out, inline is None)
         if inline is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,28 +26,11 @@ from collective.ops import ReduceOp, as_op
 
 from .calls import Array, Calls, View
 from .output import Output
+from .plan import Plan
 from .rows import Rows, split_sizes
 from .streams import nearest
 
 __all__ = ["Reductions"]
-
-
-class _Plan:
-    """A reduction that has been validated once and is then repeated.
-
-    Attributes:
-        native: whether the transport reduces arrays where they are.
-        outcome: of a user's operator, the barrier after the fold; else None.
-    """
-
-    __slots__ = ("call", "native", "op", "ordered", "outcome")
-
-    def __init__(self, op: ReduceOp, ordered: bool, call: Call, native: bool) -> None:
-        self.op = op
-        self.ordered = ordered
-        self.call = call
-        self.native = native
-        self.outcome = None if op.function is None else call.at(1)
 
 
 class Reductions(Calls):
@@ -96,14 +80,10 @@ class Reductions(Calls):
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
         again = "all_reduce", op, order
-        if timeout is None:
+        if timeout is None and out is not None:
             kept = self._repeated.find(again, x, out)
             if kept is not None:
-                if async_op or not self._lane.idle:
-                    return self._repeat(self._backend.all_reduce, kept, x, out, async_op)
-                src, dst, rest = kept
-                self._collective(self._backend.all_reduce, rest[2], src, dst, *rest, self.timeout)
-                return out
+                return self._repeat(kept, x, out, async_op)
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
         adapter, array, dtype = self._view("all_reduce", x)
@@ -116,12 +96,11 @@ class Reductions(Calls):
         output = Output("all_reduce", out, adapter, shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-        ends = (plan.op, plan.ordered, plan.call)
-        if plan.outcome is None:
-            self._repeated.keep(again, x, out, src, dst, *ends)
+        if out is not None:
+            self._repeated.keep(again, x, out, src, dst, plan)
 
         def run() -> Any:
-            self._reduction(plan, self._backend.all_reduce, seconds, src, dst, *ends)
+            self._carry(plan, src, dst, seconds)
             return output.finish()
 
         return self._go("all_reduce", run, async_op, array, adapter)
@@ -175,10 +154,7 @@ class Reductions(Calls):
             dst = src if src.array is output.flat else Buffer(output.flat, dtype)
 
         def run() -> Any:
-            self._reduction(
-                plan, self._backend.reduce, seconds, src, dst, plan.op, root, plan.ordered,
-                plan.call,
-            )  # fmt: skip
+            self._carry(plan, src, dst, seconds)
             return None if output is None else output.finish()
 
         return self._go("reduce", run, async_op, array, adapter)
@@ -227,7 +203,7 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
 
         def run() -> Any:
-            self._reduction(plan, self._backend.scan, seconds, src, dst, plan.op, plan.call)
+            self._carry(plan, src, dst, seconds)
             return output.finish()
 
         return self._go("scan", run, async_op, array, adapter)
@@ -265,12 +241,10 @@ class Reductions(Calls):
             MPI_Reduce_scatter, ncclReduceScatter.
         """
         again = "reduce_scatter", op, order
-        plain = timeout is None and axis == 0 and counts is None
+        plain = timeout is None and axis == 0 and counts is None and out is not None
         kept = self._repeated.find(again, x, out) if plain else None
         if kept is not None:
-            if async_op or not self._lane.idle:
-                return self._repeat(self._backend.reduce_scatter, kept, x, out, async_op)
-            return self._repeat_now(self._backend.reduce_scatter, kept, out)
+            return self._repeat(kept, x, out, async_op)
         if type(x) is not np.ndarray and nested.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
@@ -280,7 +254,10 @@ class Reductions(Calls):
         key = (
             "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
         )  # fmt: skip
-        plan = self._plans.get(key) or self._plan(key, None, axis=rows.axis, counts=counts)
+        plan = self._plans.get(key)
+        if plan is None:
+            elements = [size * rows.inner for size in sizes]
+            plan = self._plan(key, None, elements, axis=rows.axis, counts=counts)
         if not plan.native:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
             rows = Rows("reduce_scatter", array, axis)
@@ -290,12 +267,11 @@ class Reductions(Calls):
         src = self._input(rows.array, dtype, output, out, None)
         seconds = self._seconds(timeout)
         dst = Buffer(piece, dtype)
-        ends = ([size * rows.inner for size in sizes], plan.op, plan.ordered, plan.call)
-        if plain and plan.outcome is None:
-            self._repeated.keep(again, x, out, src, dst, *ends)
+        if plain:
+            self._repeated.keep(again, x, out, src, dst, plan)
 
         def run() -> Any:
-            self._reduction(plan, self._backend.reduce_scatter, seconds, src, dst, *ends)
+            self._carry(plan, src, dst, seconds)
             rows.restore(piece, output.flat, sizes[self.rank])
             return output.finish()
 
@@ -303,17 +279,34 @@ class Reductions(Calls):
 
     # -- shared ---------------------------------------------------------------------------
 
-    def _plan(self, key: tuple[Any, ...], root: int | None, **options: Any) -> _Plan:
+    def _plan(
+        self,
+        key: tuple[Any, ...],
+        root: int | None,
+        elements: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Plan:
+        """Check a reduction, and return what makes it from now on.
+
+        Args:
+            key: by which it is known: operation, dtype, shape, op, order, the kind of array, and
+                whatever else tells it from others.
+            elements: of ``reduce_scatter``, how many each rank gets.
+            options: what else the ranks have to agree on.
+
+        Raises:
+            InvalidArgumentError, DtypeError, UnsupportedError: it cannot be made.
+        """
         what, dtype, shape, op, order, kind = key[:6]
         if order not in (None, "rank"):
             raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {self._who}.")
-        reducer = as_op(op)
+        reducer, ordered = as_op(op), order == "rank"
         try:
             arithmetic.check(reducer, dtype)
         except DtypeError as error:
             raise DtypeError(f"{what}: {error} {self._who}") from None
         on_gpu = kind is not np.ndarray
-        native = not on_gpu or self._backend.supports(what, reducer, dtype, order == "rank")
+        native = not on_gpu or self._backend.supports(what, reducer, dtype, ordered)
         if on_gpu and native:
             options["device"] = "cuda" if self._enqueues else None
         else:
@@ -322,35 +315,40 @@ class Reductions(Calls):
         name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
         if options.get("counts") is not None:
             options["counts"] = list(map(int, options["counts"]))
-        call = Call(what, dtype, shape, op=name, order=order, root=root, **options)
-        return self._remember(key, _Plan(reducer, order == "rank", call, native))
+        request = Call(what, dtype, shape, op=name, order=order, root=root, **options)
+        method = getattr(self._backend, what)
+        if reducer.function is not None:
+            method = functools.partial(self._fold, method, request.at(1))
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (reducer, ordered),
+            "reduce": (reducer, root, ordered),
+            "reduce_scatter": (elements, reducer, ordered),
+            "scan": (reducer,),
+        }
+        return self._remember(key, Plan(request, method, *arguments[what], native=native))
 
-    def _reduction(
-        self, plan: _Plan, method: Callable[..., Any], seconds: float, *args: Any
-    ) -> None:
-        """Call ``method(*args, seconds)`` of the transport for a reduction."""
-        outcome = plan.outcome
-        if outcome is None:
-            self._collective(method, plan.call, *args, seconds)
-            return
+    def _fold(self, method: Callable[..., Any], outcome: Call, *given: Any) -> None:
+        """Fold with a user's operator, and return when all ranks have.
 
-        def fold(seconds: float) -> None:
-            """Fold, and return when all ranks have: a rank whose operator raised does not come.
+        A rank whose operator raised does not come. Otherwise the others would go on with a result
+        that they cannot tell from a right one. MPI in particular has no way to stop a reduction
+        from within.
 
-            Otherwise the others would go on with a result that they cannot tell from a right
-            one. MPI in particular has no way to stop a reduction from within.
-            """
-            end = time.monotonic() + seconds
-            try:
-                _finish(method(*args, seconds))
-            except (Disagreement, CommunicatorAbortedError):
-                raise  # nothing has been folded, or all ranks know why
-            except CollectiveError:
-                self._half_done()  # it may be the operator's
-                raise
-            _finish(self._backend.barrier(outcome, max(0.0, end - time.monotonic())))
-
-        self._collective(fold, plan.call, seconds)
+        Args:
+            method: of the transport.
+            outcome: the barrier after the fold.
+            given: the buffers, what else the method takes, and the seconds that it may take.
+        """
+        *arguments, seconds = given
+        end = time.monotonic() + seconds
+        try:
+            _finish(method(*arguments, seconds))
+        except (Disagreement, CommunicatorAbortedError):
+            raise  # nothing has been folded, or all ranks know why
+        except CollectiveError:
+            self._half_done()  # it may be the operator's
+            raise
+        _finish(self._backend.barrier(outcome, max(0.0, end - time.monotonic())))
 
     def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
         able = self.capabilities
@@ -398,7 +396,6 @@ class Reductions(Calls):
             ]
 
         def run() -> Any:
-            method = getattr(self._backend, what)
             for dtype, members, count, plan in groups:
                 arrays = [views[i].array for i in members]
                 # Where nothing is enqueued other ranks may have these on the CPU.
@@ -410,12 +407,7 @@ class Reductions(Calls):
                 src = Buffer.empty(count, dtype, arrays[0])
                 np.concatenate([array.ravel() for array in arrays], out=src.array)
                 dst = src if receives else None
-                ends: tuple[Any, ...] = (plan.ordered, plan.call)
-                if what == "reduce":
-                    ends = (root, *ends)
-                elif what == "scan":
-                    ends = ends[1:]
-                self._reduction(plan, method, seconds, src, dst, plan.op, *ends)
+                self._carry(plan, src, dst, seconds)
                 if outputs is not None:
                     start = 0
                     for i, array in zip(members, arrays):
@@ -430,7 +422,7 @@ class Reductions(Calls):
         )
 
     def _together(
-        self, pairs: Sequence[tuple[Array, Output]], plan: _Plan, apart: bool, seconds: float
+        self, pairs: Sequence[tuple[Array, Output]], plan: Plan, apart: bool, seconds: float
     ) -> None:
         """All-reduce several arrays of a GPU where they are, started at once.
 
@@ -440,7 +432,7 @@ class Reductions(Calls):
         buffers = []
         for array, output in pairs:
             src = array.ravel()
-            dtype = plan.call.dtype
+            dtype = plan.request.dtype
             assert dtype is not None
             if not apart:
                 src = src.copy()
@@ -448,12 +440,12 @@ class Reductions(Calls):
                 src = output.flat  # in place
             buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
 
-        def start(call: Call, seconds: float) -> None:
+        def start(src: None, dst: None, call: Call, seconds: float) -> None:
             with self._backend.batch():
-                for src, dst in buffers:
-                    self._backend.all_reduce(src, dst, plan.op, plan.ordered, call, seconds)
+                for source, target in buffers:
+                    plan.method(source, target, *plan.arguments, call, seconds)
 
-        self._collective(start, plan.call, plan.call, seconds)
+        self._carry(Plan(plan.request, start), None, None, seconds)
 
     def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
         if nested.skeleton(out) != nesting:
@@ -479,18 +471,20 @@ class Reductions(Calls):
         shapes = [[view.dtype.name, *view.array.shape] for view in views]
         told = str(nesting), str(shapes), str(counts)
         seconds = self._seconds(timeout)
+        rows = [Rows(what, view.array, axis) for view in views]
+        sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
         groups = []
         for dtype, members in _by_dtype(views).items():
             key = (what, dtype, (), op, order, type(views[members[0]].array), axis, *told)
+            elements = [sum(sizes[i][r] * rows[i].inner for i in members) for r in range(self.size)]
             plan = self._plans.get(key) or self._plan(
-                key, None, axis=axis, counts=counts, leaves=shapes, nesting=nesting
+                key, None, elements, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )
             if not plan.native:
                 for i in members:
                     views[i] = self._on_the_host(views[i])
-            groups.append((dtype, members, plan))
-        rows = [Rows(what, view.array, axis) for view in views]
-        sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
+                    rows[i] = Rows(what, views[i].array, axis)
+            groups.append((dtype, members, elements[self.rank], plan))
         outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
         outputs = [
             Output(
@@ -500,24 +494,16 @@ class Reductions(Calls):
         ]  # fmt: skip
 
         def run() -> Any:
-            for dtype, members, plan in groups:
-                pieces: list[Array] = []
-                elements = []
-                for rank in range(self.size):
-                    cut = [rows[i].piece(sizes[i], rank) for i in members]
-                    elements.append(sum(piece.size for piece in cut))
-                    pieces.extend(cut)
+            for dtype, members, count, plan in groups:
+                pieces = [rows[i].piece(sizes[i], r) for r in range(self.size) for i in members]
                 src = Buffer(np.concatenate(pieces), dtype)
-                dst = Buffer.empty(elements[self.rank], dtype, src.array)
-                self._reduction(
-                    plan, self._backend.reduce_scatter, seconds, src, dst, elements, plan.op,
-                    plan.ordered, plan.call,
-                )  # fmt: skip
+                dst = Buffer.empty(count, dtype, src.array)
+                self._carry(plan, src, dst, seconds)
                 start = 0
                 for i in members:
-                    count = sizes[i][self.rank]
-                    stop = start + count * rows[i].inner
-                    rows[i].restore(dst.array[start:stop], outputs[i].flat, count)
+                    length = sizes[i][self.rank]
+                    stop = start + length * rows[i].inner
+                    rows[i].restore(dst.array[start:stop], outputs[i].flat, length)
                     start = stop
             return nested.rebuild(x, iter([output.finish() for output in outputs]))
 

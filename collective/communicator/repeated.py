@@ -20,6 +20,8 @@ from collective.memory.arrays import Adapter, adapter_of, known_adapter
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 
+from .plan import Plan
+
 __all__ = ["REMEMBERED", "Prepared", "Repeated"]
 
 Array = np.ndarray[Any, Any]
@@ -28,8 +30,8 @@ Array = np.ndarray[Any, Any]
 #: changing must not grow for ever.
 REMEMBERED = 1024
 
-#: Input, output and what else the transport's method takes, up to the timeout.
-Prepared = tuple[Buffer, Buffer, tuple[Any, ...]]
+#: Input, output and what makes the call on them.
+Prepared = tuple[Buffer, Buffer, Plan]
 
 
 class _Kept(NamedTuple):
@@ -63,7 +65,7 @@ class Repeated:
 
     def __init__(self) -> None:
         self._views: dict[Any, _Kept] = {}
-        self._owned: dict[Any, tuple[DType, tuple[Any, ...]]] = {}
+        self._owned: dict[Any, tuple[DType, Plan]] = {}
         self._settled: dict[Any, _Settled] = {}
         # Made once so far, as most arrays of a framework are there for one call only; and
         # whether it has turned out since that such a call cannot be kept.
@@ -100,26 +102,26 @@ class Repeated:
             found = self._owned.get((key, x.dtype, x.shape))
             if found is None or not x.flags.carray:
                 return None
-            dtype, rest = found
+            dtype, plan = found
             src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
-            return src, src, rest
+            return src, src, plan
         found = self._owned.get((key, x.dtype, x.shape, out.dtype, out.shape))
         if found is None or not (_is_own(x) and _is_own(out)):
             return None
-        dtype, rest = found
+        dtype, plan = found
         src = Buffer(x if x.ndim == 1 else x.reshape(-1), dtype)
         # Each in memory of its own, they do not overlap.
-        return src, Buffer(out if out.ndim == 1 else out.reshape(-1), dtype), rest
+        return src, Buffer(out if out.ndim == 1 else out.reshape(-1), dtype), plan
 
-    def keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, *rest: Any) -> None:
-        """Keep ``rest`` for the next such call, if both arrays are as :meth:`_kept` wants."""
+    def keep(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, plan: Plan) -> None:
+        """Keep ``plan`` for the next such call, if both arrays are as :meth:`_kept` wants."""
         if type(x) is not np.ndarray or type(out) is not np.ndarray:
             if out is None:
                 return
             if isinstance(src.array, np.ndarray):
-                self._settle(key, x, out, src, dst, rest)
+                self._settle(key, x, out, src, dst, plan)
             else:
-                self._keep_on_gpu(key, x, out, src, dst, rest)
+                self._keep_on_gpu(key, x, out, src, dst, plan)
             return
         if x.base is None and out.base is None:
             if _is_own(x) and _is_own(out) and _is_all_of(src, x) and _is_all_of(dst, out):
@@ -128,7 +130,7 @@ class Repeated:
                 likeness: tuple[Any, ...] = (key, x.dtype, x.shape)
                 if out is not x:
                     likeness += (out.dtype, out.shape)
-                self._owned[likeness] = src.dtype, rest
+                self._owned[likeness] = src.dtype, plan
             return
         for array, buffer in ((x, src), (out, dst)):
             if not array.flags.carray:
@@ -146,7 +148,7 @@ class Repeated:
 
         self._views[name] = _Kept(
             weakref.ref(x, forget), x.dtype, x.shape,
-            weakref.ref(out, forget), out.dtype, out.shape, (src, dst, rest),
+            weakref.ref(out, forget), out.dtype, out.shape, (src, dst, plan),
         )  # fmt: skip
 
     # -- of a framework, on the CPU -------------------------------------------------------
@@ -160,9 +162,7 @@ class Repeated:
         self._settled.pop((key, id(x), id(out)), None)  # lets go of memory it no longer has
         return None
 
-    def _settle(
-        self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, rest: tuple[Any, ...]
-    ) -> None:
+    def _settle(self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, plan: Plan) -> None:
         adapter = known_adapter(x)
         x_place = None if adapter is None else adapter.place(x)
         if adapter is None or x_place is None or known_adapter(out) is not adapter:
@@ -193,7 +193,7 @@ class Repeated:
 
         self._settled[name] = _Settled(
             weakref.ref(x, forget), x_place, weakref.ref(out, forget), out_place, adapter,
-            (source, target, rest),
+            (source, target, plan),
         )  # fmt: skip
 
     # -- on a GPU -------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Repeated:
         return prepared
 
     def _keep_on_gpu(
-        self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, rest: tuple[Any, ...]
+        self, key: Any, x: Any, out: Any, src: Buffer, dst: Buffer, plan: Plan
     ) -> None:
         adapter = known_adapter(x)
         name = _place(adapter, key, x, out)
@@ -231,7 +231,7 @@ class Repeated:
             self._on_gpu.clear()
         if src is dst:
             bare[1] = bare[0]
-        self._on_gpu[name] = bare[0], bare[1], rest
+        self._on_gpu[name] = bare[0], bare[1], plan
 
 
 def _alias(adapter: Adapter, x: Any, buffer: Buffer) -> Buffer | None:

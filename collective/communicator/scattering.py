@@ -15,6 +15,7 @@ from collective.memory.buffer import Buffer
 
 from .heads import Head
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .plan import Plan
 from .rows import Rows, split_sizes
 
 __all__ = ["Scattering"]
@@ -115,7 +116,8 @@ class Scattering(PieceCalls):
             else:
                 mine = Buffer.empty(nbytes[self.rank], UINT8)
             agreed = Call(what, root=root, sizes=nbytes)
-            self._recorded(self._backend.scatter, packed, mine, nbytes, root, agreed, seconds)
+            plan = Plan(agreed, self._backend.scatter, nbytes, root)
+            self._carry(plan, packed, mine, seconds, alike=False)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
             nesting = options["nesting"]
             found = self._assemble(what, [mine.array], results, kept, out, nesting, x)
@@ -143,11 +145,13 @@ class Scattering(PieceCalls):
             head.words[0] = text.size
             head.put(text)
         about = call.comparing(root=root)
-        self._recorded(self._backend.broadcast, head.buffer, root, about, seconds)
+        plan = self._broadcast_plan(about, root)
+        self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
         told = head.inline(int(head.words[0]))
         if told is None:
             told = np.empty(int(head.words[0]), np.uint8)
             if self.rank == root:
                 told[:] = text
-            self._recorded(self._backend.broadcast, Buffer(told, UINT8), root, about, seconds)
+            text_of_root = Buffer(told, UINT8)
+            self._carry(plan, text_of_root, text_of_root, seconds, alike=False)
         return dict(json.loads(told.tobytes()))

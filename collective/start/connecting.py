@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from collective.communicator import Communicator
 from collective.contract import registry
 from collective.contract.backend import Backend
@@ -39,13 +36,7 @@ def connect(
         ConfigError: some rank's trace cannot be written; on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
-    made: Callable[..., Communicator] = Communicator
-    if trace:
-        # Here and not above: what is not traced runs nothing of this.
-        from collective.trace.traced import connected
-
-        made = partial(connected, trace)
-    comm = made(
+    comm = Communicator(
         kind.connect(world, start_timeout),
         local_rank=world.local_rank,
         local_size=world.local_size,
@@ -54,4 +45,13 @@ def connect(
         check=check,
     )
     comm._open = world.open
+    if trace:
+        # Here and not above: what is not traced runs nothing of this.
+        from collective.trace.traced import start_tracing
+
+        try:
+            start_tracing(comm, trace)
+        except BaseException:
+            comm.close()
+            raise
     return comm

@@ -48,7 +48,7 @@ class OverRanks:
         self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
 
     def enter(self, x: Any) -> Value:
-        """Return the value of an input, of which this rank has its rows or all."""
+        """Bring the input in: a piece of it, or, if that is how it is given, all of it."""
         if self._from_pieces:
             return self._layered.enter_piece(self._exchanges.entering(x), _lengths(x))
         if self._grid.comm.check == "always":
@@ -56,21 +56,21 @@ class OverRanks:
         return self.enter_whole(x)
 
     def enter_whole(self, x: Any) -> Value:
-        """Return the value of an array that every rank has whole."""
+        """Bring in what every rank has all of."""
         value = Value(_lengths(x), array=self._exchanges.entering(x))
         self._layered.enter(value)
         return value
 
     def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Return the value that a step makes."""
+        """Put a layer behind the values that it takes; return what it makes."""
         return self._layered.add(step, lengths)
 
     def whole(self, values: Sequence[Value]) -> list[Any]:
-        """Return the whole arrays of some values, on every rank."""
+        """Return all of the values, on every rank."""
         return [self._layered.whole(value) for value in values]
 
     def results(self, values: Sequence[Value]) -> list[Any]:
-        """Return what the model returns for some values: whole, or this rank's rows."""
+        """Return what the forward pass gives: pieces, or all of it."""
         if self._to_pieces:
             return [self._layered.piece(value) for value in values]
         return self.whole(values)
@@ -78,7 +78,11 @@ class OverRanks:
     # -- parameters ------------------------------------------------------------------------
 
     def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        """Return what arrays that meet pieces of ``value`` go through, for their gradients."""
+        """Return what gives a layer on ``value`` its parameters, with gradients that are summed.
+
+        Args:
+            in_part: whether each rank computes a part of the layer's channels.
+        """
         axes = len(value.lengths)
 
         def share(x: Any) -> Any:
@@ -90,11 +94,11 @@ class OverRanks:
         return share
 
     def layout(self, weight: Any, bias: Any) -> str | None:
-        """Return how this rank's weights of a layer are cut; None if they are whole."""
+        """Return how the filters of a layer are shared by the ranks; None if every rank has all."""
         return None if self._filters is None else self._filters.layout(weight, bias)
 
     def parameter(self, x: Any) -> Any:
-        """Return all of a parameter of which this rank has a piece, and any other as it is."""
+        """Return all of a parameter, joined from what the ranks have of it."""
         share = None if self._filters is None else self._filters.share(x)
         if share is None or self._filters is None:
             return x

@@ -1,0 +1,143 @@
+"""Listeners: what programs hook into a communicator's calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.communicator import Communicator
+from collective.communicator.listener import Event
+from collective.errors import MismatchError
+from collective.ops import user_op
+from collective.testing import run_ranks
+
+
+def heard(comm: Communicator, call: Any) -> list[tuple[Event, BaseException | None]]:
+    """Make a call; return what was heard of it, after it."""
+    found: list[tuple[Event, BaseException | None]] = []
+    begun: list[Event] = []
+    end = comm.hook(before=begun.append, after=lambda event, error: found.append((event, error)))
+    try:
+        call(comm)
+    finally:
+        end()
+    assert [event for event, _ in found] == begun or len(begun) > 1
+    return found
+
+
+def once(operation: str, nbytes: int, call: Any) -> Any:
+    return pytest.param(operation, nbytes, call, id=operation)
+
+
+CALLS = [
+    once("all_reduce", 32, lambda comm: comm.all_reduce(np.ones(4))),
+    once("reduce", 32, lambda comm: comm.reduce(np.ones(4))),
+    once("scan", 32, lambda comm: comm.scan(np.ones(4))),
+    once("reduce_scatter", 32, lambda comm: comm.reduce_scatter(np.ones(4))),
+    once("all_gather", 64, lambda comm: comm.all_gather(np.ones(4))),
+    once("all_to_all", 32, lambda comm: comm.all_to_all(np.ones(4))),
+    once("broadcast", 32, lambda comm: comm.broadcast(np.ones(4))),
+    once("barrier", 0, lambda comm: comm.barrier()),
+    once("empty", 16, lambda comm: comm.empty(4)),
+    once("sendrecv", 32, lambda comm: comm.sendrecv(np.ones(4), 1 - comm.rank, 1 - comm.rank)),
+]
+
+
+@pytest.mark.parametrize(("operation", "nbytes", "call"), CALLS)
+def test_a_call_is_heard_of_once(operation: str, nbytes: int, call: Any) -> None:
+    for found in run_ranks(2, lambda comm: heard(comm, call), backend="threads"):
+        ((event, error),) = found
+        assert (event.operation, event.nbytes, error) == (operation, nbytes, None)
+
+
+def test_a_call_that_is_made_again_is_heard_of_again() -> None:
+    def program(comm: Communicator) -> int:
+        x = np.ones(4)
+        return len(heard(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)]))
+
+    assert run_ranks(2, program, backend="threads") == [3, 3]
+
+
+def test_a_call_in_the_background_is_heard_of() -> None:
+    def program(comm: Communicator) -> list[str]:
+        found = heard(comm, lambda comm: comm.all_reduce(np.ones(4), async_op=True).wait())
+        return [event.operation for event, _ in found]
+
+    assert run_ranks(2, program, backend="threads") == [["all_reduce"]] * 2
+
+
+def test_messages_tell_their_ends() -> None:
+    def program(comm: Communicator) -> Event:
+        other = 1 - comm.rank
+        message = (
+            (lambda comm: comm.send(np.ones(2), other, tag=5))
+            if comm.rank == 0
+            else lambda comm: comm.recv(None, other, tag=5)
+        )
+        ((event, _),) = heard(comm, message)
+        return event
+
+    sent, received = run_ranks(2, program, backend="threads")
+    assert (sent.operation, sent.nbytes, sent.dst, sent.src, sent.tag) == ("send", 16, 1, None, 5)
+    assert (received.operation, received.src, received.tag) == ("recv", 0, 5)
+    assert received.nbytes == -1
+
+
+def test_what_a_call_raised_is_heard_of() -> None:
+    def program(comm: Communicator) -> str:
+        found: list[BaseException | None] = []
+        comm.hook(after=lambda _, error: found.append(error))
+        with pytest.raises(MismatchError):
+            comm.all_reduce(np.ones(4 + comm.rank))
+        return type(found[0]).__name__
+
+    assert run_ranks(2, program, backend="threads") == ["MismatchError"] * 2
+
+
+def test_an_operator_of_the_programs_is_one_call() -> None:
+    def program(comm: Communicator) -> list[str]:
+        op = user_op(np.add)
+        return [
+            event.operation for event, _ in heard(comm, lambda c: c.all_reduce(np.ones(2), op=op))
+        ]
+
+    assert run_ranks(2, program, backend="threads") == [["all_reduce"]] * 2
+
+
+def test_what_is_compared_first_is_heard_of_within() -> None:
+    def program(comm: Communicator) -> list[tuple[str, bool]]:
+        begun: list[Event] = []
+        comm.hook(before=begun.append)
+        comm.all_reduce(np.ones(2))
+        return [(event.operation, event.compares) for event in begun]
+
+    found = run_ranks(2, program, backend="tests.loopback:Loopback", check="always")
+    assert found == [[("all_reduce", False), ("all_reduce", True)]] * 2
+
+
+def test_nothing_is_heard_of_after_the_end() -> None:
+    def program(comm: Communicator) -> int:
+        found: list[Event] = []
+        end = comm.hook(before=found.append)
+        comm.barrier()
+        end()
+        comm.barrier()
+        return len(found)
+
+    assert run_ranks(2, program, backend="threads") == [1, 1]
+
+
+def test_a_hook_that_raises_is_the_calls_error() -> None:
+    def program(comm: Communicator) -> float:
+        def before(event: Event) -> None:
+            raise ValueError("not now")
+
+        end = comm.hook(before=before)
+        with pytest.raises(ValueError, match="not now"):
+            comm.all_reduce(np.ones(1))
+        end()
+        return float(comm.all_reduce(np.ones(1))[0])
+
+    assert run_ranks(2, program, backend="threads") == [2.0, 2.0]
