@@ -162,6 +162,24 @@ def test_ranks_have_the_variables_of_when_they_started(monkeypatch: pytest.Monke
         assert run_ranks(2, setting, backend="shm") == [value, value]
 
 
+@pytest.mark.parametrize("name", ["short", "long" * 25])
+def test_ranks_are_forked_wherever_temporary_files_are(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    program = (
+        "from operator import attrgetter\nfrom collective.testing import preload, run_ranks\n"
+        "preload(['json'])\nprint(run_ranks(2, attrgetter('size'), backend='shm'))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(directory)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "[2, 2]\n", found.stderr
+
+
 def test_a_process_that_dies_is_reported_and_replaced() -> None:
     with RankPool(3, "shm") as pool:
         before = pool.run(process)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from . import worker
@@ -95,7 +96,8 @@ class _Started(Member):
     def __init__(self, rank: int) -> None:
         # Not forked from here: a copy of this process would have its locks but not its threads.
         # The server of preload() has none.
-        context = multiprocessing.get_context("forkserver" if _forks() else "spawn")
+        context: ForkServerContext | SpawnContext
+        context = ForkServerContext() if _forks() else SpawnContext()
         mine, jobs = context.Pipe()
         mine_too, control = context.Pipe()
         super().__init__(mine, mine_too)
