@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("torch", reason="gloo and hierarchical stand on PyTorch")
 
 from collective import errors
-from collective.testing import RankDiedError, RankPool, RanksFailedError, faults
+from collective.testing import RankDiedError, RankPool, RanksFailedError, faults, process_ranks
 from tests import (
     fault_programs,
     test_conformance,
@@ -303,6 +303,8 @@ class Columns:
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
     with pytest.MonkeyPatch.context() as patch:
+        # Ranks start by themselves, with the mark: a server's copies would have its environment.
+        patch.setattr(process_ranks, "_preloaded", [])
         # Put back at the end.
         patch.setenv(MARK, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())
