@@ -264,6 +264,7 @@ def check_waits(rank: int, size: int) -> None:
 
 
 def check_abort(rank: int, size: int) -> None:
+    dist.barrier()  # all are there: who still connects hears of it in other words
     if rank == 0:
         dist.group.WORLD.abort()
         return
