@@ -43,8 +43,8 @@ def _waiting(name: str) -> Any:
 
 def _go_and_wait(go: Any, stream: Any) -> Any:
     @functools.wraps(go)
-    def call(self: Calls, what: Any, run: Any, async_op: bool, *near: Any) -> Any:
-        result = go(self, what, run, async_op, *near)
+    def call(self: Calls, what: Any, run: Any, async_op: bool, *near: Any, **more: Any) -> Any:
+        result = go(self, what, run, async_op, *near, **more)
         if not async_op:
             self._backend.synchronize_event(stream.record(), str(what), None)
         return result
