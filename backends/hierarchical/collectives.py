@@ -26,7 +26,7 @@ from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
 from .places import Places, part, plain, put, room, take
-from .steps import Fold, Steps, end
+from .steps import Fold, Named, Steps, end
 
 if TYPE_CHECKING:
     from collective.call import Call
@@ -44,6 +44,7 @@ class TwoLevel(Backend):
         _across: connects the ranks at this place of all hosts, numbered by host; None if
             there is one host only, or not every host has this place.
         _places: who is where.
+        _named: the steps of calls that were made.
         shared_bytes: from here on a message is cut into parts, one a place.
     """
 
@@ -56,13 +57,14 @@ class TwoLevel(Backend):
     _inner: Backend
     _across: Backend | None
     _places: Places
+    _named: Named
 
     def _steps(self, call: Call, timeout: float) -> Steps:
         """Return what the steps of one call on two levels need, for a ``with``."""
-        return Steps(self, call, timeout)
+        return Steps(self._named, self.explained, call, timeout)
 
     @abstractmethod
-    def told(
+    def explained(
         self,
         error: BaseException,
         where: object,

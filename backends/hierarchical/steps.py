@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from collective.algorithms import arithmetic
@@ -16,21 +17,37 @@ if TYPE_CHECKING:
     from collective.contract.work import Work
     from collective.memory.dtypes import DType
 
-    from .collectives import TwoLevel
-
-__all__ = ["Fold", "Steps", "end"]
+__all__ = ["Fold", "Named", "Steps", "end"]
 
 # Distinct calls whose steps are remembered.
 _REMEMBERED = 1024
 
 
+#: Steps as calls of their own, by the call and the number of the step.
+Named = dict[tuple["Call", int], "Call"]
+
+
 class Steps:
-    """The steps of one call: their names, their deadline, and what becomes of their errors."""
+    """The steps of one call: their names, their deadline, and what becomes of their errors.
 
-    __slots__ = ("_backend", "_call", "_end", "_timeout")
+    Args:
+        named: the steps that are known, of one communicator.
+        explained: returns what to raise for an error of a level, or None for the error itself.
+        call: what the steps are of.
+        timeout: seconds for all of them.
+    """
 
-    def __init__(self, backend: TwoLevel, call: Call, timeout: float) -> None:
-        self._backend = backend
+    __slots__ = ("_call", "_end", "_explained", "_named", "_timeout")
+
+    def __init__(
+        self,
+        named: Named,
+        explained: Callable[[BaseException, object, float], BaseException | None],
+        call: Call,
+        timeout: float,
+    ) -> None:
+        self._named = named
+        self._explained = explained
         self._call = call
         self._timeout = timeout
         self._end = time.monotonic() + timeout
@@ -41,12 +58,11 @@ class Steps:
 
     def call(self, number: int) -> Call:
         """Return step ``number`` as a call of its own: ranks must not mix up two steps."""
-        known: dict[tuple[Call, int], Call] = self._backend.__dict__.setdefault("_named", {})
-        found = known.get((self._call, number))
+        found = self._named.get((self._call, number))
         if found is None:
-            if len(known) >= _REMEMBERED:
-                known.clear()
-            found = known[self._call, number] = self._call.at(number)
+            if len(self._named) >= _REMEMBERED:
+                self._named.clear()
+            found = self._named[self._call, number] = self._call.at(number)
         return found
 
     def __enter__(self) -> Steps:
@@ -59,9 +75,9 @@ class Steps:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            told = self._backend.told(error, self._call, self._timeout)
-            if told is not None:
-                raise told from error
+            explained = self._explained(error, self._call, self._timeout)
+            if explained is not None:
+                raise explained from error
 
 
 _SUM = as_op("sum")

@@ -88,6 +88,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._places = places
+        self._named = {}
         self.channel.on_failure.append(_breaker(self))
         if self.channel.failure is not None:
             self._break()
@@ -274,10 +275,10 @@ class HierarchicalBackend(TwoLevel, Monitored):
         try:
             yield
         except levels.OF_LEVELS as error:
-            told = self.told(error, where, timeout, awaited)
+            told = self.explained(error, where, timeout, awaited)
             raise told or error from error
 
-    def told(
+    def explained(
         self,
         error: BaseException,
         where: object,

@@ -5,17 +5,38 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .prototypes import UniqueId, new_config
 
 if TYPE_CHECKING:
-    from .engine import NcclComm
+    from collective.cuda import Device
 
-__all__ = ["IN_PROGRESS", "STEP_S", "Poll", "in_thread", "initialise"]
+    from .library import Library
+
+__all__ = ["IN_PROGRESS", "STEP_S", "Joining", "Poll", "in_thread", "initialise"]
 
 #: Looks at the deadline and at the ranks' health, and raises to give up.
 Poll = Callable[[], None]
+
+
+class Joining(Protocol):
+    """A communicator of this process that is to come up."""
+
+    library: Library
+    device: Device
+    rank: int
+    size: int
+    _handle: Any
+    _raw: int
+
+    def abort(self) -> None:
+        """Give it up."""
+
+    def _check(self, code: int, name: str) -> None: ...
+
+    def _ready(self, name: str, poll: Poll) -> None: ...
+
 
 #: The result code of what is going on in the background.
 IN_PROGRESS = 7
@@ -23,7 +44,7 @@ IN_PROGRESS = 7
 STEP_S = 0.0005
 
 
-def initialise(comms: Sequence[NcclComm], unique_id: bytes, poll: Poll) -> None:
+def initialise(comms: Sequence[Joining], unique_id: bytes, poll: Poll) -> None:
     """Bring up communicators of this process; on an exception nothing is left of them."""
     library = comms[0].library
     if library.has("ncclCommInitRankConfig"):
@@ -44,7 +65,7 @@ def initialise(comms: Sequence[NcclComm], unique_id: bytes, poll: Poll) -> None:
         raise
 
 
-def _begin(comms: Sequence[NcclComm], name: str, unique_id: bytes, *config: int) -> int:
+def _begin(comms: Sequence[Joining], name: str, unique_id: bytes, *config: int) -> int:
     """Start what ``comms`` have to do; return the first result code that is no success."""
     library = comms[0].library
     function, identity = library.function(name), UniqueId.from_buffer_copy(unique_id)
@@ -60,7 +81,7 @@ def _begin(comms: Sequence[NcclComm], name: str, unique_id: bytes, *config: int)
     return next(iter(failed or filter(None, codes)), 0)
 
 
-def _abort(comms: Sequence[NcclComm]) -> None:
+def _abort(comms: Sequence[Joining]) -> None:
     for comm in comms:
         comm._raw = comm._handle.value or 0
         comm.abort()

@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
 
 from collective.call import describe
 from collective.contract.backend import Backend, Failure, Note
@@ -25,9 +26,6 @@ from collective.errors import (
 )
 
 from .link import Link, Message
-
-if TYPE_CHECKING:
-    from .monitor import Monitor
 
 __all__ = ["WORLD", "Channel", "Monitored", "Unclosed", "Wait", "tell_dropped"]
 
@@ -52,6 +50,33 @@ _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
 
 
+class Watch(Protocol):
+    """What a channel asks of the monitor whose link it shares.
+
+    Attributes:
+        rank: this one's in the world.
+        hosts: the name of every rank's host.
+        secret: of this meeting of the ranks.
+        hub_gone: whether the hub's process has ended.
+    """
+
+    rank: int
+    hosts: list[str]
+    secret: Secret
+    hub_gone: bool
+    _link: Link | None
+    _unclosed: Unclosed
+
+    @property
+    def _lock(self) -> AbstractContextManager[Any, Any]: ...
+
+    def _say(self, message: Message) -> None: ...
+
+    def _enter(self, channel: Channel) -> None: ...
+
+    def _leave(self) -> None: ...
+
+
 class Channel:
     """One communicator, as the monitor sees it. Ranks are the communicator's.
 
@@ -66,7 +91,7 @@ class Channel:
         on_failure: called, in whatever thread, when ``failure`` has been set.
     """
 
-    def __init__(self, monitor: Monitor, name: str, members: tuple[int, ...]) -> None:
+    def __init__(self, monitor: Watch, name: str, members: tuple[int, ...]) -> None:
         self.name = name
         self.members = members
         self.rank = members.index(monitor.rank)

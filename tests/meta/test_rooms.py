@@ -33,24 +33,7 @@ FACADES = {"compression", "gradients", "profile"}
 #: Circles that are still to go: modules that know each other's types.
 CIRCLES = (
     {"memory.device_array", "memory.device_copies", "memory.device_functions", "memory.dlpack"},
-    {"backends.peers.channel", "backends.peers.monitor"},
     {"backends.mpi.cuda_aware", "backends.mpi.transport"},
-    {"backends.nccl.engine", "backends.nccl.joining", "backends.nccl.resources"},
-    {"backends.hierarchical.collectives", "backends.hierarchical.steps"},
-    {"adapters.chainer.chainermn.communicator", "adapters.chainer.chainermn.mpi_comm"},
-    {"adapters.chainer.splits.cut", "adapters.chainer.splits.session"},
-    {
-        "adapters.chainer.splits.executors",
-        "adapters.chainer.splits.split",
-        "adapters.chainer.splits.verifying",
-    },
-    {"adapters.torch.splits.cut", "adapters.torch.splits.rowwise", "adapters.torch.splits.session"},
-    {
-        "adapters.torch.splits.parallel",
-        "adapters.torch.splits.serial",
-        "adapters.torch.splits.split",
-        "adapters.torch.splits.verifying",
-    },
 )
 
 

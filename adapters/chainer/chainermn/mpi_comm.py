@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from .objects import ANY_TAG
 
 if TYPE_CHECKING:
-    from .communicator import CollectiveCommunicator
+    from collective.communicator import Communicator
 
-__all__ = ["MpiComm"]
+__all__ = ["MpiComm", "ObjectCalls"]
+
+
+class ObjectCalls(Protocol):
+    """What is asked of a communicator of ChainerMN's: its calls on objects."""
+
+    comm: Communicator
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def bcast_obj(self, obj: Any, max_buf_len: int = ..., root: int = ...) -> Any:
+        """Return the object of ``root``."""
+
+    def gather_obj(self, obj: Any, root: int = ...) -> list[Any] | None:
+        """Return the ranks' objects at ``root``."""
+
+    def send_obj(self, obj: Any, dest: int, tag: int = ...) -> None:
+        """Send an object."""
+
+    def recv_obj(self, source: int, status: Any = ..., tag: int = ...) -> Any:
+        """Receive an object."""
+
+    def get_config(self, name: Any = ...) -> Any:
+        """Return a setting."""
 
 
 class MpiComm:
@@ -23,7 +52,7 @@ class MpiComm:
         comm: whose ranks they are.
     """
 
-    def __init__(self, comm: CollectiveCommunicator) -> None:
+    def __init__(self, comm: ObjectCalls) -> None:
         self._comm = comm
 
     def __repr__(self) -> str:

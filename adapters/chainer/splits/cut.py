@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import chainer
 import numpy as np
@@ -20,15 +20,32 @@ from chainer.function_node import FunctionNode
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
 
-    from .session import Session
+__all__ = ["Cut", "ForwardPass", "LinkNames", "intercepting", "names"]
 
-__all__ = ["Cut", "LinkNames", "intercepting", "names"]
+
+class ForwardPass(Protocol):
+    """Where functions go that are given a cut variable.
+
+    Attributes:
+        xp: NumPy or CuPy.
+    """
+
+    xp: Any
+
+    def whole(self, cut: Cut) -> Any:
+        """Return the whole variable."""
+
+    def has_piece(self, x: Any) -> bool:
+        """Tell whether ``x`` is a parameter of which this rank has a piece."""
+
+    def call(self, node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what the function returns: cut, if there is a rule for it."""
 
 
 class _Current(threading.local):
     """Whose functions of parameters of which this rank has a piece are taken, in this thread."""
 
-    session: Session | None = None
+    session: ForwardPass | None = None
 
 
 _current = _Current()
@@ -80,7 +97,9 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
         shape, dtype: of the whole.
     """
 
-    def __init__(self, value: Value, session: Session, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(
+        self, value: Value, session: ForwardPass, shape: Sequence[int], dtype: Any
+    ) -> None:
         # An array of this shape without memory: Chainer looks at its shape and dtype only.
         nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
         super().__init__(nothing, requires_grad=False)
@@ -149,7 +168,7 @@ class _Interception:
 _interception = _Interception()
 
 
-def _session_of(inputs: Any) -> Session | None:
+def _session_of(inputs: Any) -> ForwardPass | None:
     """Return the forward pass that a function of ``inputs`` belongs to."""
     for x in inputs:
         if isinstance(x, Cut):
@@ -160,7 +179,7 @@ def _session_of(inputs: Any) -> Session | None:
 
 
 @contextlib.contextmanager
-def _current_session(session: Session | None) -> Iterator[None]:
+def _current_session(session: ForwardPass | None) -> Iterator[None]:
     outer, _current.session = _current.session, session
     try:
         yield
@@ -169,7 +188,7 @@ def _current_session(session: Session | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
+def intercepting(link: chainer.Link, session: ForwardPass) -> Iterator[None]:
     """Give functions of cut variables to the forward passes that these belong to.
 
     Args:

@@ -23,7 +23,7 @@ from .context import lengths_of
 from .statistics import moments
 
 if TYPE_CHECKING:
-    from .verifying import Kept
+    from .kept import Kept
 
 __all__ = ["InTurn", "VariableExchanges", "Variables", "VariablesOverRanks"]
 

@@ -22,7 +22,7 @@ from .filters import LinkFilters
 from .session import Session
 
 if TYPE_CHECKING:
-    from .verifying import Kept
+    from .kept import Kept
 
 __all__ = ["Split"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import chainer
 import chainer.functions as F
@@ -13,12 +13,35 @@ from collective.memory import nested
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
 from .cut import Cut
+from .kept import Kept, bytes_kept
 
 if TYPE_CHECKING:
     from .filters import LinkFilters
-    from .split import Split
 
-__all__ = ["Kept", "memory_report", "verify"]
+__all__ = ["Computed", "memory_report", "verify"]
+
+
+class Computed(Protocol):
+    """What is asked of a split link."""
+
+    def whole_copy(self) -> Any:
+        """Return a copy of the link with all weights."""
+
+    def filters_of(self, link: chainer.Link) -> LinkFilters | None:
+        """Keep of a link's weights those of this rank's channels, if this one does so."""
+
+    def computed(
+        self,
+        link: chainer.Link,
+        x: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ends: str | None = None,
+        kept: Kept | None = None,
+        filters: LinkFilters | None = None,
+    ) -> tuple[Any, tuple[str, ...], list[Any]]:
+        """Compute a link in this one's pieces."""
 
 
 # -- results ---------------------------------------------------------------------------------
@@ -44,7 +67,7 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
                 self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
 
 
-def verify(split: Split, x: Any, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(split: Computed, x: Any, args: Sequence[Any], tolerance: float) -> Verification:
     """Do what :meth:`Split.verify` says."""
     state = np.random.get_state()
     outcomes = []
@@ -133,7 +156,7 @@ def _relative(a: Any, b: Any) -> float:
 
 
 def memory_report(
-    split: Split, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    split: Computed, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     state = np.random.get_state()
@@ -154,70 +177,7 @@ def memory_report(
         parameters = [p.array for p in link.params() if p.array is not None]
         weights.append(sum(int(each.nbytes) for each in parameters))
         there = [x.array, *parameters]
-        counts.append(_kept(result, masks, there))
+        counts.append(bytes_kept(result, masks, there))
     np.random.set_state(state)
     whole, pieces = counts
     return MemoryReport(whole, pieces, kept.piece, joined, (weights[0], weights[1]))
-
-
-class Kept:
-    """Counts what is kept by pieces that are computed again.
-
-    Attributes:
-        piece: the bytes of the piece that keeps most.
-    """
-
-    def __init__(self) -> None:
-        self.piece = 0
-
-    def compute_piece(
-        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
-    ) -> None:
-        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
-        outer, self.piece = self.piece, 0
-        # Variables of their own, or the walk would go on to what they were computed from.
-        given = [chainer.Variable(each.array) for each in arrays]
-        found = function(*given)
-        inside = sum(_kept(found, (), [each.array for each in given]).values())
-        self.piece = max(outer, inside + self.piece)
-
-
-def _kept(result: Any, masks: Sequence[Any], there: Sequence[Any]) -> dict[str, int]:
-    """Return the bytes of the arrays that a graph holds, by function; each array once."""
-    seen = {id(_owner(array)) for array in there}
-    found: dict[str, int] = {}
-    for label, array in (*(("Dropout", mask) for mask in masks), *_held(result)):
-        owner = _owner(array)
-        if id(owner) not in seen:
-            seen.add(id(owner))
-            found[label] = found.get(label, 0) + int(owner.nbytes)
-    return found
-
-
-def _owner(array: Any) -> Any:
-    """Return the array whose memory it is."""
-    while getattr(array, "base", None) is not None and hasattr(array.base, "nbytes"):
-        array = array.base
-    return array
-
-
-def _held(result: Any) -> Iterator[tuple[str, Any]]:
-    """Walk a graph backwards over what its functions retain."""
-    leaves = [x for x in nested.flatten(result) if isinstance(x, chainer.Variable)]
-    todo = [x.node.creator_node for x in leaves if x.node.creator_node is not None]
-    seen = set(map(id, todo))
-    while todo:
-        function = todo.pop()
-        # Inputs that are retained, outputs that are, and what it keeps as its own (a mask).
-        retained = (node.data for node in function.inputs if node.data is not None)
-        outputs = function._retained_output_data or ()
-        kinds = chainer.get_array_types()  # types like numpy.float32 have the attributes, too
-        own = (each for each in vars(function).values() if isinstance(each, kinds))
-        for array in (*retained, *outputs, *own):
-            if array is not None:
-                yield function.label, array
-        for node in function.inputs:
-            creator = node.creator_node
-            if creator is not None and id(creator) not in seen:
-                seen.add(id(creator))
-                todo.append(creator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,9 +19,17 @@ from collective.memory import nested
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
 
-    from .session import Session
+__all__ = ["Cut", "ForwardPass", "names", "running"]
 
-__all__ = ["Cut", "names", "running"]
+
+class ForwardPass(Protocol):
+    """Where functions go that are given a cut tensor."""
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the function returns: cut, if there is a rule for it."""
+
+    def whole(self, cut: Cut) -> torch.Tensor:
+        """Return the whole tensor."""
 
 
 class _Names(threading.local):
@@ -42,7 +50,7 @@ class Cut(torch.Tensor):
     """Stands for a tensor that is cut; made by :meth:`Session.cut`."""
 
     value: Value
-    session: Session
+    session: ForwardPass
 
     @classmethod
     def __torch_function__(

@@ -15,7 +15,7 @@ from collective.training.splits.serial import dimension
 from .cut import Cut
 
 if TYPE_CHECKING:
-    from .session import Executor
+    from .executor import Executor
 
 __all__ = ["in_place", "row_for_row"]
 

@@ -12,7 +12,7 @@ from collective.training.splits.blocks import Step, Value
 from collective.training.splits.serial import Serial
 
 if TYPE_CHECKING:
-    from .verifying import Kept
+    from .kept import Kept
 
 __all__ = ["InTurn", "Tensors", "moments", "wide"]
 

@@ -7,70 +7,26 @@ tensor, which ends the cut there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from collective.errors import CollectiveError, UnsupportedError
 from collective.memory import nested
-from collective.training.splits.blocks import Step, Value
+from collective.training.splits.blocks import Value
 
 from .context import Context
 from .cut import Cut, names
+from .executor import Executor
 from .filters import ModuleFilters
 from .recipes import LAYERS, pointwise, recipe_of
 from .rowwise import in_place, row_for_row
 
-__all__ = ["Executor", "Session"]
+__all__ = ["Session"]
 
 Tensor = torch.Tensor
-
-
-class Executor(Protocol):
-    """Carries out the steps of one forward pass."""
-
-    def enter(self, array: Any) -> Value:
-        """Return the value of an array that is there."""
-
-    def enter_whole(self, array: Any) -> Value:
-        """Return the value of an array that every rank has whole."""
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Return the value that a step makes."""
-
-    def whole(self, values: Sequence[Value]) -> list[Any]:
-        """Return whole arrays."""
-
-    def results(self, values: Sequence[Value]) -> list[Any]:
-        """Return what the module returns for some values."""
-
-    def moments(self, value: Value, groups: int | None) -> tuple[Any, Any, int]:
-        """Return the mean and the variance of the channels' rows, and how many rows there are.
-
-        Args:
-            value: what they are of.
-            groups: of the channels of each sample, which share them; None: of each channel alone
-                over the whole batch.
-        """
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        """Return what tensors that meet pieces of ``value`` go through, for their gradients.
-
-        Args:
-            value: whose rows they meet.
-            in_part: whether each piece has some channels, and uses theirs of the tensor.
-        """
-
-    def layout(self, weight: Any, bias: Any) -> str | None:
-        """Return how this rank's weights of a layer are cut; None if they are whole."""
-
-    def parameter(self, x: Any) -> Any:
-        """Return all of a parameter of which this rank has a piece, and any other as it is."""
-
-    def generator(self) -> torch.Generator | None:
-        """Return the source of random numbers; all ranks draw the same."""
 
 
 _Property: Any = Tensor  # whose properties are objects that say how to get them

@@ -23,7 +23,7 @@ from .serial import InTurn, Tensors
 from .session import Session
 
 if TYPE_CHECKING:
-    from .verifying import Kept
+    from .kept import Kept
 
 __all__ = ["Split"]
 

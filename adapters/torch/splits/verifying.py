@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from collective.memory import nested
 from collective.training.splits.report import Difference, MemoryReport, Verification
 
-from .cut import Cut, names
+from .cut import Cut
+from .kept import Kept
 
 if TYPE_CHECKING:
     from .filters import ModuleFilters
-    from .split import Split
 
-__all__ = ["Kept", "memory_report", "verify"]
+__all__ = ["Computed", "memory_report", "verify"]
 
 Tensor = torch.Tensor
+
+
+class Computed(Protocol):
+    """What is asked of a split module."""
+
+    def whole_copy(self) -> Any:
+        """Return a copy of the module with all weights."""
+
+    def filters_of(self, module: torch.nn.Module) -> ModuleFilters | None:
+        """Keep of a module's weights those of this rank's channels, if this one does so."""
+
+    def computed(
+        self,
+        module: torch.nn.Module,
+        x: Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ends: str | None = None,
+        kept: Kept | None = None,
+        filters: ModuleFilters | None = None,
+    ) -> tuple[Any, tuple[str, ...]]:
+        """Compute a module in this one's pieces."""
 
 
 @contextlib.contextmanager
@@ -33,7 +56,7 @@ def _same_numbers(x: Tensor) -> Iterator[None]:
 # -- results ---------------------------------------------------------------------------------
 
 
-def verify(split: Split, x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
     """Do what :meth:`Split.verify` says."""
 
     def double(value: Any) -> Any:
@@ -131,7 +154,7 @@ def _relative(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def memory_report(
-    split: Split, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    split: Computed, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     kept, weights = [], []
@@ -154,50 +177,3 @@ def memory_report(
         kept.append(sizes)
     whole, pieces = kept
     return MemoryReport(whole, pieces, count.piece, joined, (weights[0], weights[1]))
-
-
-class Kept:
-    """Counts the tensors that are kept for a backward pass, those with one memory once.
-
-    Args:
-        there: tensors that are not counted.
-
-    Attributes:
-        piece: the bytes of the piece that keeps most, of those that are computed again.
-    """
-
-    def __init__(self, there: Sequence[Tensor]) -> None:
-        self.piece = 0
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
-        self._found: dict[str, int] = {}
-        self._alive: list[Tensor] = []  # or another tensor might get the memory, and not count
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Count a tensor, and return it."""
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in self._seen and not tensor.is_meta:
-            self._seen.add(memory.data_ptr())
-            self._alive.append(tensor.detach())
-            layer = names.current or "forward"
-            self._found[layer] = self._found.get(layer, 0) + memory.nbytes()
-        return tensor
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes by layer."""
-        return dict(self._found)
-
-    def compute_piece(
-        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
-        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
-        for array in arrays:
-            self(array)
-        outer = self._seen, self._found, self._alive, self.piece
-        self._seen, self._found, self._alive, self.piece = set(self._seen), {}, [], 0
-        try:
-            result = function(*arrays)
-            inside = sum(self._found.values()) + self.piece
-        finally:
-            self._seen, self._found, self._alive, self.piece = outer
-        self.piece = max(self.piece, inside)
-        return result

@@ -1,0 +1,61 @@
+"""What is kept for the backward pass, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .cut import names
+
+__all__ = ["Kept"]
+
+Tensor = torch.Tensor
+
+
+class Kept:
+    """Counts the tensors that are kept for a backward pass, those with one memory once.
+
+    Args:
+        there: tensors that are not counted.
+
+    Attributes:
+        piece: the bytes of the piece that keeps most, of those that are computed again.
+    """
+
+    def __init__(self, there: Sequence[Tensor]) -> None:
+        self.piece = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self._found: dict[str, int] = {}
+        self._alive: list[Tensor] = []  # or another tensor might get the memory, and not count
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in self._seen and not tensor.is_meta:
+            self._seen.add(memory.data_ptr())
+            self._alive.append(tensor.detach())
+            layer = names.current or "forward"
+            self._found[layer] = self._found.get(layer, 0) + memory.nbytes()
+        return tensor
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes by layer."""
+        return dict(self._found)
+
+    def compute_piece(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
+        for array in arrays:
+            self(array)
+        outer = self._seen, self._found, self._alive, self.piece
+        self._seen, self._found, self._alive, self.piece = set(self._seen), {}, [], 0
+        try:
+            result = function(*arrays)
+            inside = sum(self._found.values()) + self.piece
+        finally:
+            self._seen, self._found, self._alive, self.piece = outer
+        self.piece = max(self.piece, inside)
+        return result
