@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from collective.backends.peers.hub import Hub, disagreement
-from collective.backends.peers.link import connect
+from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
 from collective.call import Call
 from collective.contract.backend import Failure
@@ -473,3 +473,14 @@ def test_an_address_in_use_elsewhere_is_no_matter(tmp_path):
     with socket.create_server(("127.0.0.1", 0)):
         for monitor in start(range(2), 2, tmp_path, local_size=1):
             monitor.channel.close()
+
+
+def test_a_goodbye_is_heard_of_one_who_has_not_listened_to_the_end() -> None:
+    ours, theirs = map(Link, socket.socketpair())
+    ours.send({"kind": "left"})
+    theirs.send({"kind": "bye"})
+    theirs.close()  # with something unread: the connection is reset
+    assert ours.receive() == [{"kind": "bye"}]
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()

@@ -104,7 +104,13 @@ class Link:
             EOFError: the peer has closed its end, or is gone.
             OSError: the connection failed.
         """
-        chunk = self._socket.recv(1 << 16)
+        try:
+            chunk = self._socket.recv(1 << 16)
+        except ConnectionResetError:
+            # A socket of this host that is closed with something unread resets the connection,
+            # and we hear of that before what was sent last. It is there still: a goodbye, maybe,
+            # without which its rank would be taken for lost.
+            chunk = self._socket.recv(1 << 16)
         if not chunk:
             raise EOFError("the peer has closed the connection")
         self.received += len(chunk)
