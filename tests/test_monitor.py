@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from collective.backends.peers.channel import tell_dropped
 from collective.backends.peers.hub import Hub, disagreement
 from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
@@ -417,6 +418,26 @@ def test_a_communicator_that_is_collected_says_so(tmp_path, group):
     first.channel.close()
     if group:
         second.channel.close()
+
+
+def test_a_monitor_that_is_collected_says_goodbye_though_something_comes(tmp_path, monkeypatch):
+    first, second, third = start(range(3), 3, tmp_path)
+    group = first.channel.group([0, 1])
+    threads = [each for each in threading.enumerate() if each.name == "collective-monitor"]
+
+    def after_the_group(*arguments):
+        group.close()  # which the other is told; its thread finds that nobody is there
+        until(lambda: not all(thread.is_alive() for thread in threads))
+        tell_dropped(*arguments)
+
+    monkeypatch.setattr("collective.backends.peers.monitor.tell_dropped", after_the_group)
+    del second
+    gc.collect()
+    until(lambda: first.channel.left == {1})
+    third.channel.close()
+    until(lambda: first.channel.left == {1, 2})
+    assert first.channel.failure is None
+    first.channel.close()
 
 
 def test_a_forked_child_leaves_the_connection_alone(tmp_path):

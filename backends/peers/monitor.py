@@ -274,8 +274,7 @@ def _watch(reference: weakref.ref[Monitor], link: Link) -> None:
             messages, why = [], str(error)
         monitor = reference()
         if monitor is None:
-            link.close()
-            return
+            return  # its finalizer closes the link, once it has said goodbye
         try:
             for message in messages:
                 monitor._hear(message)
