@@ -93,7 +93,7 @@ class Calls:
         self._repeated = Repeated()
         self._lane_name = f"collective-{backend.name}-{backend.rank}"
         self._listeners: tuple[Listener, ...] = ()
-        self._lane = self._new_lane(self._lane_name, messages=False)
+        self._lane = Lane(self._lane_name)
         self._lanes: dict[Any, Lane] = {}
         # What a call of this rank's said when it found the communicator broken.
         self._broken: CollectiveError | None = None
@@ -102,13 +102,10 @@ class Calls:
 
     # -- running ------------------------------------------------------------------------
 
-    def _new_lane(self, name: str, messages: bool) -> Lane:
-        """Return a lane: of the first listener that has its own, or the usual one."""
-        for listener in self._listeners:
-            lane = listener.lane(name, messages)
-            if lane is not None:
-                return lane
-        return Lane(name)
+    def _new_lane(self, name: str) -> Lane:
+        """Return a lane for messages: of the first listener that has its own, or the usual one."""
+        own = (listener.lane(name, messages=True) for listener in self._listeners)
+        return next((lane for lane in own if lane is not None), None) or Lane(name)
 
     def _go(
         self,
@@ -294,14 +291,16 @@ class Calls:
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every call from now on, in the order in which listeners came.
 
-        To be called while nothing of this communicator is under way.
+        One that has lanes of its own has to come while nothing of this communicator is under way.
 
         Args:
             listener: what hears; :meth:`hook` is for functions.
         """
         self._listeners = (*self._listeners, listener)
-        self._lane = self._new_lane(self._lane_name, messages=False)
-        self._lanes.clear()
+        lane = listener.lane(self._lane_name, messages=False)
+        if lane is not None:  # or later calls would overtake those that are under way
+            self._lane = lane
+            self._lanes.clear()
 
     def _forget(self, listener: Listener) -> None:
         self._listeners = tuple(each for each in self._listeners if each is not listener)

@@ -288,7 +288,7 @@ class PointToPoint(Calls):
                     del self._lanes[idle]
             ends = "-".join(str(end) for end in (dst, src) if end is not None)
             name = f"collective-{operation}-{ends}-{tag}"
-            lane = self._lanes[key] = self._new_lane(name, messages=True)
+            lane = self._lanes[key] = self._new_lane(name)
         what = f"{operation}(tag={tag})"
         if adapter is None or not self._enqueues:
             work = lane.submit(what, _with_site(run))
