@@ -110,12 +110,12 @@ class Broadcasting(PieceCalls):
             )
         adapter, array, dtype = self._view("broadcast", template)
         key = ("broadcast", dtype, array.shape, root, type(array))
-        found: Plan | None = self._plans.get(key)
-        if found is None:
-            where = self._where(array)
-            request = Call("broadcast", dtype, array.shape, root=root, device=where)
-            found = self._remember(key, self._broadcast_plan(request, root))
-        plan = found
+        plan = self._plans.get(key) or self._remember(
+            key,
+            self._broadcast_plan(
+                Call("broadcast", dtype, array.shape, root=root, device=self._where(array)), root
+            ),
+        )
         output: Output | None = None
         if self.rank != root or out is not None:
             output = Output("broadcast", out, adapter, array.shape, dtype, array)

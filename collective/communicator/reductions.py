@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -316,18 +315,26 @@ class Reductions(Calls):
         if options.get("counts") is not None:
             options["counts"] = list(map(int, options["counts"]))
         request = Call(what, dtype, shape, op=name, order=order, root=root, **options)
-        method = getattr(self._backend, what)
-        if reducer.function is not None:
-            method = functools.partial(self._fold, method, request.at(1))
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (reducer, ordered),
             "reduce": (reducer, root, ordered),
             "reduce_scatter": (elements, reducer, ordered),
             "scan": (reducer,),
         }
-        return self._remember(key, Plan(request, method, *arguments[what], native=native))
+        plan = Plan(request, getattr(self._backend, what), *arguments[what], native=native)
+        if reducer.function is not None:
+            plan = Plan(request, self._fold, plan, request.at(1), native=native)
+        return self._remember(key, plan)
 
-    def _fold(self, method: Callable[..., Any], outcome: Call, *given: Any) -> None:
+    def _fold(
+        self,
+        src: Buffer,
+        dst: Buffer | None,
+        fold: Plan,
+        outcome: Call,
+        request: Call,
+        seconds: float,
+    ) -> None:
         """Fold with a user's operator, and return when all ranks have.
 
         A rank whose operator raised does not come. Otherwise the others would go on with a result
@@ -335,14 +342,12 @@ class Reductions(Calls):
         from within.
 
         Args:
-            method: of the transport.
-            outcome: the barrier after the fold.
-            given: the buffers, what else the method takes, and the seconds that it may take.
+            fold: the transport's part.
+            outcome: the barrier after it.
         """
-        *arguments, seconds = given
         end = time.monotonic() + seconds
         try:
-            _finish(method(*arguments, seconds))
+            _finish(fold.method(src, dst, *fold.arguments, request, seconds))
         except (Disagreement, CommunicatorAbortedError):
             raise  # nothing has been folded, or all ranks know why
         except CollectiveError:

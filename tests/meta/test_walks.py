@@ -61,5 +61,5 @@ def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, in
     for what, ceiling in ceilings.items():
         # Whoever comes last waits for nobody, and so walks no loops of waiting.
         calls, files = zip(*(each for rank in ranks for each in rank[what]))
-        assert (min(calls), min(files)) <= ceiling, what
+        assert min(calls) <= ceiling[0], what
         assert min(files) <= ceiling[1], what
