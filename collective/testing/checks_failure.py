@@ -240,6 +240,8 @@ def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
 
 def _abort_group(comm: Communicator) -> Heard | None:
     group = comm.dup()
+    # Nobody aborts while another is still on its way into the group.
+    comm.barrier()
     if comm.rank:
         return listen(group.barrier)
     time.sleep(0.05)
@@ -298,18 +300,22 @@ def _last_call(comm: Communicator) -> Heard:
 @check(at_least=2)
 def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
     """timeout= of a call counts instead of the communicator's."""
-    for rank, told in enumerate(factory.run(size, _one_call, fresh=True)):
-        if rank:
-            hold(told, CollectiveError, f"rank {rank}")
+    outcomes = factory.run(size, _one_call, fresh=True)[1:]
+    kinds = [type(told.error).__name__ for told in outcomes]
+    assert any(isinstance(told.error, TimeoutError) for told in outcomes), (
+        f"rank 0 left without the call; nobody's call timed out before: {kinds}"
+    )
+    for rank, told in enumerate(outcomes, start=1):
+        hold(told, CollectiveError, f"rank {rank}")
 
 
 def _one_call(comm: Communicator) -> Heard | None:
-    if comm.rank == 0:
-        time.sleep(0.8)
-        return None
-    told = listen(lambda: comm.barrier(timeout=0.2))
-    assert told.seconds < 0.7, f"timeout=0.2 took {told.seconds:.2f} s"
-    return told
+    comm.barrier()
+    if comm.rank:
+        return listen(lambda: comm.barrier(timeout=0.2))
+    # Who has waited for the communicator's timeout until now hears that rank 0 is gone.
+    time.sleep(0.8)
+    return None
 
 
 @check()
