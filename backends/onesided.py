@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from collective.algorithms import arithmetic, pieces
-from collective.call import Call
 from collective.contract.backend import Backend
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
+from collective.request import Request
 
 __all__ = ["OneSided", "Region"]
 
@@ -58,7 +58,7 @@ class OneSided(Backend):
 
     @abstractmethod
     def _open(
-        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
     ) -> bool:
         """Expose ``src`` and ``dst``, wait for all ranks, compare their digests.
 
@@ -94,28 +94,34 @@ class OneSided(Backend):
 
     # -- operations -------------------------------------------------------------------
 
-    def agree(self, call: Call, timeout: float) -> None:
-        self._open(call, None, None, 0, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._open(request, None, None, 0, timeout)
 
-    def barrier(self, call: Call, timeout: float) -> None:
-        self._open(call, None, None, 0, timeout)
+    def barrier(self, request: Request, timeout: float) -> None:
+        self._open(request, None, None, 0, timeout)
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
+    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
         mine = buffer.array
         root_only = mine if self.rank == root else None
-        stays = self._open(call, root_only, None, mine.nbytes, timeout)
+        stays = self._open(request, root_only, None, mine.nbytes, timeout)
         if self.rank != root:
             self._region(root, mine.dtype, mine.size).copy(0, mine.size, mine)
         if not stays:
             self._sync(timeout)
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         fold = _Fold(op, src, self.size)
         source, out = fold.prepare(src.array), dst.array
         count = source.size
-        if self._open(call, source, out, source.nbytes, timeout):
+        if self._open(request, source, out, source.nbytes, timeout):
             fold.run(self._regions(source.dtype, count), 0, count, out)
             return
         bounds = [count * r // self.size for r in range(self.size + 1)]
@@ -124,7 +130,7 @@ class OneSided(Backend):
         outputs = self._outputs(out.dtype, count)
         if outputs is not None:
             others = [array for rank, array in enumerate(outputs) if rank != self.rank]
-            check = partial(self.refuse_broken, call)
+            check = partial(self.refuse_broken, request)
             fold.run(regions, start, stop, out[start:stop], others, check)
             self._sync(timeout)
             return
@@ -143,7 +149,7 @@ class OneSided(Backend):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         fold = _Fold(op, src, self.size)
@@ -153,7 +159,7 @@ class OneSided(Backend):
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         # Where the root cannot be written to, the parts wait here for it to fetch them.
         part = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
-        if self._open(call, source, part, source.nbytes, timeout):
+        if self._open(request, source, part, source.nbytes, timeout):
             if dst is not None:
                 fold.run(self._regions(source.dtype, count), 0, count, dst.array)
             return
@@ -174,12 +180,12 @@ class OneSided(Backend):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         fold = _Fold(op, src, self.size)
         source = fold.prepare(src.array)
-        stays = self._open(call, source, None, source.nbytes, timeout)
+        stays = self._open(request, source, None, source.nbytes, timeout)
         start = sum(counts[: self.rank])
         stop = start + counts[self.rank]
         # In place: dst may be part of src, but only of the part that nobody else reads.
@@ -187,12 +193,14 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
-    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    ) -> None:
         fold = _Fold(op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
         out = np.empty_like(dst.array) if in_place else dst.array
-        stays = self._open(call, source, None, source.nbytes, timeout)
+        stays = self._open(request, source, None, source.nbytes, timeout)
         regions = [self._region(r, source.dtype, source.size) for r in range(self.rank + 1)]
         fold.run(regions, 0, source.size, out)
         if not stays:
@@ -206,11 +214,11 @@ class OneSided(Backend):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         largest = sum(counts) * dst.dtype.itemsize
-        stays = self._open(call, None if src is None else src.array, None, largest, timeout)
+        stays = self._open(request, None if src is None else src.array, None, largest, timeout)
         start = sum(counts[: self.rank])
         count = counts[self.rank]
         if src is not None:
@@ -227,21 +235,21 @@ class OneSided(Backend):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         largest = max(counts) * src.dtype.itemsize
-        stays = self._open(call, src.array, None, largest, timeout)
+        stays = self._open(request, src.array, None, largest, timeout)
         if dst is not None:
             self._collect(src.array, dst.array, counts)
         if not stays:
             self._sync(timeout)
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> None:
         largest = max(counts) * src.dtype.itemsize
-        stays = self._open(call, src.array, None, largest, timeout)
+        stays = self._open(request, src.array, None, largest, timeout)
         self._collect(src.array, dst.array, counts)
         if not stays:
             self._sync(timeout)
@@ -252,16 +260,16 @@ class OneSided(Backend):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         # A reader must know where its piece starts: the offsets travel before the pieces.
         source = src.array
         offsets = np.array(pieces.limits(send_counts), np.int64)
-        table = self._all_offsets(offsets, call, timeout)
+        table = self._all_offsets(offsets, request, timeout)
         totals = table[:, self.size]
         largest = int(totals.max()) * src.dtype.itemsize
-        stays = self._open(call, source, None, largest, timeout)
+        stays = self._open(request, source, None, largest, timeout)
         position = 0
         for rank in range(self.size):
             count = recv_counts[rank]
@@ -295,8 +303,8 @@ class OneSided(Backend):
             if low < high:
                 self._region(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
 
-    def _all_offsets(self, offsets: Array, call: Call, timeout: float) -> Array:
-        stays = self._open(call, offsets, None, offsets.nbytes, timeout)
+    def _all_offsets(self, offsets: Array, request: Request, timeout: float) -> Array:
+        stays = self._open(request, offsets, None, offsets.nbytes, timeout)
         length = offsets.size
         table = np.empty((self.size, length), np.int64)
         for rank in range(self.size):

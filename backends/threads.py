@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.backends.onesided import OneSided, Region
-from collective.call import Call, Disagreement
 from collective.contract.backend import ANY_SOURCE, Failure
 from collective.contract.capabilities import Capabilities
 from collective.errors import PeerLostError, RendezvousError
 from collective.memory.buffer import Buffer
+from collective.request import Disagreement, Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +46,7 @@ class _Hub:
         self.condition = threading.Condition()
         self.arrived = [0] * size  # how many steps each rank has made
         self.gone = [""] * size  # what a rank has done that will not come again
-        self.last: list[Call | None] = [None] * size
+        self.last: list[Request | None] = [None] * size
         # Exposed by each rank, for even and odd steps: a fast rank may open its next
         # operation while a slow one still reads this one's digests.
         self.digests = [[0] * size, [0] * size]
@@ -173,22 +173,22 @@ class ThreadsBackend(OneSided):
     # -- primitives of the collectives ----------------------------------------------------
 
     def _open(
-        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
     ) -> bool:
         hub, rank = self._hub, self.rank
         with hub.condition:
             hub.sources[rank] = src
             hub.outputs[rank] = dst
-            hub.last[rank] = call
+            hub.last[rank] = request
             digests = hub.digests[self._steps & 1]
-            digests[rank] = call.digest
-            self._step(timeout, call)
-        if digests.count(call.digest) != self.size:
+            digests[rank] = request.digest
+            self._step(timeout, request)
+        if digests.count(request.digest) != self.size:
             with hub.condition:
-                hub.headers[rank] = call.header()
-                self._step(timeout, call)
+                hub.headers[rank] = request.header()
+                self._step(timeout, request)
                 headers = list(hub.headers)
-                self._step(timeout, call)
+                self._step(timeout, request)
             raise Disagreement(headers)
         return False
 
@@ -196,11 +196,11 @@ class ThreadsBackend(OneSided):
         with self._hub.condition:
             self._step(timeout, self._hub.last[self.rank])
 
-    def _step(self, timeout: float, call: Call | None) -> None:
+    def _step(self, timeout: float, request: Request | None) -> None:
         hub = self._hub
         # Before this rank's arrival, without which no other has ended the operation: one that
         # has failed since the last step has left it, and its arrays may be in use again.
-        self.refuse_broken(call)
+        self.refuse_broken(request)
         self._steps = step = self._steps + 1
         hub.arrived[self.rank] = step
         if min(hub.arrived) >= step:
@@ -209,7 +209,7 @@ class ThreadsBackend(OneSided):
         self._wait(
             lambda: min(arrived) >= step,
             lambda: [r for r in range(self.size) if arrived[r] < step],
-            call,
+            request,
             timeout,
         )
 
@@ -236,9 +236,9 @@ class ThreadsBackend(OneSided):
             raise failure.error(str(call), self.rank)
         raise PeerLostError(f"{call}: {self._left((rank,))} [rank {self.rank}]", (rank,))
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
-        self.agree(call, timeout)
-        return super().empty(nbytes, call, timeout)
+    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
+        self.agree(request, timeout)
+        return super().empty(nbytes, request, timeout)
 
     # -- failure, life --------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ _ADDED_US = 6.0
 _COUNT = 1024
 _FLOAT32, _SUM, _BYTES = 7, 0, 4 * _COUNT
 
-Call = Callable[[], object]
+Request = Callable[[], object]
 
 
 class _Alone:
@@ -78,13 +78,13 @@ class _Bench:
         self.library = self.engine.library
         self._kept: list[Any] = []
 
-    def raw(self, x: int, y: int, stream: int | None = None) -> dict[str, Call]:
+    def raw(self, x: int, y: int, stream: int | None = None) -> dict[str, Request]:
         """Return NCCL's own calls on two addresses."""
         comm, function = self.engine.handle, self.library.function
         stream = self.stream.handle if stream is None else stream
         fold, copy, join = map(function, ("ncclAllReduce", "ncclBroadcast", "ncclAllGather"))
 
-        def all_reduce(to: int) -> Call:
+        def all_reduce(to: int) -> Request:
             return lambda: fold(x, to, _COUNT, _FLOAT32, _SUM, comm, stream)
 
         return {
@@ -95,7 +95,7 @@ class _Bench:
             "all_gather(x, counts=, out=y)": lambda: join(x, y, _BYTES, 1, comm, stream),
         }
 
-    def raw_beside(self, x: int, y: int) -> dict[str, Call]:
+    def raw_beside(self, x: int, y: int) -> dict[str, Request]:
         """Return the same on a stream beside, with the events that this takes at the least."""
         from collective import cuda
 
@@ -108,7 +108,7 @@ class _Bench:
         record, wait, there = driver.cuEventRecord, driver.cuStreamWaitEvent, beside.handle
         self._kept.append(beside)
 
-        def around(enqueue: Call) -> Call:
+        def around(enqueue: Request) -> Request:
             def call() -> None:
                 record(before, here)
                 wait(there, before, 0)
@@ -120,7 +120,7 @@ class _Bench:
 
         return {name: around(call) for name, call in self.raw(x, y, there).items()}
 
-    def ours(self, x: Any, y: Any) -> dict[str, Call]:
+    def ours(self, x: Any, y: Any) -> dict[str, Request]:
         """Return the same on two arrays."""
         comm, counts = self.comm, [_COUNT]
         return {
@@ -131,7 +131,7 @@ class _Bench:
             "all_gather(x, counts=, out=y)": lambda: comm.all_gather(x, counts=counts, out=y),
         }
 
-    def asynchronous(self, x: Any, y: Any) -> dict[str, Call]:
+    def asynchronous(self, x: Any, y: Any) -> dict[str, Request]:
         """Return the same with ``async_op=True``, and ``wait()``."""
         comm, counts = self.comm, [_COUNT]
         return {
@@ -144,12 +144,12 @@ class _Bench:
             ).wait(),
         }
 
-    def layers(self, x: Any, x_address: int) -> dict[str, Call]:
+    def layers(self, x: Any, x_address: int) -> dict[str, Request]:
         """Return an all-reduce in place at each of our layers, the lowest first."""
-        from collective.call import Call as Header
         from collective.memory.buffer import Buffer
         from collective.memory.dtypes import BY_NAME
         from collective.ops import as_op
+        from collective.request import Request as Header
 
         engine, stream, backend = self.engine, self.stream.handle, self.comm._backend
         dtype, op = BY_NAME["float32"], as_op("sum")
@@ -250,7 +250,7 @@ def _address(x: Any) -> int:
     return address
 
 
-def _cupys() -> Callable[[int, int, int], Call] | None:
+def _cupys() -> Callable[[int, int, int], Request] | None:
     """Return what makes CuPy's all-reduce of two addresses on a stream, None without CuPy."""
     try:
         from cupy.cuda import nccl

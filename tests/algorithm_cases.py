@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from collective.algorithms import arithmetic, costs, pieces
-from collective.call import Call
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import user_op
+from collective.request import Request
 from tests.loopback import Loopback, Rendezvous
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +29,7 @@ ROOTS = [
     for size in SIZES
     for root in (range(size) if size in (1, 2, 3, 5) else (size // 2 + 1,))
 ]
-CALL = Call("test")
+CALL = Request("test")
 TIMEOUT = 20.0
 INT64, FLOAT32 = BY_NAME["int64"], BY_NAME["float32"]
 

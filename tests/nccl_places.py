@@ -13,12 +13,12 @@ import pytest
 from fakes import compiler, environment
 
 from collective.backends.nccl import NcclBackend
-from collective.call import Call
 from collective.contract.world import World
 from collective.cuda import Stream
 from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray, PlainSpace
 from collective.memory.dtypes import DType, from_numpy, named
+from collective.request import Request
 from collective.testing import RankPool
 
 __all__ = ["FAR", "FakeNccl", "Place", "Run", "needs_compiler", "pools", "read", "side_by_side"]
@@ -79,7 +79,7 @@ class Place:
 
     def call(self, name: str, *args: Any, timeout: float = FAR) -> Any:
         """Make a collective call as a communicator does, which records it."""
-        recorder, call = self.backend.channel.recorder, Call(name)
+        recorder, call = self.backend.channel.recorder, Request(name)
         if recorder is not None:
             recorder.begin(call)
         result = getattr(self.backend, name)(*args, call, timeout)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from collective.algorithms import binomial, pieces
 from collective.algorithms.tags import COLLECTIVE_TAG
-from collective.call import Call, Disagreement
 from collective.contract import backend as contract
 from collective.contract.backend import Backend
 from collective.errors import (
@@ -27,6 +26,7 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
+from collective.request import Disagreement, Request
 from tests.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
 from tests.loopback import Loopback, Rendezvous, connect_all, run
 
@@ -123,14 +123,14 @@ def test_sendrecv_raises_what_its_send_raised() -> None:
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_equal_calls_agree(kind: type[Backend], size: int) -> None:
-    run(size, lambda b: b.agree(Call("reduce", root=1), TIMEOUT), kind)
+    run(size, lambda b: b.agree(Request("reduce", root=1), TIMEOUT), kind)
 
 
 @kinds
 @pytest.mark.parametrize("odd", [0, 2, 3])
 def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) -> None:
     def body(backend: Backend) -> tuple[list[Any], int]:
-        call = Call("reduce", INT64, (3,), root=7 if backend.rank == odd else 1)
+        call = Request("reduce", INT64, (3,), root=7 if backend.rank == odd else 1)
         with pytest.raises(Disagreement) as caught:
             backend.agree(call, TIMEOUT)
         total = number(0)

@@ -21,7 +21,6 @@ from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, 
 
 from collective import ops
 from collective.backends.nccl import NcclBackend
-from collective.call import Call
 from collective.contract.backend import Failure
 from collective.contract.world import World
 from collective.errors import (
@@ -33,6 +32,7 @@ from collective.errors import (
     MismatchError,
     PeerLostError,
 )
+from collective.request import Request
 from collective.testing import RankDiedError, RanksFailedError
 
 pytestmark = needs_compiler
@@ -77,7 +77,7 @@ def absent(comm: Any) -> str:
     place = Place(comm)
     adds(place)
     place.finish()
-    place.backend.barrier(Call("barrier"), FAR)
+    place.backend.barrier(Request("barrier"), FAR)
     if place.rank == 1:
         return str(broken(place))
     # The program is ahead of the GPU: the calls return, and the first of them never ends.
@@ -177,7 +177,7 @@ def mixed(comm: Any) -> str:
     if place.rank == 0:
         adds(place, timeout=1.0)
         return str(broken(place))
-    return str(error_of(lambda: place.backend.barrier(Call("barrier"), 5.0)))
+    return str(error_of(lambda: place.backend.barrier(Request("barrier"), 5.0)))
 
 
 def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
@@ -253,7 +253,7 @@ def closes_alone(comm: Any) -> float:
     place = Place(comm)
     adds(place)
     place.finish()
-    place.backend.barrier(Call("barrier"), FAR)
+    place.backend.barrier(Request("barrier"), FAR)
     since = time.monotonic()
     if place.rank == 0:
         adds(place)  # to which nobody comes
@@ -284,7 +284,7 @@ def aborted(comm: Any) -> str:
     error = error_of(place.finish)
     assert time.monotonic() - since < 0.2 + PROMISED_S + NOISE_S
     place.stream.synchronize()
-    on_host = error_of(lambda: place.backend.barrier(Call("barrier"), FAR))
+    on_host = error_of(lambda: place.backend.barrier(Request("barrier"), FAR))
     assert isinstance(on_host, CommunicatorAbortedError)
     return str(error)
 
@@ -300,7 +300,7 @@ def host_times_out(comm: Any) -> str:
     adds(place)
     place.finish()
     if place.rank == 0:
-        error = error_of(lambda: place.backend.barrier(Call("barrier"), 0.5))
+        error = error_of(lambda: place.backend.barrier(Request("barrier"), 0.5))
         assert isinstance(error, CollectiveTimeoutError)
         return str(error_of(lambda: adds(place)))
     return str(broken(place))
@@ -336,7 +336,7 @@ def not_enough(comm: Any) -> str:
     place.finish()
     if place.rank == 1:
         Fake().knob("alloc_fail_at", 1)
-    error = error_of(lambda: place.backend.empty_device(1 << 20, Call("empty"), FAR))
+    error = error_of(lambda: place.backend.empty_device(1 << 20, Request("empty"), FAR))
     assert isinstance(error, AllocationError), error
     adds(place)  # it stays usable
     place.finish()
@@ -425,7 +425,7 @@ def cannot(comm: Any, kind: type[BaseException]) -> str:
         assert isinstance(error, kind), error
         texts.add(str(error))
     assert len(texts) == 1
-    backend.barrier(Call("barrier"), FAR)
+    backend.barrier(Request("barrier"), FAR)
     return texts.pop()
 
 
@@ -459,7 +459,7 @@ def works(comm: Any) -> None:
         "all_gather", place.buffer(np.arange(3.0) if place.rank else np.ones(2)), dst, [2, 3]
     )
     assert read(dst).tolist() == [1, 1, 0, 1, 2]
-    array = place.backend.empty_device(100, Call("empty"), FAR)
+    array = place.backend.empty_device(100, Request("empty"), FAR)
     assert array.nbytes == 100
     assert place.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
 

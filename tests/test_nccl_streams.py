@@ -20,9 +20,9 @@ from gpu_programs import held, is_poison, peek
 from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
 
 from collective import cuda, ops
-from collective.call import Call
 from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray
+from collective.request import Request
 
 pytestmark = needs_compiler
 
@@ -40,7 +40,7 @@ def connect(place: Place) -> None:
     x = place.buffer(np.ones(1))
     place.call("all_reduce", x, x, SUM, False)
     place.finish()
-    place.backend.barrier(Call("barrier"), FAR)
+    place.backend.barrier(Request("barrier"), FAR)
 
 
 def as_on(buffer: Buffer, stream: Any) -> Buffer:

@@ -15,16 +15,16 @@ pytest.importorskip("fakes")
 from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
 
 from collective import ops
-from collective.call import Call
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
+from collective.request import Request
 
 pytestmark = needs_compiler
 
 SIZES = (1, 2, 3, 4)
-CALL = Call("test")
+CALL = Request("test")
 
 
 @pytest.fixture(scope="module")

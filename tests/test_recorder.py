@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import collective
-from collective.call import Call
 from collective.contract.recorder import Recorder, flight_recorder
+from collective.request import Request
 from collective.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_it_keeps_the_last_calls_with_their_places():
     recorder = Recorder("mine")
-    first = Call("barrier")
+    first = Request("barrier")
     recorder.begin(first, depth=1)
     recorder.end()
-    recorder.begin(Call("scan"), compares=True, depth=1)
+    recorder.begin(Request("scan"), compares=True, depth=1)
     one, two = recorder.entries()
     assert (one.sequence, one.call, one.compares) == (1, first, False)
     assert re.search(r"test_recorder\.py:\d+ in test_it_keeps_the_last", one.site)
@@ -40,18 +40,18 @@ def test_it_keeps_the_last_calls_with_their_places():
 def test_old_calls_make_room():
     recorder = Recorder()
     for number in range(2000):
-        recorder.begin(Call("barrier") if number == 0 else Call("scan"))
+        recorder.begin(Request("barrier") if number == 0 else Request("scan"))
         recorder.end()
     entries = recorder.entries()
     assert [entry.sequence for entry in entries] == list(range(2001 - len(entries), 2001))
-    assert {entry.call.operation for entry in entries} == {"scan"}
+    assert {entry.request.operation for entry in entries} == {"scan"}
 
 
 def test_the_line_is_the_caller_s():
     recorder = Recorder()
-    recorder.begin(Call("a"), depth=1)
+    recorder.begin(Request("a"), depth=1)
     first = line() - 1
-    recorder.begin(Call("b"), depth=1)
+    recorder.begin(Request("b"), depth=1)
     second = line()
     lines = [int(re.search(r":(\d+) in", entry.site)[1]) for entry in recorder.entries()]
     assert lines[0] == first

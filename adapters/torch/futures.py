@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from collective import call as call_module
+from collective import request as request_module
 from collective.contract.work import Lane, Work
 
 from .untraced import untraced
@@ -31,7 +31,7 @@ __all__ = [
 
 # Its types change from version to version of torch.
 _Base: Any = dist.distributed_c10d.Work
-_OURS = os.path.dirname(os.path.abspath(call_module.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.abspath(request_module.__file__)) + os.sep
 #: Returns -1 but while a backward pass calls.
 in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 # Before torch 2.7 C++ does not keep the Python part of a work that it is given, as by DDP's first
@@ -228,12 +228,12 @@ class Queue:
         it is, on every rank alike.
         """
         if self._lane.idle or getattr(self._inside, "thread", False):
-            outside = call_module.in_thread.site
-            call_module.in_thread.site = call_site() if outside is None else outside
+            outside = request_module.in_thread.site
+            request_module.in_thread.site = call_site() if outside is None else outside
             try:
                 function()
             finally:
-                call_module.in_thread.site = outside
+                request_module.in_thread.site = outside
         else:
             self.start(what, function, None).wait()
 
@@ -243,7 +243,7 @@ class Queue:
 
         def turn() -> Any:
             self._inside.thread = True
-            call_module.in_thread.site = site
+            request_module.in_thread.site = site
             return function()
 
         if getattr(self._inside, "thread", False):

@@ -21,7 +21,7 @@ from .tensors import as_bytes
 from .waiting import Blocked, Elsewhere, watched
 
 if TYPE_CHECKING:
-    from collective.call import Call
+    from collective.request import Request
 
 __all__ = ["Messenger", "limit"]
 
@@ -71,21 +71,21 @@ class Messenger(Monitored):
             for group in self._groups:
                 cut(group, self.rank, self.size)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, request: Request) -> None:
         """Take note of the collective call that is about to run.
 
         Its messages get a tag that depends on it, so that those of different calls never
         meet: Gloo ends the process when a message is longer than its receiver expects. They
         wait instead, and after a second the monitor has the calls compared.
         """
-        self.refuse_broken(call)
-        self._running = call
-        self._slot = _hashed(call.digest)
+        self.refuse_broken(request)
+        self._running = request
+        self._slot = _hashed(request.digest)
 
-    def _begin_comparing(self, call: Call) -> None:
+    def _begin_comparing(self, request: Request) -> None:
         """Take note that ``call`` is about to be compared with the others'."""
-        self.refuse_broken(call)
-        self._running = call
+        self.refuse_broken(request)
+        self._running = request
         self._slot = _COMPARED
 
     # -- point to point -------------------------------------------------------------------

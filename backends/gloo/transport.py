@@ -35,9 +35,9 @@ from .tensors import Native, as_bytes, native
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.call import Call
     from collective.contract.world import World
     from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["GlooBackend"]
 
@@ -62,7 +62,7 @@ class GlooBackend(Messenger):
         super().__init__(channel)
         self._world = world
         self._listening = listening
-        self._small: dict[Call, rounds.Small] = {}
+        self._small: dict[Request, rounds.Small] = {}
 
     # -- life -----------------------------------------------------------------------------
 
@@ -120,17 +120,17 @@ class GlooBackend(Messenger):
         """Tell whether all messages of a call on ``nbytes`` go at once."""
         return 1 < self.size <= _FEW or (self.size > _FEW and nbytes >= _LONG_BYTES)
 
-    def barrier(self, call: Call, timeout: float) -> None:
-        self._begin(call)
+    def barrier(self, request: Request, timeout: float) -> None:
+        self._begin(request)
         if self.size <= 2:
-            super().barrier(call, timeout)
+            super().barrier(request, timeout)
         else:
             self._run(self._groups[0].barrier, _options("Barrier", timeout), timeout=timeout)
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
-        self._begin(call)
+    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
+        self._begin(request)
         if self.size <= 2 or buffer.nbytes < _BROADCAST_BYTES:
-            super().broadcast(buffer, root, call, timeout)
+            super().broadcast(buffer, root, request, timeout)
         else:
             options, left = _options("Broadcast", timeout, rootRank=root), self._meet(timeout)
             self._run(self._groups[0].broadcast, [as_bytes(buffer)], options, timeout=left)
@@ -142,14 +142,14 @@ class GlooBackend(Messenger):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().reduce(src, dst, op, root, ordered, call, timeout)
+            super().reduce(src, dst, op, root, ordered, request, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
             rounds.reduce(exchange, self.rank, self.size, src, dst, op, root)
         elif gloos is not None and not ordered:
@@ -164,18 +164,24 @@ class GlooBackend(Messenger):
             rounds.gather(exchange, self.rank, mine, dst, counts, root)
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         # A user's function would be kept alive by what is prepared with it.
         few = 1 < self.size <= _FEW
         if few and 0 < src.nbytes <= _SMALL_BYTES and op.function is None:
-            self._all_reduce_small(src, dst, op, call, timeout)
+            self._all_reduce_small(src, dst, op, request, timeout)
             return
         exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().all_reduce(src, dst, op, ordered, call, timeout)
+            super().all_reduce(src, dst, op, ordered, request, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_BYTES:
             rounds.all_reduce(exchange, self.rank, self.size, src, dst, op)
         elif gloos is not None and not ordered:
@@ -189,13 +195,13 @@ class GlooBackend(Messenger):
             rounds.all_gather(exchange, self.rank, mine, dst, counts)
 
     def _all_reduce_small(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
     ) -> None:
-        small = self._small.get(call)
+        small = self._small.get(request)
         if small is None:
             if len(self._small) >= _SMALL_KEPT:
                 self._small.clear()
-            small = self._small[call] = rounds.Small(self.rank, self.size, src, op)
+            small = self._small[request] = rounds.Small(self.rank, self.size, src, op)
         mine = small.enter(src)
         tensors = [as_bytes(mine)]
         self._move(timeout, small.coming, [(tensors, r) for _, r in small.coming], src.nbytes)
@@ -231,19 +237,21 @@ class GlooBackend(Messenger):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         if self._one_round(src.nbytes):
             exchange = partial(self._exchange, timeout)
             rounds.reduce_scatter(exchange, self.rank, src, dst, counts, op)
         else:
-            super().reduce_scatter(src, dst, counts, op, ordered, call, timeout)
+            super().reduce_scatter(src, dst, counts, op, ordered, request, timeout)
 
-    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
-        self._begin(call)
-        super().scan(src, dst, op, call, timeout)
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    ) -> None:
+        self._begin(request)
+        super().scan(src, dst, op, request, timeout)
 
     def scatter(
         self,
@@ -251,14 +259,14 @@ class GlooBackend(Messenger):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         if self._one_round(sum(counts) * dst.dtype.itemsize):
             rounds.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
-            super().scatter(src, dst, counts, root, call, timeout)
+            super().scatter(src, dst, counts, root, request, timeout)
 
     def gather(
         self,
@@ -266,23 +274,23 @@ class GlooBackend(Messenger):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         if self._one_round(sum(counts) * src.dtype.itemsize):
             rounds.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
-            super().gather(src, dst, counts, root, call, timeout)
+            super().gather(src, dst, counts, root, request, timeout)
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         if self._one_round(dst.nbytes):
             rounds.all_gather(partial(self._exchange, timeout), self.rank, src, dst, counts)
         else:
-            super().all_gather(src, dst, counts, call, timeout)
+            super().all_gather(src, dst, counts, request, timeout)
 
     def all_to_all(
         self,
@@ -290,19 +298,19 @@ class GlooBackend(Messenger):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        self._begin(call)
+        self._begin(request)
         if self.size == 1:
-            super().all_to_all(src, dst, send_counts, recv_counts, call, timeout)
+            super().all_to_all(src, dst, send_counts, recv_counts, request, timeout)
         else:
             exchange = partial(self._exchange, timeout)
             rounds.all_to_all(exchange, self.rank, src, dst, send_counts, recv_counts)
 
-    def agree(self, call: Call, timeout: float) -> None:
-        self._begin_comparing(call)
-        super().agree(call, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._begin_comparing(request)
+        super().agree(request, timeout)
 
 
 @lru_cache(maxsize=256)

@@ -29,8 +29,8 @@ from .places import Places, part, plain, put, room, take
 from .steps import Fold, Named, Steps, end
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.contract.work import Work
+    from collective.request import Request
 
 __all__ = ["TwoLevel"]
 
@@ -59,9 +59,9 @@ class TwoLevel(Backend):
     _places: Places
     _named: Named
 
-    def _steps(self, call: Call, timeout: float) -> Steps:
+    def _steps(self, request: Request, timeout: float) -> Steps:
         """Return what the steps of one call on two levels need, for a ``with``."""
-        return Steps(self._named, self.explained, call, timeout)
+        return Steps(self._named, self.explained, request, timeout)
 
     @abstractmethod
     def explained(
@@ -78,27 +78,29 @@ class TwoLevel(Backend):
         places = self._places
         return places.levels and not ordered and (op.commutative or places.in_order)
 
-    def agree(self, call: Call, timeout: float) -> None:
-        self._outer.agree(call, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._outer.agree(request, timeout)
 
-    def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
+    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
         if not self._places.levels:
-            return self._outer.barrier(call, timeout)
-        with self._steps(call, timeout) as steps:
+            return self._outer.barrier(request, timeout)
+        with self._steps(request, timeout) as steps:
             self._inner.barrier(steps.call(0), steps.left())
             if self._places.place == 0 and self._across is not None:
                 end(self._across.barrier(steps.call(1), steps.left()))
             self._inner.barrier(steps.call(2), steps.left())
         return None
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
+    def broadcast(
+        self, buffer: Buffer, root: int, request: Request, timeout: float
+    ) -> Work[Any] | None:
         places = self._places
         if not places.levels:
-            return self._outer.broadcast(buffer, root, call, timeout)
+            return self._outer.broadcast(buffer, root, request, timeout)
         host, place = places.host_of(root), self._root_place(root)
         parts = self._parts(buffer, place)
         whole, mine = plain(buffer), part(buffer, parts, places.place)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             if places.host == host:
                 self._inner.broadcast(whole, places.local.index(root), steps.call(0), steps.left())
             if mine.count and self._across is not None:
@@ -109,15 +111,21 @@ class TwoLevel(Backend):
 
     @np.errstate(all="ignore")
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> Work[Any] | None:
         if not self._regroups(op, ordered):
-            return self._outer.all_reduce(src, dst, op, ordered, call, timeout)
+            return self._outer.all_reduce(src, dst, op, ordered, request, timeout)
         fold = Fold(op, src.dtype, self.size)
         parts = self._parts(src, 0)
         whole, mine = plain(dst), part(dst, parts, self._places.place)
         source = whole if src is dst else plain(src)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             source = fold.enter(source)
             inner = self._inner
             inner.reduce_scatter(source, mine, parts, fold.op, False, steps.call(0), steps.left())
@@ -138,11 +146,11 @@ class TwoLevel(Backend):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         if not self._regroups(op, ordered):
-            return self._outer.reduce(src, dst, op, root, ordered, call, timeout)
+            return self._outer.reduce(src, dst, op, root, ordered, request, timeout)
         places = self._places
         fold = Fold(op, src.dtype, self.size)
         host, place = places.host_of(root), self._root_place(root)
@@ -152,7 +160,7 @@ class TwoLevel(Backend):
         else:
             mine = Buffer.empty(parts[places.place], src.dtype)
         at_root = places.host == host
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             source = fold.enter(plain(src))
             self._inner.reduce_scatter(
                 source, mine, parts, fold.op, False, steps.call(0), steps.left()
@@ -177,18 +185,18 @@ class TwoLevel(Backend):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         places = self._places
         if not (self._regroups(op, ordered) and places.even):
-            return self._outer.reduce_scatter(src, dst, counts, op, ordered, call, timeout)
+            return self._outer.reduce_scatter(src, dst, counts, op, ordered, request, timeout)
         # The parts for the ranks at one place of all hosts are folded by the rank at that
         # place here, so that they are where they belong when they have crossed.
         fold = Fold(op, src.dtype, self.size)
         mine = [counts[rank] for rank in places.at(places.place)]
         folded = Buffer.empty(sum(mine), src.dtype)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             source = fold.enter(plain(src))
             for host, (start, stop) in enumerate(pairwise(pieces.limits(mine))):
                 members = places.members[host]
@@ -211,9 +219,9 @@ class TwoLevel(Backend):
         return None
 
     def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
     ) -> Work[Any] | None:
-        return self._outer.scan(src, dst, op, call, timeout)
+        return self._outer.scan(src, dst, op, request, timeout)
 
     def scatter(
         self,
@@ -221,19 +229,19 @@ class TwoLevel(Backend):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         places = self._places
         if not places.levels:
-            return self._outer.scatter(src, dst, counts, root, call, timeout)
+            return self._outer.scatter(src, dst, counts, root, request, timeout)
         order = list(chain(*places.members))
         host, place = places.host_of(root), self._root_place(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
         mine = [counts[rank] for rank in places.local]
         whole = None if src is None else take(src, counts, order)
         at_root, here = places.host == host, places.place == place
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             if at_root and places.members[host][place] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
@@ -263,12 +271,12 @@ class TwoLevel(Backend):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         places = self._places
         if not places.levels:
-            return self._outer.gather(src, dst, counts, root, call, timeout)
+            return self._outer.gather(src, dst, counts, root, request, timeout)
         order = list(chain(*places.members))
         host, place = places.host_of(root), self._root_place(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
@@ -282,7 +290,7 @@ class TwoLevel(Backend):
             block = whole.part(start, start + blocks[host])
         elif here:
             block = Buffer.empty(blocks[places.host], src.dtype)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             self._inner.gather(plain(src), block, mine, place, steps.call(0), steps.left())
             if here and self._across is not None:
                 assert block is not None
@@ -301,18 +309,18 @@ class TwoLevel(Backend):
         return None
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> Work[Any] | None:
         places = self._places
         if not places.levels:
-            return self._outer.all_gather(src, dst, counts, call, timeout)
+            return self._outer.all_gather(src, dst, counts, request, timeout)
         # Host after host: where that is not the ranks' order, it is put right at the end.
         order = list(chain(*places.members))
         whole = room(dst, counts, order)
         limits = pieces.limits([sum(counts[r] for r in each) for each in places.members])
         start, stop = limits[places.host], limits[places.host + 1]
         block = whole.part(start, stop)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             mine = [counts[rank] for rank in places.local]
             self._inner.all_gather(plain(src), block, mine, steps.call(0), steps.left())
             if places.place == 0 and self._across is not None:
@@ -330,16 +338,16 @@ class TwoLevel(Backend):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         places = self._places
         if not places.levels:
-            return self._outer.all_to_all(src, dst, send_counts, recv_counts, call, timeout)
+            return self._outer.all_to_all(src, dst, send_counts, recv_counts, request, timeout)
         local = places.local
         others = [rank for rank in range(self.size) if rank not in local]
         into = room(dst, recv_counts, local)
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             self._inner.all_to_all(
                 take(src, send_counts, local),
                 into,
@@ -356,7 +364,7 @@ class TwoLevel(Backend):
             away,
             [0 if rank in local else count for rank, count in enumerate(send_counts)],
             [0 if rank in local else count for rank, count in enumerate(recv_counts)],
-            call,
+            request,
             steps.left(),
         )
         end(work)

@@ -13,9 +13,9 @@ from collective.ops import ReduceOp, as_op
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from collective.call import Call
     from collective.contract.work import Work
     from collective.memory.dtypes import DType
+    from collective.request import Request
 
 __all__ = ["Fold", "Named", "Steps", "end"]
 
@@ -24,7 +24,7 @@ _REMEMBERED = 1024
 
 
 #: Steps as calls of their own, by the call and the number of the step.
-Named = dict[tuple["Call", int], "Call"]
+Named = dict[tuple["Request", int], "Request"]
 
 
 class Steps:
@@ -43,12 +43,12 @@ class Steps:
         self,
         named: Named,
         explained: Callable[[BaseException, object, float], BaseException | None],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         self._named = named
         self._explained = explained
-        self._call = call
+        self._call = request
         self._timeout = timeout
         self._end = time.monotonic() + timeout
 
@@ -56,7 +56,7 @@ class Steps:
         """Return the seconds to the deadline."""
         return max(0.0, self._end - time.monotonic())
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> Request:
         """Return step ``number`` as a call of its own: ranks must not mix up two steps."""
         found = self._named.get((self._call, number))
         if found is None:

@@ -25,7 +25,6 @@ from collective.algorithms import pieces
 from collective.backends.peers import levels
 from collective.backends.peers.channel import Monitored
 from collective.backends.shm import ShmBackend
-from collective.call import Call
 from collective.contract import registry
 from collective.contract.backend import Backend, Failure
 from collective.contract.capabilities import Capabilities
@@ -42,6 +41,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Request
 
 from .collectives import TwoLevel
 from .places import Places
@@ -165,7 +165,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
 
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         end = time.monotonic() + timeout
-        where = Call("group")
+        where = Request("group")
         places = Places([self._places.hosts[rank] for rank in ranks], list(ranks).index(self.rank))
         here = [self._places.local.index(ranks[member]) for member in places.local]
         if len(places.members) == 1:
@@ -206,15 +206,15 @@ class HierarchicalBackend(TwoLevel, Monitored):
             self._across.close()
         self._inner.close()
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
         made: np.ndarray[Any, Any] | None = None
         problem: AllocationError | None = None
-        with self._steps(call, timeout) as steps:
+        with self._steps(request, timeout) as steps:
             try:
                 made = self._inner.empty(nbytes, steps.call(0), steps.left())
             except AllocationError as error:
                 problem = error
-        ranks = self._outer.lacking(problem is not None, call, steps.left())
+        ranks = self._outer.lacking(problem is not None, request, steps.left())
         if problem is not None:
             raise problem
         if ranks:
@@ -332,7 +332,7 @@ def _note(value: bytes) -> np.ndarray[Any, Any]:
 
 def _exchange(outer: Backend, text: str, end: float) -> list[str]:
     """Return what every rank says."""
-    call = Call("connect")
+    call = Request("connect")
 
     def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
         work = outer.all_gather(src, dst, counts, call, max(0.001, end - time.monotonic()))

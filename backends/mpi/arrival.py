@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from collective.call import Disagreement
 from collective.errors import CommunicatorAbortedError
+from collective.request import Disagreement
 
 from .library import leave_unfinished
 from .polling import POLLS, finish, settle
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
-    from collective.call import Call
+    from collective.request import Request
 
 __all__ = ["BLOCKING", "BY_MESSAGES", "POLLED", "Arrival"]
 
@@ -50,7 +50,7 @@ class Arrival:
             self._persistent = True
             self._start, self._test = self._request.Start, self._request.Test
 
-    def come(self, call: Call, timeout: float, how: int) -> int:
+    def come(self, request: Request, timeout: float, how: int) -> int:
         """Return when all ranks have come, with the highest of their ``how``.
 
         Raises:
@@ -58,8 +58,8 @@ class Arrival:
             CollectiveError: a rank did not come, and never will.
         """
         if self._channel.failure is not None or self._over is not None:
-            self._refuse(call)
-        digest = call.digest
+            self._refuse(request)
+        digest = request.digest
         if digest != self._digest or how != self._how:
             words = self._words
             words[0], words[1], words[2] = digest, -digest, how
@@ -74,15 +74,15 @@ class Arrival:
             if test():
                 break
         else:
-            self._wait(test, call, timeout)
+            self._wait(test, request, timeout)
         found = self._found
         if found[0] != digest or found[1] != -digest:
-            self._disagree(call, timeout)
+            self._disagree(request, timeout)
         return found[2]
 
-    def _wait(self, test: Any, call: Call, timeout: float) -> None:
+    def _wait(self, test: Any, request: Request, timeout: float) -> None:
         try:
-            finish(test, self._channel.wait(call, timeout), moving=False)
+            finish(test, self._channel.wait(request, timeout), moving=False)
         except BaseException as error:
             self._over = error
             # With the memory, which a persistent request does not keep: whoever comes late makes
@@ -90,20 +90,20 @@ class Arrival:
             leave_unfinished((self._request, self._words, self._found))
             raise
 
-    def _refuse(self, call: Call) -> NoReturn:
+    def _refuse(self, request: Request) -> NoReturn:
         """Raise what a call raises when its communicator is broken."""
-        self._channel.check(call)
+        self._channel.check(request)
         # It was interrupted, and its communicator is only about to be broken.
-        raise CommunicatorAbortedError(f"{call}: {self._over} (that was an earlier call)")
+        raise CommunicatorAbortedError(f"{request}: {self._over} (that was an earlier call)")
 
-    def _disagree(self, call: Call, timeout: float) -> None:
+    def _disagree(self, request: Request, timeout: float) -> None:
         """Tell the ranks' calls to each other; all of them come here."""
-        header = np.frombuffer(call.header(), np.uint8)
+        header = np.frombuffer(request.header(), np.uint8)
         lengths = np.zeros(self._comm.Get_size(), np.int64)
         mine = np.array([header.size], np.int64)
 
         def over(request: Any) -> None:
-            settle([request], lambda: self._channel.wait(call, timeout))
+            settle([request], lambda: self._channel.wait(request, timeout))
 
         over(self._comm.Iallgather(mine, lengths))
         every = np.empty(int(lengths.sum()), np.uint8)

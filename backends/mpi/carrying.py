@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from collective.backends.peers.channel import Channel, Monitored
-from collective.call import in_thread
+from collective.request import in_thread
 
 from . import folds
 from .arrival import BLOCKING, BY_MESSAGES, POLLED, Arrival
@@ -19,7 +19,7 @@ from .polling import settle
 from .watchdog import Blocking
 
 if TYPE_CHECKING:
-    from collective.call import Call
+    from collective.request import Request
 
 __all__ = ["MOST", "Carrying", "left", "mapped", "now", "pause", "spec"]
 
@@ -63,25 +63,25 @@ class Carrying(Monitored):
         self._arrive = self._arrival.come
         self._blocking = Blocking(module, comm, channel)
 
-    def _come(self, call: Call, timeout: float, large: bool = False) -> int:
+    def _come(self, request: Request, timeout: float, large: bool = False) -> int:
         """Wait for all ranks; return how they carry the call out, the same on all of them."""
         how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
-        return self._arrive(call, timeout, BY_MESSAGES if large else how)
+        return self._arrive(request, timeout, BY_MESSAGES if large else how)
 
-    def _move(self, how: int, call: Call, end: float, name: str, *arguments: Any) -> None:
+    def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
         """Have MPI do ``name``."""
         if how == BLOCKING:
             self._blocking.end = end
-            self._blocking.running = call
+            self._blocking.running = request
             try:
                 getattr(self._comm, name)(*arguments)
             finally:
                 self._blocking.running = None
         else:
             request = getattr(self._comm, f"I{name.lower()}")(*arguments)
-            settle([request], lambda: self.channel.wait(call, left(end)))
+            settle([request], lambda: self.channel.wait(request, left(end)))
             # A rank that gave up has its array back, and MPI may have read it later.
-            self.channel.refuse_unfinished(call)
+            self.channel.refuse_unfinished(request)
 
     def _send_or_in_place(self, given: Array, out: Array | None, kind: Any) -> Any:
         """Return MPI's first argument: the input, or that it is where the result goes."""

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.algorithms import arithmetic
-from collective.call import Disagreement
 from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
+from collective.request import Disagreement
 
 from .datatypes import native_op
 from .library import leave_unfinished
 from .transport import MpiBackend
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["CudaAwareMpi"]
 
@@ -136,22 +136,22 @@ class CudaAwareMpi(MpiBackend):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         if src is None or not _on_gpu(src) or _on_gpu(dst):
-            self._scatter(src, dst, counts, root, call, timeout)
+            self._scatter(src, dst, counts, root, request, timeout)
             return
         # The root's own piece is to be on the host: no copy of the algorithms' goes there.
         piece = Buffer.empty(dst.count, dst.dtype, src.array)
-        self._scatter(src, piece, counts, root, call, timeout)
+        self._scatter(src, piece, counts, root, request, timeout)
         array: Any = piece.array
         array.to_host(dst.array)
 
     # -- what MPI gets --------------------------------------------------------------------
 
-    def _move(self, how: int, call: Call, end: float, name: str, *arguments: Any) -> None:
-        super()._move(how, call, end, name, *map(self._addressed, arguments))
+    def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
+        super()._move(how, request, end, name, *map(self._addressed, arguments))
 
     def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
         _, given, out = super()._ends(src, dst, kind)

@@ -12,8 +12,8 @@ from .carrying import Carrying, left, mapped, now, spec
 from .datatypes import type_of
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.memory.buffer import Buffer
+    from collective.request import Request
 
 __all__ = ["Moves"]
 
@@ -22,22 +22,22 @@ class Moves(Carrying):
     """The moving part of the transport."""
 
     @mapped
-    def agree(self, call: Call, timeout: float) -> None:
-        self._come(call, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._come(request, timeout)
 
     @mapped
-    def barrier(self, call: Call, timeout: float) -> None:
-        self._come(call, timeout)
+    def barrier(self, request: Request, timeout: float) -> None:
+        self._come(request, timeout)
 
     @mapped
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
+    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
         end = now() + timeout
-        how = self._come(call, timeout, buffer.count > self._most)
+        how = self._come(request, timeout, buffer.count > self._most)
         if how == BY_MESSAGES:
-            super().broadcast(buffer, root, call, left(end))
+            super().broadcast(buffer, root, request, left(end))
             return
         kind = type_of(self._mpi, buffer.dtype)
-        self._move(how, call, end, "Bcast", spec(buffer.array, kind), root)
+        self._move(how, request, end, "Bcast", spec(buffer.array, kind), root)
 
     @mapped
     def scatter(
@@ -46,20 +46,20 @@ class Moves(Carrying):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         end = now() + timeout
-        how = self._come(call, timeout, sum(counts) > self._most)
+        how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().scatter(src, dst, counts, root, call, left(end))
+            super().scatter(src, dst, counts, root, request, left(end))
             return
         kind = type_of(self._mpi, dst.dtype)
         out = spec(dst.array, kind)
         if src is not None and np.may_share_memory(src.array, dst.array):
             out = self._in_place
         given = None if src is None else (src.array, list(counts), None, kind)
-        self._move(how, call, end, "Scatterv", given, out, root)
+        self._move(how, request, end, "Scatterv", given, out, root)
 
     @mapped
     def gather(
@@ -68,34 +68,36 @@ class Moves(Carrying):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         end = now() + timeout
-        how = self._come(call, timeout, sum(counts) > self._most)
+        how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().gather(src, dst, counts, root, call, left(end))
+            super().gather(src, dst, counts, root, request, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
         given = self._send_or_in_place(src.array, None if dst is None else dst.array, kind)
         out = None if dst is None else (dst.array, list(counts), None, kind)
-        self._move(how, call, end, "Gatherv", given, out, root)
+        self._move(how, request, end, "Gatherv", given, out, root)
 
     @mapped
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> None:
         end = now() + timeout
-        how = self._come(call, timeout, sum(counts) > self._most)
+        how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().all_gather(src, dst, counts, call, left(end))
+            super().all_gather(src, dst, counts, request, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
         given = self._send_or_in_place(src.array, dst.array, kind)
         if min(counts) == max(counts):
-            self._move(how, call, end, "Allgather", given, (dst.array, counts[0], kind))
+            self._move(how, request, end, "Allgather", given, (dst.array, counts[0], kind))
         else:
-            self._move(how, call, end, "Allgatherv", given, (dst.array, list(counts), None, kind))
+            self._move(
+                how, request, end, "Allgatherv", given, (dst.array, list(counts), None, kind)
+            )
 
     @mapped
     def all_to_all(
@@ -104,17 +106,17 @@ class Moves(Carrying):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         end = now() + timeout
         # Each rank knows its own counts only: the arrival tells if they are too many for one.
         large = max(src.count, dst.count) > self._most
-        how = self._come(call, timeout, large)
+        how = self._come(request, timeout, large)
         if how == BY_MESSAGES:
-            super().all_to_all(src, dst, send_counts, recv_counts, call, left(end))
+            super().all_to_all(src, dst, send_counts, recv_counts, request, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
         given = (src.array, list(send_counts), None, kind)
         out = (dst.array, list(recv_counts), None, kind)
-        self._move(how, call, end, "Alltoallv", given, out)
+        self._move(how, request, end, "Alltoallv", given, out)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from collective.call import in_thread
+from collective.request import in_thread
 
 from .library import leave_unfinished, waiting
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.call import in_thread
+from collective.request import in_thread
 
 from . import folds
 from .arrival import BLOCKING, BY_MESSAGES, POLLED
@@ -18,9 +18,9 @@ from .folds import Fold, slot
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
-    from collective.call import Call
     from collective.memory.buffer import Buffer
     from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["Reductions"]
 
@@ -70,24 +70,24 @@ class Reductions(Carrying):
         super().__init__(module, comm, channel)
         self.unlike = unlike
         self._all_reduce = comm.Allreduce
-        self._plans: dict[Call, _Plan] = {}
+        self._plans: dict[Request, _Plan] = {}
 
-    def _plan(self, call: Call, op: ReduceOp, src: Buffer, ordered: bool) -> _Plan:
-        plan = self._plans.get(call)
+    def _plan(self, request: Request, op: ReduceOp, src: Buffer, ordered: bool) -> _Plan:
+        plan = self._plans.get(request)
         if plan is not None and plan.of == (op, src.count, src.dtype, ordered):
             return plan
         if len(self._plans) >= _KEPT:
             self._plans.clear()
         fold = Fold(self._mpi, op, src.dtype, self.size, self.unlike)
-        plan = self._plans[call] = _Plan(op, src, ordered, fold, self._most)
+        plan = self._plans[request] = _Plan(op, src, ordered, fold, self._most)
         return plan
 
     def _reduction(
-        self, call: Call, op: ReduceOp, src: Buffer, ordered: bool, timeout: float
+        self, request: Request, op: ReduceOp, src: Buffer, ordered: bool, timeout: float
     ) -> tuple[int, Fold]:
         """Wait for all ranks; return how they fold."""
-        how = self._come(call, timeout)
-        plan = self._plan(call, op, src, ordered)
+        how = self._come(request, timeout)
+        plan = self._plan(request, op, src, ordered)
         return self._carry(how, plan), plan.fold
 
     @staticmethod
@@ -99,31 +99,37 @@ class Reductions(Carrying):
         return how
 
     def _fold(
-        self, how: int, call: Call, end: float, fold: Fold, name: str,
+        self, how: int, request: Request, end: float, fold: Fold, name: str,
         specify: Callable[[Any], tuple[Any, ...]],
     ) -> None:  # fmt: skip
         """Have MPI do the reduction ``name`` with the arguments that ``specify(type)`` gives."""
         if fold.type is not None:
-            self._move(how, call, end, name, *specify(fold.type))
+            self._move(how, request, end, name, *specify(fold.type))
             return
-        with slot(fold, lambda: pause(self.channel, call, end)) as mine:
-            self._move(how, call, end, name, *specify(mine.types[fold.storage.itemsize]))
+        with slot(fold, lambda: pause(self.channel, request, end)) as mine:
+            self._move(how, request, end, name, *specify(mine.types[fold.storage.itemsize]))
 
     # -- operations -----------------------------------------------------------------------
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         end = now() + timeout
         try:
             # _reduction() and _move() once more, not called: here microseconds count.
             alone = in_thread.site is None and not folds.being_made
-            how = self._arrive(call, timeout, BLOCKING if alone else POLLED)
-            plan = self._plans.get(call)
+            how = self._arrive(request, timeout, BLOCKING if alone else POLLED)
+            plan = self._plans.get(request)
             if plan is None or plan.of != (op, src.count, src.dtype, ordered):
-                plan = self._plan(call, op, src, ordered)
+                plan = self._plan(request, op, src, ordered)
             if how != BLOCKING or not plan.plain:
-                self._all_reduce_otherwise(how, plan, src, dst, call, end)
+                self._all_reduce_otherwise(how, plan, src, dst, request, end)
                 return
             memo = dst.memo
             # Kept where the buffers will be used again.
@@ -134,29 +140,29 @@ class Reductions(Carrying):
                     memo[_ENDS] = kept
             blocking = self._blocking
             blocking.end = end
-            blocking.running = call
+            blocking.running = request
             try:
                 self._all_reduce(kept[1], kept[2], plan.fold.op)
             finally:
                 blocking.running = None
         except self._mpi.Exception as error:
-            raise explained(self._mpi, self.channel, call, error) from error
+            raise explained(self._mpi, self.channel, request, error) from error
 
     def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
         """Return ``src``, and MPI's first two arguments."""
         return src, self._send_or_in_place(src.array, dst.array, kind), spec(dst.array, kind)
 
     def _all_reduce_otherwise(
-        self, how: int, plan: _Plan, src: Buffer, dst: Buffer, call: Call, end: float
+        self, how: int, plan: _Plan, src: Buffer, dst: Buffer, request: Request, end: float
     ) -> None:
         fold = plan.fold
         if self._carry(how, plan) == BY_MESSAGES:
             op, _, _, ordered = plan.of
-            super().all_reduce(src, dst, op, ordered, call, left(end))
+            super().all_reduce(src, dst, op, ordered, request, left(end))
             return
         given, out = fold.enter(src, dst), dst.array
         self._fold(
-            how, call, end, fold, "Allreduce",
+            how, request, end, fold, "Allreduce",
             lambda kind: (self._send_or_in_place(given, out, kind), spec(out, kind), fold.op),
         )  # fmt: skip
         fold.leave(out)
@@ -169,18 +175,18 @@ class Reductions(Carrying):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         end = now() + timeout
-        how, fold = self._reduction(call, op, src, ordered, timeout)
+        how, fold = self._reduction(request, op, src, ordered, timeout)
         if how == BY_MESSAGES:
-            super().reduce(src, dst, op, root, ordered, call, left(end))
+            super().reduce(src, dst, op, root, ordered, request, left(end))
             return
         given = fold.enter(src, dst)
         out = None if dst is None else dst.array
         self._fold(
-            how, call, end, fold, "Reduce",
+            how, request, end, fold, "Reduce",
             lambda kind: (
                 self._send_or_in_place(given, out, kind), out is not None and spec(out, kind),
                 fold.op, root,
@@ -197,13 +203,13 @@ class Reductions(Carrying):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         end = now() + timeout
-        how, fold = self._reduction(call, op, src, ordered, timeout)
+        how, fold = self._reduction(request, op, src, ordered, timeout)
         if how == BY_MESSAGES:
-            super().reduce_scatter(src, dst, counts, op, ordered, call, left(end))
+            super().reduce_scatter(src, dst, counts, op, ordered, request, left(end))
             return
         given, out = fold.enter(src, None), dst.array
         if np.may_share_memory(given, out):  # which MPI allows in an arrangement of its own only
@@ -219,22 +225,24 @@ class Reductions(Carrying):
             def specify(kind: Any) -> tuple[Any, ...]:
                 return spec(given, kind), spec(out, kind), list(counts), fold.op
 
-        self._fold(how, call, end, fold, name, specify)
+        self._fold(how, request, end, fold, name, specify)
         fold.leave(out)
         if out is not dst.array:
             dst.array[:] = out
 
     @mapped
-    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    ) -> None:
         end = now() + timeout
         # MPI may fold in another order than rank after rank, which floats would show.
-        how, fold = self._reduction(call, op, src, True, timeout)
+        how, fold = self._reduction(request, op, src, True, timeout)
         if how == BY_MESSAGES:
-            super().scan(src, dst, op, call, left(end))
+            super().scan(src, dst, op, request, left(end))
             return
         given, out = fold.enter(src, dst), dst.array
         self._fold(
-            how, call, end, fold, "Scan",
+            how, request, end, fold, "Scan",
             lambda kind: (self._send_or_in_place(given, out, kind), spec(out, kind), fold.op),
         )  # fmt: skip
         fold.leave(out)

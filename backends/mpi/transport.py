@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.backends.peers.channel import Wait
-    from collective.call import Call
     from collective.contract.world import World
+    from collective.request import Request
 
 __all__ = ["MpiBackend"]
 
@@ -126,9 +126,9 @@ class MpiBackend(Moves, Reductions):
                 mine.Free()
             return type(self)(self._mpi, comm, channel, self.unlike)
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
-        self.agree(call, timeout)
-        return super().empty(nbytes, call, timeout)
+    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
+        self.agree(request, timeout)
+        return super().empty(nbytes, request, timeout)
 
     # -- point to point -------------------------------------------------------------------
 

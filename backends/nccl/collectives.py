@@ -24,9 +24,9 @@ from collective.memory.dtypes import BY_NAME, DType
 from .prototypes import DTYPES, OPS
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.contract.work import Work
     from collective.ops import ReduceOp
+    from collective.request import Request
 
     from .engine import NcclComm
     from .library import Library
@@ -79,14 +79,16 @@ class Collectives(Backend):
             return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
 
-    def _reduction(self, op: ReduceOp, dtype: DType, call: Call, timeout: float) -> tuple[int, int]:
+    def _reduction(
+        self, op: ReduceOp, dtype: DType, request: Request, timeout: float
+    ) -> tuple[int, int]:
         """Return NCCL's codes for what is not a plain operator, or refuse it."""
         if not self.supports("reduce", op, dtype, False):
             raise UnsupportedError(
-                f"{call}: NCCL does not reduce {dtype} with {op} [rank {self.rank} of {self.size}]."
-                " Call it on a communicator, which goes through the host's memory."
+                f"{request}: NCCL does not reduce {dtype} with {op} [rank {self.rank} of "
+                f"{self.size}]. Call it on a communicator, which goes through the host's memory."
             )
-        comm = self._comm or self._open(call, timeout)
+        comm = self._comm or self._open(request, timeout)
         return DTYPES[dtype.name], comm.premul_sum(op.factor or 0.0, dtype)
 
     @abstractmethod
@@ -98,43 +100,51 @@ class Collectives(Backend):
         """Make NCCL's communicator, all ranks together."""
 
     @abstractmethod
-    def _enqueue(self, array: Any, call: Call, timeout: float, function: Any, *args: Any) -> None:
+    def _enqueue(
+        self, array: Any, request: Request, timeout: float, function: Any, *args: Any
+    ) -> None:
         """Call ``function(*args, stream)`` of NCCL's, and look after what it enqueues."""
 
     # -- the host's alone -----------------------------------------------------------------
 
-    def agree(self, call: Call, timeout: float) -> None:
-        self._host.agree(call, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._host.agree(request, timeout)
 
-    def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
+    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
         """Return when every rank has called it. It does not wait for work on the GPUs."""
-        return self._host.barrier(call, timeout)
+        return self._host.barrier(request, timeout)
 
     def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
     ) -> Work[Any] | None:
         if not isinstance(src.array, _ndarray):
             raise UnsupportedError(
-                f"{call}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
+                f"{request}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
                 "communicator, which goes through the host's memory."
             )
-        return self._host.scan(src, dst, op, call, timeout)
+        return self._host.scan(src, dst, op, request, timeout)
 
     # -- reductions -----------------------------------------------------------------------
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.all_reduce(src, dst, op, ordered, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.all_reduce(src, dst, op, ordered, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, call, timeout)
+        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
         if src.count:
             to: Any = dst.array
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.all_reduce, array.address, to.address, src.count, dtype, code,
             )  # fmt: skip
         return None
@@ -146,19 +156,19 @@ class Collectives(Backend):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.reduce(src, dst, op, root, ordered, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.reduce(src, dst, op, root, ordered, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, call, timeout)
+        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
         if src.count:
             to = 0 if dst is None else dst.address
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.reduce, array.address, to, src.count, dtype, code, root,
             )  # fmt: skip
         return None
@@ -170,40 +180,42 @@ class Collectives(Backend):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.reduce_scatter(src, dst, counts, op, ordered, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.reduce_scatter(src, dst, counts, op, ordered, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, call, timeout)
+        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
         if not src.count:
             return None
         to: Any = dst.array
         if _even(counts):
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.reduce_scatter, array.address, to.address, counts[0], dtype, code,
             )  # fmt: skip
         else:
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.reduce_scatter_v, array.address, to.address, counts, dtype, code,
             )  # fmt: skip
         return None
 
     # -- moves ----------------------------------------------------------------------------
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
+    def broadcast(
+        self, buffer: Buffer, root: int, request: Request, timeout: float
+    ) -> Work[Any] | None:
         array: Any = buffer.array
         if isinstance(array, _ndarray):
-            return self._host.broadcast(buffer, root, call, timeout)
-        comm, nbytes = self._comm or self._open(call, timeout), array.nbytes
+            return self._host.broadcast(buffer, root, request, timeout)
+        comm, nbytes = self._comm or self._open(request, timeout), array.nbytes
         if nbytes:
             at = array.address
-            self._enqueue(array, call, timeout, comm.broadcast, at, at, nbytes, _BYTE, root)
+            self._enqueue(array, request, timeout, comm.broadcast, at, at, nbytes, _BYTE, root)
         return None
 
     def scatter(
@@ -212,23 +224,23 @@ class Collectives(Backend):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         array: Any = dst.array
         if isinstance(array, _ndarray):
-            return self._host.scatter(src, dst, counts, root, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.scatter(src, dst, counts, root, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         lengths = _in_bytes(counts, dst.dtype)
         if not any(lengths):
             return None
         start, to = 0 if src is None else src.address, array.address
         if _even(lengths):
             self._enqueue(
-                array, call, timeout, comm.scatter, start, to, lengths[0], _BYTE, root
+                array, request, timeout, comm.scatter, start, to, lengths[0], _BYTE, root
             )  # fmt: skip
         else:
-            self._enqueue(array, call, timeout, comm.scatter_v, start, to, lengths, _BYTE, root)
+            self._enqueue(array, request, timeout, comm.scatter_v, start, to, lengths, _BYTE, root)
         return None
 
     def gather(
@@ -237,42 +249,42 @@ class Collectives(Backend):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.gather(src, dst, counts, root, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.gather(src, dst, counts, root, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         lengths = _in_bytes(counts, src.dtype)
         if not any(lengths):
             return None
         start, to = array.address, 0 if dst is None else dst.address
         if _even(lengths):
-            self._enqueue(array, call, timeout, comm.gather, start, to, lengths[0], _BYTE, root)
+            self._enqueue(array, request, timeout, comm.gather, start, to, lengths[0], _BYTE, root)
         else:
-            self._enqueue(array, call, timeout, comm.gather_v, start, to, lengths, _BYTE, root)
+            self._enqueue(array, request, timeout, comm.gather_v, start, to, lengths, _BYTE, root)
         return None
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.all_gather(src, dst, counts, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.all_gather(src, dst, counts, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         lengths = _in_bytes(counts, src.dtype)
         if not any(lengths):
             return None
         to: Any = dst.array
         if _even(lengths):
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.all_gather, array.address, to.address, lengths[0], _BYTE,
             )  # fmt: skip
         else:
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.all_gather_v, array.address, to.address, lengths, _BYTE,
             )  # fmt: skip
         return None
@@ -283,24 +295,24 @@ class Collectives(Backend):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         array: Any = src.array
         if isinstance(array, _ndarray):
-            return self._host.all_to_all(src, dst, send_counts, recv_counts, call, timeout)
-        comm = self._comm or self._open(call, timeout)
+            return self._host.all_to_all(src, dst, send_counts, recv_counts, request, timeout)
+        comm = self._comm or self._open(request, timeout)
         sends, receives = (_in_bytes(counts, src.dtype) for counts in (send_counts, recv_counts))
         to: Any = dst.array
-        if call.shape is not None and _even(sends):
+        if request.shape is not None and _even(sends):
             if sends[0]:
                 self._enqueue(
-                    array, call, timeout,
+                    array, request, timeout,
                     comm.all_to_all, array.address, to.address, sends[0], _BYTE,
                 )  # fmt: skip
         elif any(sends) or any(receives):
             self._enqueue(
-                array, call, timeout,
+                array, request, timeout,
                 comm.all_to_all_v, array.address, sends, to.address, receives, _BYTE,
             )  # fmt: skip
         return None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.call import Call
 from collective.contract import registry
 from collective.contract.backend import Backend, Failure
 from collective.contract.store import Store
@@ -20,6 +19,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Request
 
 from .watch import failure_of
 
@@ -31,7 +31,7 @@ __all__ = ["Mail", "Telling", "breaker", "host_plane"]
 
 _UINT8 = BY_NAME["uint8"]
 _MAIL_BYTES = 4096
-_CONNECT = Call("connect", over="nccl")
+_CONNECT = Request("connect", over="nccl")
 
 
 def host_plane(world: World) -> type[Backend]:

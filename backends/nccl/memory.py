@@ -20,9 +20,9 @@ from collective.errors import AllocationError, BackendError, CollectiveError
 from collective.memory.device_array import DeviceArray
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.contract.backend import Backend
     from collective.cuda import Device, Event, Stream
+    from collective.request import Request
 
     from .engine import NcclComm
     from .watch import Watch
@@ -98,7 +98,13 @@ class Blocks:
         watch.chores.append(self._sweep)
 
     def allocate(
-        self, host: Backend, comm: NcclComm, device: Device, nbytes: int, call: Call, timeout: float
+        self,
+        host: Backend,
+        comm: NcclComm,
+        device: Device,
+        nbytes: int,
+        request: Request,
+        timeout: float,
     ) -> DeviceArray:
         """Return ``nbytes`` uninitialised bytes on every rank's GPU.
 
@@ -116,12 +122,12 @@ class Blocks:
             except (AllocationError, BackendError) as error:
                 problem = error
         try:
-            if lacking := host.lacking(problem is not None, call, timeout):
+            if lacking := host.lacking(problem is not None, request, timeout):
                 ranks = ", ".join(map(str, lacking))
                 told = f": {problem}" if problem is not None else ""
                 raise AllocationError(
-                    f"{call}: {nbytes} bytes on each of {host.size} GPUs: there is not enough on "
-                    f"that of rank {ranks} [rank {host.rank}]{told}"
+                    f"{request}: {nbytes} bytes on each of {host.size} GPUs: there is not enough "
+                    f"on that of rank {ranks} [rank {host.rank}]{told}"
                 ) from problem
             if block is None:
                 return DeviceArray(0, (0,), np.uint8, device, stream)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective import cuda
-from collective.call import Call
 from collective.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -26,6 +25,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Request
 
 from . import library as libraries
 from .prototypes import version_text
@@ -44,7 +44,7 @@ _UINT8 = BY_NAME["uint8"]
 CARD_BYTES = 2048
 _TEXT = 1200
 _ID_BYTES = 128
-_CONNECT = Call("connect", over="nccl")
+_CONNECT = Request("connect", over="nccl")
 # Tags of what two ranks bring, for messages from the lower rank to the higher, and back.
 _UPWARD, _DOWNWARD = -4, -5
 

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.backends.peers.channel import Wait
-    from collective.call import Call
     from collective.contract.recorder import Recorder
     from collective.contract.world import World
     from collective.cuda import Device, Event, Stream
     from collective.memory.buffer import Buffer
     from collective.memory.device_array import DeviceArray
+    from collective.request import Request
 
     from .library import Library
 
@@ -246,14 +246,16 @@ class NcclBackend(Collectives, Monitored):
 
     # -- one operation --------------------------------------------------------------------
 
-    def _enqueue(self, array: Any, call: Call, timeout: float, function: Any, *args: Any) -> None:
+    def _enqueue(
+        self, array: Any, request: Request, timeout: float, function: Any, *args: Any
+    ) -> None:
         if array.device is not self._device:
-            self._refuse_device(array.device, call)
+            self._refuse_device(array.device, request)
         channel, watch, stream = self.channel, self._watch, array.in_force
         recorder = channel.recorder
         number = None if recorder is None else recorder.started
         # As Asked(…) does it, without a call of Python's; and Pending below.
-        asked = _tuple(Asked, (call, timeout, _now() + timeout, None, number))
+        asked = _tuple(Asked, (request, timeout, _now() + timeout, None, number))
         if self._batch is not None:
             self._batch.add(self._comm, asked, stream)
             function(*args, stream.handle)
@@ -263,12 +265,12 @@ class NcclBackend(Collectives, Monitored):
             watch.wake()
         try:
             if channel.failure is not None:
-                channel.check(call)
+                channel.check(request)
             if function(*args, stream.handle):
                 self._settle(asked)
             watch.add(_tuple(Pending, (stream.record(), stream, asked)))
         except (BackendError, CommunicatorAbortedError) as error:
-            raise self._explained(error, call) from error
+            raise self._explained(error, request) from error
         finally:
             watch.inside[0] = None
 
@@ -382,10 +384,10 @@ class NcclBackend(Collectives, Monitored):
 
     # -- memory, streams ------------------------------------------------------------------
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
-        return self._host.empty(nbytes, call, timeout)
+    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
+        return self._host.empty(nbytes, request, timeout)
 
-    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
         """Return ``nbytes`` of this rank's GPU (uint8), allocated by all ranks together.
 
         NCCL knows the memory: where it can, it reduces there without copies.
@@ -393,9 +395,9 @@ class NcclBackend(Collectives, Monitored):
         Raises:
             AllocationError: some rank's GPU has not that much; on every rank.
         """
-        comm = self._comm or self._open(call, timeout)
-        with self._inside(call, timeout):
-            return self._blocks.allocate(self._plane, comm, comm.device, nbytes, call, timeout)
+        comm = self._comm or self._open(request, timeout)
+        with self._inside(request, timeout):
+            return self._blocks.allocate(self._plane, comm, comm.device, nbytes, request, timeout)
 
     def _streams(self) -> list[Stream]:
         return [*self._sides.values(), *self._messages.streams()]

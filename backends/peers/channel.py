@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
-from collective.call import describe
 from collective.contract.backend import Backend, Failure, Note
 from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
@@ -24,6 +23,7 @@ from collective.errors import (
     CommunicatorAbortedError,
     RendezvousError,
 )
+from collective.request import describe
 
 from .link import Link, Message
 
@@ -356,8 +356,8 @@ class Channel:
             # From the oldest that is not over: a program may be far ahead of its device.
             ahead = recorder.entries(max(_REPORTED, started - finished))
             for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
-                header = json.loads(entry.call.header(entry.site))
-                entries.append([entry.sequence, entry.call.digest, entry.compares, header])
+                header = json.loads(entry.request.header(entry.site))
+                entries.append([entry.sequence, entry.request.digest, entry.compares, header])
         report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
         self._monitor._say({**report, "channel": self.name})
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from collective.call import differing
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.stalls import Circles
 from collective.errors import RendezvousError
+from collective.request import differing
 
 from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collective.call import Disagreement
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     MismatchError,
 )
+from collective.request import Disagreement
 
 from .channel import Channel
 

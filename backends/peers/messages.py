@@ -49,7 +49,7 @@ def _with(**tests: _Test) -> _Test:
 
 _ranks = _list_of(_count)
 _failure = _with(kind=_text, rank=_integer, text=_text, ranks=_ranks)
-# A call, as collective.call.Call.header() has it.
+# A call, as collective.request.Request.header() has it.
 _header = _with(
     operation=_text, dtype=_or_none(_text), shape=_or_none(_list_of(_integer)),
     options=lambda value: isinstance(value, dict), site=_text,

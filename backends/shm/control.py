@@ -10,10 +10,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from collective.call import Call, Disagreement
 from collective.contract.backend import Failure
 from collective.contract.stalls import look
 from collective.errors import RendezvousError, UnsupportedError
+from collective.request import Disagreement, Request
 
 from .segment import Segment
 
@@ -122,8 +122,8 @@ class Control:
         self.step = 0
         self._line = (1 + rank) * _LINE
         self._peers = [(1 + r) * _LINE for r in range(size) if r != rank]
-        self._call: Call | str = "connect"
-        self._told: dict[Call, int] = {}
+        self._call: Request | str = "connect"
+        self._told: dict[Request, int] = {}
         self._told_count = 0
         # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
         # it is said.
@@ -202,7 +202,7 @@ class Control:
 
     # -- steps --------------------------------------------------------------------------
 
-    def arrive(self, call: Call, timeout: float) -> None:
+    def arrive(self, request: Request, timeout: float) -> None:
         """Make the first step of ``call``: wait for all ranks and compare what they do.
 
         The caller has looked at :data:`BROKEN` before it wrote anything that a peer may read:
@@ -212,12 +212,12 @@ class Control:
             Disagreement: on every rank, if two digests differ.
         """
         words, line = self.words, self._line
-        self._call = call
-        told = self._told.get(call)
-        words[line + _LAST] = self._tell(call) if told is None else told
+        self._call = request
+        told = self._told.get(request)
+        words[line + _LAST] = self._tell(request) if told is None else told
         self.step = step = self.step + 1
         slot = _DIGEST + (step & 1)
-        digest = call.digest
+        digest = request.digest
         words[line + slot] = digest
         if not _ORDERED:
             fence()
@@ -229,7 +229,7 @@ class Control:
             fence()
         for peer in self._peers:
             if words[peer + slot] != digest:
-                raise Disagreement(self.exchange(call.header(), timeout))
+                raise Disagreement(self.exchange(request.header(), timeout))
 
     def sync(self, timeout: float) -> None:
         """Make a further step of the same operation.
@@ -385,7 +385,7 @@ class Control:
 
     # -- what happened ----------------------------------------------------------------------
 
-    def _tell(self, call: Call) -> int:
+    def _tell(self, request: Request) -> int:
         """Write ``call`` to this rank's table, for peers that wonder what it did last."""
         entry = self._told_count % _CALLS
         if self._told_count >= _CALLS:
@@ -393,10 +393,10 @@ class Control:
             entry = self._told.pop(old) - 1
         self._told_count += 1
         at = self.layout.calls[self.rank] + entry * _CALL_BYTES
-        self.segment.map[at : at + _CALL_BYTES] = _clip(str(call), _CALL_BYTES).ljust(
+        self.segment.map[at : at + _CALL_BYTES] = _clip(str(request), _CALL_BYTES).ljust(
             _CALL_BYTES, b"\0"
         )
-        self._told[call] = entry + 1
+        self._told[request] = entry + 1
         return entry + 1
 
     def last_call(self, rank: int) -> str:

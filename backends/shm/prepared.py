@@ -15,10 +15,10 @@ import numpy as np
 from collective.algorithms import arithmetic
 from collective.algorithms.pieces import limits
 from collective.backends.onesided import CHUNK_BYTES
-from collective.call import Call
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
+from collective.request import Request
 
 from .control import BROKEN, Control
 from .symmetric import Heap
@@ -49,13 +49,13 @@ class Prepared:
     def __init__(
         self,
         control: Control,
-        call: Call,
+        request: Request,
         place: tuple[int, int],
         copies: Sequence[tuple[Array, Array]] = (),
         pieces: Sequence[Piece] = (),
     ) -> None:
         self._control = control
-        self._call = call.at(*place)
+        self._call = request.at(*place)
         self._copies = [(to, source) for to, source in copies if to.size]
         self._pieces = pieces
         self._whole: Array | None = None
@@ -129,7 +129,7 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
         arguments: what the transport was called with, but for the timeout.
     """
     src: Buffer = arguments[0]
-    call: Call = arguments[-1]
+    request: Request = arguments[-1]
     rank, size = control.rank, control.size
     number, offset, _ = heap.locate(src.array)
     if not number or size == 1:
@@ -149,7 +149,7 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
             copies = [(whole[r][cut:], src.array[cut:]) for r in range(size) if r != root]
         else:
             copies = [(src.array[:cut], whole[root][:cut])]
-        return Prepared(control, call, place, copies)
+        return Prepared(control, request, place, copies)
     dst: Buffer = arguments[1]
     if name == "all_gather":
         counts: Sequence[int] = arguments[2]
@@ -159,7 +159,7 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
         copies = [(dst.array[starts[r] : starts[r + 1]], parts[r]) for r in order]
         if dst.array[starts[rank] :].ctypes.data == src.address:
             copies = copies[1:]
-        return Prepared(control, call, place, copies)
+        return Prepared(control, request, place, copies)
     whole = views([src.count] * size)
     if name == "all_to_all":
         sends, receives = arguments[2], arguments[3]
@@ -169,14 +169,14 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
         order = [(rank + step) % size for step in range(size)]
         mine = slice(rank * count, (rank + 1) * count)
         copies = [(dst.array[r * count : (r + 1) * count], whole[r][mine]) for r in order]
-        return Prepared(control, call, place, copies)
+        return Prepared(control, request, place, copies)
     if name == "reduce_scatter":
         counts, op = arguments[2], arguments[3]
         if not one_ufunc(op, src.dtype):
             return None
         start = sum(counts[:rank])
         pieces = _pieces(whole, start, start + counts[rank], [dst.array], start)
-        prepared = Prepared(control, call, place, pieces=pieces).folding(op, src)
+        prepared = Prepared(control, request, place, pieces=pieces).folding(op, src)
         return None if prepared._pre is not None else prepared  # it would change src
     assert name == "all_reduce"
     if dst is not src or not one_ufunc(arguments[2], src.dtype):
@@ -184,7 +184,7 @@ def prepare(heap: Heap, control: Control, name: str, arguments: tuple[Any, ...])
     start, stop = (src.count * r // size for r in (rank, rank + 1))
     targets = [whole[(rank + step) % size] for step in range(size)]
     pieces = _pieces(whole, start, stop, targets, 0)
-    return Prepared(control, call, place, pieces=pieces).folding(arguments[2], src)
+    return Prepared(control, request, place, pieces=pieces).folding(arguments[2], src)
 
 
 def _pieces(

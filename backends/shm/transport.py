@@ -13,7 +13,6 @@ import numpy as np
 from collective.algorithms import arithmetic
 from collective.algorithms.arithmetic import Fold, Scale
 from collective.backends.onesided import OneSided, Region
-from collective.call import Call, Disagreement
 from collective.contract.backend import ANY_SOURCE, Backend, Failure
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
@@ -24,6 +23,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Disagreement, Request
 
 from .board import Board
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
@@ -116,7 +116,7 @@ class ShmBackend(OneSided):
         self._wanted = _Wants(single_copy=False, adopting=False)
         self._single_copy = False
         self._rings: dict[tuple[int, int], Ring] = {}
-        self._small: dict[Call, _Small] = {}
+        self._small: dict[Request, _Small] = {}
         self._board = Board(control)
         self._closed = False
 
@@ -254,16 +254,16 @@ class ShmBackend(OneSided):
     def descriptors(self, ranks: Sequence[int]) -> int:
         return 2  # the segment's, and that of its mapping
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> Array:
-        self._control.refuse_broken(call)
-        self._control.arrive(call, timeout)
+    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
+        self._control.refuse_broken(request)
+        self._control.arrive(request, timeout)
         return self._heap.empty(nbytes, timeout)
 
     def adopt(
-        self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
+        self, nbytes: int, move: Callable[[], int], request: Request, timeout: float
     ) -> Array | None:
-        self._control.refuse_broken(call)
-        self._control.arrive(call, timeout)
+        self._control.refuse_broken(request)
+        self._control.arrive(request, timeout)
         return self._heap.adopt(nbytes, move, self._wanted.adopting, timeout)
 
     # -- point to point -----------------------------------------------------------------
@@ -340,24 +340,30 @@ class ShmBackend(OneSided):
     # -- small reductions -----------------------------------------------------------------
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         source = src.array
         if source.nbytes > SLOT_BYTES or self.size == 1 or not one_ufunc(op, src.dtype):
-            super().all_reduce(src, dst, op, ordered, call, timeout)
+            super().all_reduce(src, dst, op, ordered, request, timeout)
             return
         # The general path does the same in 3 µs more: it matters below a few KiB only.
-        small = self._small.get(call) or self._prepare_small(call, op, src)
+        small = self._small.get(request) or self._prepare_small(request, op, src)
         control = self._control
         if control.words[BROKEN]:
-            raise control.failure(call)
+            raise control.failure(request)
         views = small.views[control.step + 1 & 1]
         if small.pre is None:
             views[self.rank][:] = source
         else:
             with np.errstate(all="ignore"):
                 small.pre(source, views[self.rank])
-        control.arrive(call, timeout)
+        control.arrive(request, timeout)
         out = dst.array
         value = views[0]
         for view in views[1:]:
@@ -375,11 +381,11 @@ class ShmBackend(OneSided):
             return None
         return prepare(self._heap, self._control, name, arguments[:-1])
 
-    def _prepare_small(self, call: Call, op: ReduceOp, src: Buffer) -> _Small:
+    def _prepare_small(self, request: Request, op: ReduceOp, src: Buffer) -> _Small:
         if len(self._small) >= _SMALL_KEPT:
             self._small.clear()
         slots = self._slots_of(src.array.dtype)
-        small = self._small[call] = _Small(
+        small = self._small[request] = _Small(
             [[slot[: src.count] for slot in slots[parity]] for parity in (0, 1)],
             arithmetic.fold(op, src.dtype),
             arithmetic.pre(op, src.dtype, self.size),
@@ -390,17 +396,17 @@ class ShmBackend(OneSided):
     # -- primitives of the collectives ----------------------------------------------------
 
     def _open(
-        self, call: Call, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
     ) -> bool:
         control = self._control
         if control.words[BROKEN]:
-            raise control.failure(call)
+            raise control.failure(request)
         parity = self._parity = control.step + 1 & 1
         self._in_slots = largest <= SLOT_BYTES
         if self._in_slots:
             if src is not None:
                 self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
-            control.arrive(call, timeout)
+            control.arrive(request, timeout)
             return True
         self._source = src
         words, at = control.words, control.place(self.rank, parity)
@@ -410,7 +416,7 @@ class ShmBackend(OneSided):
             words[at : at + 3] = words[at - _OUTPUT : at]
         else:
             words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
-        control.arrive(call, timeout)
+        control.arrive(request, timeout)
         if not self._single_copy and not (
             self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
         ):

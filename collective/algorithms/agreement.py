@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collective.call import Disagreement
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Disagreement
 
 from . import all_gather, pieces
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
-    from collective.call import Call
+    from collective.request import Request
 
 __all__ = ["agree"]
 
 _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 
-def agree(backend: PointToPoint, call: Call, timeout: float) -> None:
+def agree(backend: PointToPoint, request: Request, timeout: float) -> None:
     """Compare ``call`` with the other ranks'.
 
     One all-gather of 8 bytes a rank. Only if they differ the descriptions travel; since
@@ -32,9 +32,9 @@ def agree(backend: PointToPoint, call: Call, timeout: float) -> None:
         Disagreement: on every rank, with all headers.
     """
     messages = Messages(backend, timeout)
-    if bool((_collect(messages, call.digest) == call.digest).all()):
+    if bool((_collect(messages, request.digest) == request.digest).all()):
         return
-    header = call.header()
+    header = request.header()
     lengths = _collect(messages, len(header)).tolist()
     mine = Buffer(np.frombuffer(header, np.uint8), _UINT8)
     every = Buffer.empty(sum(lengths), _UINT8)

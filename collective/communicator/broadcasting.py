@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call, Disagreement, call_site
 from collective.contract.backend import Failure
 from collective.contract.work import Work
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
+from collective.request import Disagreement, Request, call_site
 
 from .heads import Head
 from .output import Output
@@ -45,7 +45,7 @@ class Broadcasting(PieceCalls):
         """
         plan = self._plans.get("barrier")
         if plan is None:
-            plan = self._remember("barrier", Plan(Call("barrier"), self._barrier_now))
+            plan = self._remember("barrier", Plan(Request("barrier"), self._barrier_now))
         seconds = self._seconds(timeout)
 
         def run() -> None:
@@ -53,7 +53,9 @@ class Broadcasting(PieceCalls):
 
         return self._go("barrier", run, async_op)
 
-    def _barrier_now(self, src: None, dst: None, request: Call, seconds: float) -> Work[Any] | None:
+    def _barrier_now(
+        self, src: None, dst: None, request: Request, seconds: float
+    ) -> Work[Any] | None:
         return self._backend.barrier(request, seconds)
 
     def broadcast(
@@ -113,7 +115,7 @@ class Broadcasting(PieceCalls):
         plan = self._plans.get(key) or self._remember(
             key,
             self._broadcast_plan(
-                Call("broadcast", dtype, array.shape, root=root, device=self._where(array)), root
+                Request("broadcast", dtype, array.shape, root=root, device=self._where(array)), root
             ),
         )
         output: Output | None = None
@@ -147,7 +149,7 @@ class Broadcasting(PieceCalls):
             inline = head.inline(int(head.words[2]))
             text = int(head.words[3])
         else:
-            headers = self._sizes(Call("broadcast", root=root), seconds) or []
+            headers = self._sizes(Request("broadcast", root=root), seconds) or []
             header = self._root_header(headers, root)
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
             options = header["options"]
@@ -164,7 +166,7 @@ class Broadcasting(PieceCalls):
         else:
             device = "cuda" if on_gpu else None
             plan = self._broadcast_plan(
-                Call("broadcast", dtype, shape, root=root, device=device), root
+                Request("broadcast", dtype, shape, root=root, device=device), root
             )
             self._carry(plan, buffer, buffer, seconds, alike=False)
         if output is not None:
@@ -203,7 +205,7 @@ class Broadcasting(PieceCalls):
 
     def _head(
         self,
-        call: Call | None,
+        request: Request | None,
         buffer: Buffer | None,
         root: int,
         seconds: float,
@@ -223,22 +225,22 @@ class Broadcasting(PieceCalls):
         """
         head = Head(_WORDS)
         if self.rank == root:
-            assert call is not None
-            assert call.shape is not None
+            assert request is not None
+            assert request.shape is not None
             assert buffer is not None
-            ndim = len(call.shape)
-            head.words[:5] = call.digest, buffer.dtype.code, buffer.nbytes, text, ndim
-            head.words[5 : 5 + ndim] = call.shape
+            ndim = len(request.shape)
+            head.words[:5] = request.digest, buffer.dtype.code, buffer.nbytes, text, ndim
+            head.words[5 : 5 + ndim] = request.shape
             head.put(buffer.array)
-        about = self._about(call, "broadcast", root)
+        about = self._about(request, "broadcast", root)
         plan = self._broadcast_plan(about, root)
         self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
-        if call is not None and head.words[0] != call.digest:
-            theirs = Call("broadcast", *_described(head), root=root)
+        if request is not None and head.words[0] != request.digest:
+            theirs = Request("broadcast", *_described(head), root=root)
             message = (
                 f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {self.rank}: "
-                f"{call} at {call_site()}\nEvery rank must make the same collective calls in the "
-                "same order; COLLECTIVE_CHECK=always compares each call before it is sent"
+                f"{request} at {call_site()}\nEvery rank must make the same collective calls in "
+                "the same order; COLLECTIVE_CHECK=always compares each call before it is sent"
             )
             failure = Failure("mismatch", self.rank, message)
             self._backend.abort(failure)
@@ -283,7 +285,7 @@ class Broadcasting(PieceCalls):
         told = {"leaves": shapes, "nesting": nesting}
         text = np.frombuffer(json.dumps(told).encode() if self._heads else b"", np.uint8)
         nbytes = text.size + sum(array.nbytes for array in arrays)
-        request = Call(
+        request = Request(
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
             device=self._where(leaves[0].rows.array) if leaves else None,
         )  # fmt: skip
@@ -304,10 +306,12 @@ class Broadcasting(PieceCalls):
         return self._go("broadcast", run, async_op, *self._near(leaves))
 
 
-def _to_all(call: Call) -> Call:
+def _to_all(request: Request) -> Request:
     """Return the call as ranks can make it that have passed None."""
-    device = call.options.get("device")
-    return Call("broadcast", call.dtype, call.shape, root=call.options["root"], device=device)
+    device = request.options.get("device")
+    return Request(
+        "broadcast", request.dtype, request.shape, root=request.options["root"], device=device
+    )
 
 
 def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:

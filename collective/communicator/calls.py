@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from collective import call as call_module
-from collective.call import Call, Disagreement, differing
+from collective import request as request_module
 from collective.contract.backend import Backend, Failure
 from collective.contract.recorder import Recorder
 from collective.contract.work import Lane, Work
@@ -29,6 +28,7 @@ from collective.memory.arrays import Adapter, adapter_like, adapter_of, known_ad
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
+from collective.request import Disagreement, Request, differing
 
 from .listener import Event, Listener
 from .output import Output, same_memory
@@ -197,7 +197,7 @@ class Calls:
         """
         if not self._enqueues or isinstance(array, np.ndarray):
             return
-        if call_module.in_thread.site is not None:
+        if request_module.in_thread.site is not None:
             self._backend.synchronize_event(array.in_force.record(), what, seconds)
 
     def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
@@ -320,36 +320,36 @@ class Calls:
             listener.after(event, None)
         return result
 
-    def _broadcast_plan(self, request: Call, root: int) -> Plan:
+    def _broadcast_plan(self, request: Request, root: int) -> Plan:
         """Return what broadcasts a buffer: input at the root, output elsewhere."""
         return Plan(request, self._broadcast_now, root)
 
     def _broadcast_now(
-        self, src: Buffer, dst: Buffer, root: int, request: Call, seconds: float
+        self, src: Buffer, dst: Buffer, root: int, request: Request, seconds: float
     ) -> Work[Any] | None:
         return self._backend.broadcast(dst, root, request, seconds)
 
-    def _agree(self, call: Call, timeout: float) -> None:
+    def _agree(self, request: Request, timeout: float) -> None:
         """Compare ``call`` on all ranks."""
-        self._carry(Plan(call, self._compare, compares=True), None, None, timeout, alike=False)
+        self._carry(Plan(request, self._compare, compares=True), None, None, timeout, alike=False)
 
-    def _compare(self, src: None, dst: None, request: Call, seconds: float) -> None:
+    def _compare(self, src: None, dst: None, request: Request, seconds: float) -> None:
         self._backend.agree(request, seconds)
 
-    def _sizes(self, call: Call, timeout: float) -> list[dict[str, Any]] | None:
+    def _sizes(self, request: Request, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""
         try:
-            self._agree(call, timeout)
+            self._agree(request, timeout)
         except Disagreement as difference:
             return difference.headers
         return None
 
-    def _about(self, call: Call | None, what: str, root: int | None) -> Call:
+    def _about(self, request: Request | None, what: str, root: int | None) -> Request:
         """Return the call of a head: like ``call``, and the same on ranks that know less of it."""
-        key = "about", what, call, root
-        about: Call | None = self._plans.get(key)
+        key = "about", what, request, root
+        about: Request | None = self._plans.get(key)
         if about is None:
-            known = Call(what, root=root) if call is None else call
+            known = Request(what, root=root) if request is None else request
             about = self._remember(key, known.comparing(root=root))
         return about
 
@@ -514,10 +514,10 @@ def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
 
 def _with_site(run: Callable[[], T]) -> Callable[[], T]:
     """Carry the caller's place in the program into the thread that runs the call."""
-    site = call_module.call_site()
+    site = request_module.call_site()
 
     def told() -> T:
-        call_module.in_thread.site = site
+        request_module.in_thread.site = site
         return run()
 
     return told

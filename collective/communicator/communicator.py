@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collective.call import Call
 from collective.contract.backend import Backend, Failure
 from collective.contract.stalls import Membership
 from collective.contract.store import Store
@@ -30,6 +29,7 @@ from collective.errors import (
 )
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_of
+from collective.request import Request
 
 from .exchanging import Exchanging
 from .grouping import meet
@@ -154,13 +154,13 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         adapter = self._adapter(like, on_gpu)
         count = int(np.prod(dimensions, dtype=np.int64))
         nbytes = count * kind.itemsize
-        call = Call("empty", kind, dimensions, device="cuda" if on_gpu else None)
+        call = Request("empty", kind, dimensions, device="cuda" if on_gpu else None)
         made: list[Any] = []
 
         def run() -> Any:
-            def allocate(src: None, dst: None, call: Call, seconds: float) -> None:
+            def allocate(src: None, dst: None, request: Request, seconds: float) -> None:
                 method = self._backend.empty_device if on_gpu else self._backend.empty
-                made.append(method(nbytes, call, seconds))
+                made.append(method(nbytes, request, seconds))
 
             self._carry(Plan(call, allocate), None, None, self.timeout)
             return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
@@ -187,12 +187,12 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         Raises:
             MismatchError: lengths differ.
         """
-        call = Call("adopt", None, (nbytes,))
+        call = Request("adopt", None, (nbytes,))
         made: list[Any] = []
 
         def run() -> Any:
-            def share(src: None, dst: None, call: Call, seconds: float) -> None:
-                made.append(self._backend.adopt(nbytes, move, call, seconds))
+            def share(src: None, dst: None, request: Request, seconds: float) -> None:
+                made.append(self._backend.adopt(nbytes, move, request, seconds))
 
             self._carry(Plan(call, share), None, None, self.timeout)
             return made[0]

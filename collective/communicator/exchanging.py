@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call, Disagreement
 from collective.memory import nested
 from collective.memory.buffer import Buffer
+from collective.request import Disagreement, Request
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
@@ -92,7 +92,7 @@ class Exchanging(PieceCalls):
             receives = [
                 [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
             ]
-            return send(receives, Call(what, sizes=table))
+            return send(receives, Request(what, sizes=table))
 
         @functools.cache
         def packed() -> Array:
@@ -107,7 +107,7 @@ class Exchanging(PieceCalls):
                 ]
             )
 
-        def send(receives: list[list[int]], agreed: Call, method: Any = method) -> Any:
+        def send(receives: list[list[int]], agreed: Request, method: Any = method) -> Any:
             if nesting == 0:
                 inner = leaves[0].rows.inner
                 elements = tuple([n * inner for n in c[0]] for c in (sends, receives))

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call, Disagreement
 from collective.errors import ShapeError
 from collective.memory import nested
 from collective.memory.buffer import Buffer
+from collective.request import Disagreement, Request
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
@@ -144,7 +144,7 @@ class Gathering(PieceCalls):
             arrays = [leaf.rows.array.ravel() for leaf in leaves]
             return arrays[0].view(np.uint8) if nesting == 0 else bytes_of(arrays)
 
-        def send(rows: list[list[int]], agreed: Call, method: Any = method) -> Any:
+        def send(rows: list[list[int]], agreed: Request, method: Any = method) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
             end = () if root is None else (root,)
             if nesting == 0:
@@ -184,7 +184,7 @@ class Gathering(PieceCalls):
             if known is not None:
                 self._mismatch(headers)
             rows = self._rows_of(headers, len(leaves))
-            return send(rows, Call(what, sizes=rows, root=root))
+            return send(rows, Request(what, sizes=rows, root=root))
 
         return self._go(what, run, async_op, *self._near(leaves))
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from collective.algorithms.tags import GROUP_TAG
-from collective.call import Call, call_site, differing
 from collective.contract.backend import Backend, Failure
 from collective.contract.descriptors import shortage
 from collective.errors import (
@@ -22,6 +21,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.request import Request, call_site, differing
 
 __all__ = ["meet"]
 
@@ -75,7 +75,7 @@ def meet(backend: Backend, members: Sequence[int], timeout: float) -> None:
 
 def _note(members: Sequence[int], problem: str) -> dict[str, Any]:
     """Return what this rank tells."""
-    call = Call("group", ranks=_shown(members))
+    call = Request("group", ranks=_shown(members))
     return {
         "order": _digest(members),
         "set": _digest(sorted(members)),

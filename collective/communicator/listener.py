@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collective.call import Call
     from collective.contract.work import Lane
+    from collective.request import Request
 
 __all__ = ["Event", "Heard", "Hook", "Listener"]
 
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
     operation: str
     nbytes: int
-    request: Call | None = None
+    request: Request | None = None
     number: int = 0
     compares: bool = False
     dst: int | None = None

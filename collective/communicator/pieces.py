@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call, Disagreement
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
+from collective.request import Disagreement, Request
 
 from .calls import Array, Calls, View
 from .heads import HEAD_BYTES, Head
@@ -115,7 +115,7 @@ class PieceCalls(Calls):
             return False, difference.headers
         return True, None
 
-    def _swap(self, call: Call, payload: Array, seconds: float) -> list[Array] | None:
+    def _swap(self, request: Request, payload: Array, seconds: float) -> list[Array] | None:
         """Compare ``call`` on all ranks, and give all of them every rank's bytes if they are few.
 
         For transports that compare nothing: there it takes the place of :meth:`_agree`.
@@ -131,18 +131,18 @@ class PieceCalls(Calls):
             Disagreement: the calls differ.
         """
         if not isinstance(payload, np.ndarray):
-            self._agree(call, seconds)
+            self._agree(request, seconds)
             return None
         head = Head(1)
-        head.words[0] = call.digest
+        head.words[0] = request.digest
         head.put(payload)
         every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
-        about = self._about(call, call.operation, call.options.get("root"))
+        about = self._about(request, request.operation, request.options.get("root"))
         plan = Plan(about, self._backend.all_gather, [HEAD_BYTES] * self.size)
         self._carry(plan, head.buffer, every, seconds, alike=False)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
-        if any(each.words[0] != call.digest for each in heads):
-            self._agree(call, seconds)
+        if any(each.words[0] != request.digest for each in heads):
+            self._agree(request, seconds)
         found = [each.inline(payload.size) for each in heads]
         return [each for each in found if each is not None] or None
 
@@ -155,7 +155,7 @@ class PieceCalls(Calls):
         axis: int,
         counts: Sequence[int] | None,
         sizes: list[list[int]] | None = None,
-    ) -> Call:
+    ) -> Request:
         """Return the call of pieces whose lengths along ``axis`` may differ."""
         fixed = counts is not None
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
@@ -169,10 +169,10 @@ class PieceCalls(Calls):
             options["device"] = where
             if nesting == 0:
                 (dtype, shape), *_ = shapes
-                call = Call(what, dtype, shape, **options)
+                call = Request(what, dtype, shape, **options)
             else:
                 names = [[dtype.name, *shape] for dtype, shape in shapes]
-                call = Call(what, leaves=names, nesting=nesting, **options)
+                call = Request(what, leaves=names, nesting=nesting, **options)
             self._remember(key, call)
         return call
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collective.call import Call
+    from collective.request import Request
 
 __all__ = ["Plan"]
 
@@ -28,7 +28,7 @@ class Plan:
 
     def __init__(
         self,
-        request: Call,
+        request: Request,
         method: Callable[..., Any],
         *arguments: Any,
         compares: bool = False,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from collective.algorithms import arithmetic
-from collective.call import Call, Disagreement
 from collective.contract.work import Work
 from collective.errors import (
     CollectiveError,
@@ -22,6 +21,7 @@ from collective.memory import nested
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp, as_op
+from collective.request import Disagreement, Request
 
 from .calls import Array, Calls, View
 from .output import Output
@@ -314,7 +314,7 @@ class Reductions(Calls):
         name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
         if options.get("counts") is not None:
             options["counts"] = list(map(int, options["counts"]))
-        request = Call(what, dtype, shape, op=name, order=order, root=root, **options)
+        request = Request(what, dtype, shape, op=name, order=order, root=root, **options)
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (reducer, ordered),
             "reduce": (reducer, root, ordered),
@@ -331,8 +331,8 @@ class Reductions(Calls):
         src: Buffer,
         dst: Buffer | None,
         fold: Plan,
-        outcome: Call,
-        request: Call,
+        outcome: Request,
+        request: Request,
         seconds: float,
     ) -> None:
         """Fold with a user's operator, and return when all ranks have.
@@ -445,10 +445,10 @@ class Reductions(Calls):
                 src = output.flat  # in place
             buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
 
-        def start(src: None, dst: None, call: Call, seconds: float) -> None:
+        def start(src: None, dst: None, request: Request, seconds: float) -> None:
             with self._backend.batch():
                 for source, target in buffers:
-                    plan.method(source, target, *plan.arguments, call, seconds)
+                    plan.method(source, target, *plan.arguments, request, seconds)
 
         self._carry(Plan(plan.request, start), None, None, seconds)
 

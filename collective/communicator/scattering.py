@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
+from collective.request import Request
 
 from .heads import Head
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
@@ -74,14 +74,14 @@ class Scattering(PieceCalls):
             nesting = nested.skeleton(x)
             leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
             sizes = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
-            call = Call(
+            call = Request(
                 what, root=root, axis=axis, nesting=nesting, sizes=sizes,
                 leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
                 device=self._where(leaves[0].rows.array) if leaves else None,
             )  # fmt: skip
         else:
             self._adapter(like)
-            call = Call(what, root=root)
+            call = Request(what, root=root)
         chosen = out if out is not None else x if x is not None else like
         likes = nested.flatten(chosen) if nested.is_tree(chosen) else [chosen]
 
@@ -115,7 +115,7 @@ class Scattering(PieceCalls):
                 mine = Buffer(room, UINT8)
             else:
                 mine = Buffer.empty(nbytes[self.rank], UINT8)
-            agreed = Call(what, root=root, sizes=nbytes)
+            agreed = Request(what, root=root, sizes=nbytes)
             plan = Plan(agreed, self._backend.scatter, nbytes, root)
             self._carry(plan, packed, mine, seconds, alike=False)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
@@ -127,12 +127,12 @@ class Scattering(PieceCalls):
 
         return self._go(what, run, async_op, *self._near(leaves))
 
-    def _root_options(self, call: Call, root: int, seconds: float) -> dict[str, Any]:
+    def _root_options(self, request: Request, root: int, seconds: float) -> dict[str, Any]:
         """Return the options of the root's call, which alone knows what is scattered."""
         if not self._heads:
-            headers = self._sizes(call, seconds)
+            headers = self._sizes(request, seconds)
             if headers is None:
-                return call.options  # nobody else is there
+                return request.options  # nobody else is there
             for header in headers:
                 if header["operation"] != "scatter" or header["options"].get("root") != root:
                     self._mismatch(headers)
@@ -140,11 +140,11 @@ class Scattering(PieceCalls):
                 self._mismatch(headers)
             return dict(headers[root]["options"])
         head = Head(1)
-        text = np.frombuffer(json.dumps(call.options).encode(), np.uint8)
+        text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
         if self.rank == root:
             head.words[0] = text.size
             head.put(text)
-        about = call.comparing(root=root)
+        about = request.comparing(root=root)
         plan = self._broadcast_plan(about, root)
         self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
         told = head.inline(int(head.words[0]))

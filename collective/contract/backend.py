@@ -69,11 +69,11 @@ from collective.memory.dtypes import BY_NAME
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.call import Call
     from collective.cuda import Device, Event, Stream
     from collective.memory.device_array import DeviceArray
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
+    from collective.request import Request
 
     from .capabilities import Capabilities
     from .recorder import Recorder
@@ -83,9 +83,9 @@ if TYPE_CHECKING:
 __all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group", "Note"]
 
 #: What a rank notes: ``name`` of the communicator and ``number`` of the call there, ``begun`` calls
-#: of each communicator by name, ``header`` as of ``Call.header``, ``made``: where the communicator
-#: was, ``beat``, which grows from note to note, and what this rank has ``found``: the calls of a
-#: circle, each a name and a number, and the text that tells of it; or None.
+#: of each communicator by name, ``header`` as of ``Request.header``, ``made``: where the
+#: communicator was, ``beat``, which grows from note to note, and what this rank has ``found``: the
+#: calls of a circle, each a name and a number, and the text that tells of it; or None.
 Note = Mapping[str, Any]
 
 #: As ``src`` of a receive: whoever sends first.
@@ -245,32 +245,34 @@ class Backend(ABC):
         """
         sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
 
-    def agree(self, call: Call, timeout: float) -> None:
+    def agree(self, request: Request, timeout: float) -> None:
         """Compare ``call`` with the other ranks'.
 
         Raises:
             Disagreement: the digests differ; on every rank, with all headers.
         """
-        agreement.agree(self, call, timeout)
+        agreement.agree(self, request, timeout)
 
-    def lacking(self, lacks: bool, call: Call, timeout: float) -> list[int]:
+    def lacking(self, lacks: bool, request: Request, timeout: float) -> list[int]:
         """Tell all ranks whether this one lacks memory for ``call``; return those that do.
 
         The same on every rank. An ``all_gather`` carries it, and compares ``call`` where it does.
         """
         mine = Buffer(np.array([lacks], np.uint8), BY_NAME["uint8"])
         every = Buffer.empty(self.size, BY_NAME["uint8"])
-        work = self.all_gather(mine, every, [1] * self.size, call, timeout)
+        work = self.all_gather(mine, every, [1] * self.size, request, timeout)
         if work is not None:
             work.wait()
         return [rank for rank, lacks in enumerate(every.array) if lacks]
 
-    def barrier(self, call: Call, timeout: float) -> Work[Any] | None:
+    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
         """Return when every rank has called it."""
         barrier.barrier(self, timeout)
         return None
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> Work[Any] | None:
+    def broadcast(
+        self, buffer: Buffer, root: int, request: Request, timeout: float
+    ) -> Work[Any] | None:
         """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank."""
         broadcast.broadcast(self, buffer, root, timeout)
         return None
@@ -282,7 +284,7 @@ class Backend(ABC):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
@@ -293,7 +295,13 @@ class Backend(ABC):
         return None
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into every rank's ``dst``."""
         all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
@@ -306,7 +314,7 @@ class Backend(ABC):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
@@ -317,7 +325,7 @@ class Backend(ABC):
         return None
 
     def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
     ) -> Work[Any] | None:
         """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
         scan.scan(self, src, dst, op, timeout)
@@ -329,7 +337,7 @@ class Backend(ABC):
         dst: Buffer,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``."""
@@ -342,7 +350,7 @@ class Backend(ABC):
         dst: Buffer | None,
         counts: Sequence[int],
         root: int,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
@@ -350,7 +358,7 @@ class Backend(ABC):
         return None
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> Work[Any] | None:
         """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
 
@@ -365,7 +373,7 @@ class Backend(ABC):
         dst: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> Work[Any] | None:
         """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
@@ -389,7 +397,7 @@ class Backend(ABC):
         """Return how many file descriptors of this process a group among ``ranks`` takes."""
         return 0
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
+    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
         """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
 
         Aligned to 64 bytes at least, and symmetric where the capabilities say so.
@@ -397,13 +405,13 @@ class Backend(ABC):
         Raises:
             AllocationError: some rank has not that much; on every rank, and nothing is broken.
         """
-        self.refuse_broken(call)
+        self.refuse_broken(request)
         raw, problem = np.empty(0, np.uint8), None
         try:
             raw = np.empty(nbytes + 63, np.uint8)
         except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
             problem = error
-        if ranks := self.lacking(problem is not None, call, timeout):
+        if ranks := self.lacking(problem is not None, request, timeout):
             raise AllocationError(
                 f"empty: {nbytes} bytes on each of {self.size} ranks: there is not enough on rank "
                 f"{', '.join(map(str, ranks))} [rank {self.rank}]"
@@ -412,14 +420,14 @@ class Backend(ABC):
         return raw[start : start + nbytes]
 
     def adopt(
-        self, nbytes: int, move: Callable[[], int], call: Call, timeout: float
+        self, nbytes: int, move: Callable[[], int], request: Request, timeout: float
     ) -> np.ndarray[Any, Any] | None:
         """Make memory of the caller's symmetric, by all ranks together; None if that cannot be.
 
         ``move`` puts it into POSIX shared memory and returns a descriptor of that. What is
         returned is the same memory (uint8), mapped once more.
         """
-        self.refuse_broken(call)
+        self.refuse_broken(request)
         return None
 
     # -- GPUs ---------------------------------------------------------------------------
@@ -461,7 +469,7 @@ class Backend(ABC):
         """Return a context in which operations on the memory of a GPU are started together."""
         return nullcontext()
 
-    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
+    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
         """Return ``nbytes`` bytes on the GPU, allocated by all ranks together; as :meth:`empty`."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from collective.call import Call, in_thread
+from collective.request import Request, in_thread
 
 __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 
@@ -48,14 +48,14 @@ class Entry:
     """
 
     sequence: int
-    call: Call
+    request: Request
     compares: bool
     site: str
     began: float
     seconds: float | None
 
     def __str__(self) -> str:
-        what = f"{'compare ' * self.compares}{self.call}"
+        what = f"{'compare ' * self.compares}{self.request}"
         took = "not finished" if self.seconds is None else f"{self.seconds * 1e6:,.0f} µs"
         return f"#{self.sequence} {what} at {self.site or '?'}: {took}"
 
@@ -84,7 +84,7 @@ class Recorder:
         self._ended = [0.0] * _CAPACITY
         _all.add(self)
 
-    def begin(self, call: Call, compares: bool = False, depth: int = 3) -> None:
+    def begin(self, request: Request, compares: bool = False, depth: int = 3) -> None:
         """Record that a call begins.
 
         Args:
@@ -108,9 +108,16 @@ class Recorder:
                 frame = above
                 code = frame.f_code
             # The line is found out when somebody asks: that costs more than all the rest.
-            self._ring[number & _CAPACITY - 1] = number, call, compares, code, frame.f_lasti, _now()
+            self._ring[number & _CAPACITY - 1] = (
+                number,
+                request,
+                compares,
+                code,
+                frame.f_lasti,
+                _now(),
+            )
         else:
-            self._ring[number & _CAPACITY - 1] = number, call, compares, site, 0, _now()
+            self._ring[number & _CAPACITY - 1] = number, request, compares, site, 0, _now()
 
     def end(self) -> None:
         """Record that the call that began last is over."""

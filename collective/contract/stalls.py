@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from collective.call import call_site, differing
+from collective.request import call_site, differing
 
 from .backend import Failure, Note
 from .recorder import Entry
@@ -135,7 +135,7 @@ class Membership:
             "name": self.name,
             "number": running.sequence,
             "begun": begun,
-            "header": json.loads(running.call.header(running.site)),
+            "header": json.loads(running.request.header(running.site)),
             "made": self.made,
             "beat": self._beat,
             "found": None,
@@ -181,7 +181,7 @@ def _calls_the_program(number: int) -> bool:
 
 def _takes_everybody(entry: Entry) -> bool:
     """Tell whether no rank can have the result of a call before every rank has come to it."""
-    call = entry.call
+    call = entry.request
     if entry.compares or call.operation == "barrier":
         return True
     # An operator of the program's is code that could make calls.

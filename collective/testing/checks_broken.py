@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from collective.call import Call
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
@@ -20,6 +19,7 @@ from collective.errors import (
 )
 from collective.memory import dtypes
 from collective.memory.buffer import Buffer
+from collective.request import Request
 
 from .checks import Case, RankFactory, check
 from .samples import LARGE
@@ -164,7 +164,7 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     ]
     hear = comm.barrier
     if cause == "send":
-        hear = partial(comm._backend.barrier, Call("barrier"), comm.timeout)
+        hear = partial(comm._backend.barrier, Request("barrier"), comm.timeout)
     if cause != "leave":
         _outcome(hear)
     if comm.rank == 0 and cause == "send":

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Self
 
-    from collective.call import Call
     from collective.contract.world import World
     from collective.cuda import Device, Event, Stream
     from collective.memory.buffer import Buffer
     from collective.memory.device_array import DeviceArray
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
 
@@ -174,8 +174,8 @@ class FaultyBackend(Backend):
     def close(self) -> None:
         self._inner.close()
 
-    def agree(self, call: Call, timeout: float) -> None:
-        self._inner.agree(call, timeout)
+    def agree(self, request: Request, timeout: float) -> None:
+        self._inner.agree(request, timeout)
 
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         return self._inner.group(ranks, timeout)
@@ -203,11 +203,11 @@ class FaultyBackend(Backend):
     def batch(self) -> AbstractContextManager[object]:
         return self._inner.batch()
 
-    def empty_device(self, nbytes: int, call: Call, timeout: float) -> DeviceArray:
-        return self._after(self._inner.empty_device, nbytes, call, timeout)
+    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
+        return self._after(self._inner.empty_device, nbytes, request, timeout)
 
-    def empty(self, nbytes: int, call: Call, timeout: float) -> np.ndarray[Any, Any]:
-        return self._after(self._inner.empty, nbytes, call, timeout)
+    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
+        return self._after(self._inner.empty, nbytes, request, timeout)
 
 
 def _kill_process() -> None:

@@ -9,11 +9,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from collective.call import Call, Disagreement, call_site
 from collective.communicator import Communicator
 from collective.communicator.listener import Event, Heard, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
+from collective.request import Disagreement, Request, call_site
 
 from .clocks import clock_of_host, offsets
 from .tracer import Tracer, now, opened, set_current
@@ -42,7 +42,7 @@ class TracedCalls(Listener):
         self._name = name
         self._ranks = list(ranks)
         self._groups: dict[tuple[int, ...], int] = {}
-        self._facts: dict[Call, str] = {}
+        self._facts: dict[Request, str] = {}
         self._sites: dict[str, str] = {}
         self._category = "enqueue" if comm.enqueues else "collective"
         self._title = f"calls in the background ({comm.backend}, {name})"
@@ -99,7 +99,7 @@ class TracedCalls(Listener):
             facts = self._facts[request] = self._facts_of(request)
         return f'{facts},"bytes":{event.nbytes},"seq":{event.number},"site":{self._site()}'
 
-    def _facts_of(self, request: Call) -> str:
+    def _facts_of(self, request: Request) -> str:
         """Return what is the same whenever this call is made."""
         found: dict[str, Any] = {"comm": self._name}
         if request.dtype is not None:

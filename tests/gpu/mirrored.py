@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from collective import call, cuda
+from collective import cuda, request
 from collective.communicator import Communicator
 from collective.contract.work import Work
 from collective.errors import CollectiveError
@@ -44,7 +44,7 @@ def use() -> None:
     arrays._by_type[Mirror] = arrays._by_name["mirror"] = _Mirrors()
     seat.Communicator = Mirroring  # type: ignore[attr-defined]
     # In reports of where a call was made this file passes for one of the library's.
-    call._PACKAGE = (call._PACKAGE, __file__)  # type: ignore[assignment]
+    request._PACKAGE = (request._PACKAGE, __file__)  # type: ignore[assignment]
 
 
 class Mirror:

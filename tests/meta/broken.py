@@ -14,11 +14,11 @@ import numpy as np
 
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
-from collective.call import Call
 from collective.contract.backend import Failure
 from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
+from collective.request import Request
 from tests.loopback import Loopback, _Message
 
 #: Lets the ranks that hang go on, when the test is over.
@@ -32,17 +32,17 @@ def _another(buffer: Buffer, array: np.ndarray[Any, Any]) -> Buffer:
 class WrongRoot(ThreadsBackend):
     """Broadcasts what the rank after the root has."""
 
-    def broadcast(self, buffer: Buffer, root: int, call: Call, timeout: float) -> None:
-        super().broadcast(buffer, (root + 1) % self.size, call, timeout)
+    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
+        super().broadcast(buffer, (root + 1) % self.size, request, timeout)
 
 
 class WrongOrder(ThreadsBackend):
     """Joins the ranks' arrays last rank first."""
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> None:
-        super().all_gather(src, dst, counts, call, timeout)
+        super().all_gather(src, dst, counts, request, timeout)
         pieces = np.split(dst.array.copy(), np.cumsum(counts)[:-1])
         dst.array[:] = np.concatenate(pieces[::-1])
 
@@ -61,9 +61,15 @@ class Aliasing(ThreadsBackend):
     """Folds in the input."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
         src.array[:] = dst.array
 
 
@@ -77,12 +83,12 @@ class Stale(ThreadsBackend):
         counts: Sequence[int],
         op: ReduceOp,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
-        super().reduce_scatter(src, dst, counts, op, ordered, call, timeout)
+        super().reduce_scatter(src, dst, counts, op, ordered, request, timeout)
         known = self.__dict__.setdefault("_known", {})
-        dst.array[:] = known.setdefault(call.digest, dst.array.copy())
+        dst.array[:] = known.setdefault(request.digest, dst.array.copy())
 
 
 class SwappedTags(Loopback):
@@ -96,11 +102,17 @@ class DroppedRank(ThreadsBackend):
     """Leaves out what the last rank contributes."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         if self.rank == self.size - 1 and self.size > 1:
             src = _another(src, np.zeros_like(src.array))
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
 
 
 class WrongDtype(ThreadsBackend):
@@ -113,24 +125,30 @@ class WrongDtype(ThreadsBackend):
         op: ReduceOp,
         root: int,
         ordered: bool,
-        call: Call,
+        request: Request,
         timeout: float,
     ) -> None:
         if src.dtype.kind == "f" and src.dtype.name != "bfloat16":
             src = _another(src, src.array.astype(np.int64).astype(src.array.dtype))
-        super().reduce(src, dst, op, root, ordered, call, timeout)
+        super().reduce(src, dst, op, root, ordered, request, timeout)
 
 
 class Saturating(ThreadsBackend):
     """Adds and multiplies narrow integers as vector units can: what overflows stays at the end."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         narrow = src.dtype.kind in "iu" and src.dtype.itemsize < 4
         if narrow and op.name in ("sum", "prod"):
             op = ReduceOp("user", function=_saturated(op.name, src.array.dtype))
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
 
 
 def _saturated(name: str, dtype: np.dtype[Any]) -> Any:
@@ -142,19 +160,25 @@ class Platform(ThreadsBackend):
     """Leaves zeros and NaN to NumPy, which leaves them to the processor and their order."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         function = {"min": np.minimum, "max": np.maximum}.get(op.name)
         if function is not None:
             op = ReduceOp("user", function=function)
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
 
 
 class Hanging(ThreadsBackend):
     """Rank 1 never comes out of a barrier."""
 
-    def barrier(self, call: Call, timeout: float) -> None:
-        super().barrier(call, timeout)
+    def barrier(self, request: Request, timeout: float) -> None:
+        super().barrier(request, timeout)
         if self.rank == 1:
             released.wait()
 
@@ -163,29 +187,33 @@ class Crashing(ShmBackend):
     """Rank 1's process is killed in all_gather."""
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], call: Call, timeout: float
+        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
     ) -> None:
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().all_gather(src, dst, counts, call, timeout)
+        super().all_gather(src, dst, counts, request, timeout)
 
 
 class Raising(ThreadsBackend):
     """Lets an error of the library underneath through."""
 
-    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    ) -> None:
         if self.rank == 1:
             raise OSError("the cable is loose")
-        super().scan(src, dst, op, call, timeout)
+        super().scan(src, dst, op, request, timeout)
 
 
 class Swallowing(ThreadsBackend):
     """Goes on with whatever is there when a user's operator raises."""
 
-    def scan(self, src: Buffer, dst: Buffer, op: ReduceOp, call: Call, timeout: float) -> None:
+    def scan(
+        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    ) -> None:
         if op.function is not None:
             op = dataclasses.replace(op, function=_or_left(op.function))
-        super().scan(src, dst, op, call, timeout)
+        super().scan(src, dst, op, request, timeout)
 
 
 def _or_left(function: Any) -> Any:
@@ -202,37 +230,55 @@ class Undivided(ThreadsBackend):
     """Averages without dividing."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         op = as_op("sum") if op.name == "avg" else op
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
 
 
 class Disordered(Loopback):
     """Folds in whatever order is fastest when rank order was asked for."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
-        super().all_reduce(src, dst, op, False, call, timeout)
+        super().all_reduce(src, dst, op, False, request, timeout)
 
 
 class Commuting(Loopback):
     """Takes every operator for one that commutes, and folds from the last rank down."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
         if op.function is not None:
             function = op.function
             op = dataclasses.replace(op, function=lambda a, b: function(b, a))
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
 
 
 class Impatient(ThreadsBackend):
     """Does not wait in a barrier."""
 
-    def barrier(self, call: Call, timeout: float) -> None:
+    def barrier(self, request: Request, timeout: float) -> None:
         pass
 
 
@@ -267,9 +313,9 @@ class Deaf(ThreadsBackend):
 class Laconic(ThreadsBackend):
     """Does not say of a timeout that it is one."""
 
-    def barrier(self, call: Call, timeout: float) -> None:
+    def barrier(self, request: Request, timeout: float) -> None:
         try:
-            super().barrier(call, timeout)
+            super().barrier(request, timeout)
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError("barrier: no", error.ranks) from error
 
@@ -303,9 +349,15 @@ class Overrunning(ThreadsBackend):
     """Clears the element after the result, which is somebody else's."""
 
     def all_reduce(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, call: Call, timeout: float
+        self,
+        src: Buffer,
+        dst: Buffer,
+        op: ReduceOp,
+        ordered: bool,
+        request: Request,
+        timeout: float,
     ) -> None:
-        super().all_reduce(src, dst, op, ordered, call, timeout)
+        super().all_reduce(src, dst, op, ordered, request, timeout)
         whole = dst.array.base
         if isinstance(whole, np.ndarray) and whole.dtype == np.uint8:
             start = dst.array.ctypes.data - whole.ctypes.data + dst.nbytes

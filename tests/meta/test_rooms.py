@@ -17,7 +17,7 @@ FLOORS = (
     {"ops"},
     {"cuda"},
     {"memory"},
-    {"call"},
+    {"request"},
     {"algorithms"},
     {"contract"},
     {"backends", "communicator"},

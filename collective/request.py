@@ -13,14 +13,14 @@ from typing import Any
 
 from collective.memory.dtypes import DType
 
-__all__ = ["Call", "Disagreement", "call_site", "describe", "differing", "in_thread"]
+__all__ = ["Disagreement", "Request", "call_site", "describe", "differing", "in_thread"]
 
 
-class Call:
-    """One collective call as this rank sees it.
+class Request:
+    """One collective call as this rank asks for it.
 
     Two ranks made the same call when their digests are equal. Equal calls share one
-    ``Call`` object a communicator (it is cached), so nothing here is computed twice.
+    ``Request`` object a communicator (it is kept), so nothing here is computed twice.
 
     Attributes:
         operation: ``"all_reduce"``, …
@@ -63,26 +63,26 @@ class Call:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def at(self, *place: int) -> Call:
+    def at(self, *place: int) -> Request:
         """Return the same call with a digest that also depends on ``place``.
 
         A transport that wants all ranks to have their buffers in corresponding places
         finds out by the comparison of digests that takes place anyway.
         """
-        other = Call(self.operation, self.dtype, self.shape, **self.options)
+        other = Request(self.operation, self.dtype, self.shape, **self.options)
         text = f"{self.digest} {place}"
         other.digest = int.from_bytes(
             hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
         ) >> 1  # fmt: skip
         return other
 
-    def comparing(self, **options: Any) -> Call:
+    def comparing(self, **options: Any) -> Request:
         """Return the same call with a digest that depends on its name and ``options`` only.
 
         For a message that all ranks have to be in, whatever else they know of the call.
         """
-        other = Call(self.operation, self.dtype, self.shape, **self.options)
-        other.digest = Call(self.operation, **options).digest
+        other = Request(self.operation, self.dtype, self.shape, **self.options)
+        other.digest = Request(self.operation, **options).digest
         return other
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Disagreement(Exception):
     moved no data and is ready for the next call.
 
     Attributes:
-        headers: what each rank asked for, in rank order, from :meth:`Call.header`.
+        headers: what each rank asked for, in rank order, from :meth:`Request.header`.
     """
 
     def __init__(self, headers: Sequence[bytes]) -> None:
