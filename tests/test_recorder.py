@@ -26,7 +26,7 @@ def test_it_keeps_the_last_calls_with_their_places():
     recorder.end()
     recorder.begin(Request("scan"), compares=True, depth=1)
     one, two = recorder.entries()
-    assert (one.sequence, one.call, one.compares) == (1, first, False)
+    assert (one.sequence, one.request, one.compares) == (1, first, False)
     assert re.search(r"test_recorder\.py:\d+ in test_it_keeps_the_last", one.site)
     assert one.seconds >= 0
     assert two.seconds is None
