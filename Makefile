@@ -50,14 +50,18 @@ demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	--backend $(BACKEND) examples/segment.py
 
 # Much of a test is waiting: for a deadline, for processes to start. So one more runs than there are
-# cores; a file's tests stay together, as they share ranks.
+# cores; a file's tests stay together, as they share ranks. Files start in the order of
+# tests/conftest.py, those that take long first.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests start thousands of processes, of which each would compile what it imports of us.
+unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest $(XDIST)
 
 # What changes break first, for the inner loop: the list is in tests/conftest.py.
 quick: .venv/.dev .venv/.chainer
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --quick
+	$(BIN)/python -m pytest $(XDIST) --quick
 
 # With what is installed where the GPU is: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
