@@ -47,8 +47,8 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The files that take longest, longest first: ``make test`` hands files out in this order, so that
 # none of them is left over when the others are done. The summary tells of one that is missing.
 SLOW = """
-    mpi_conformance nccl_conformance conformance hosts doctor hierarchical examples docs
-    torch_examples mpi_failures
+    mpi_conformance hosts mpi_failures hierarchical examples docs doctor torch_examples conformance
+    nccl_conformance gloo_conformance mpi_cuda_aware
 """.split()
 
 

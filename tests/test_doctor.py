@@ -37,12 +37,20 @@ DEADLINE_S = 90.0
 
 
 class Doctor:
-    """Runs the command among packages of the test's own making."""
+    """Runs the command among packages of the test's own making.
+
+    They and NumPy are all there is, unless a test asks for what is installed here: to import that
+    takes longer than all the rest.
+    """
 
     def __init__(self, launches: Launches) -> None:
         self.launches = launches
         self.packages = launches.directory / "packages"
         self.packages.mkdir()
+        found = Path(np.__file__).parent
+        for folder in (found, found.with_name("numpy.libs")):
+            if folder.exists():
+                (self.packages / folder.name).symlink_to(folder)
 
     def package(self, name: str, body: str) -> None:
         (self.packages / f"{name}.py").write_text(textwrap.dedent(body))
@@ -59,14 +67,14 @@ class Doctor:
         points = f"[collective.backends]\n{name} = {name}:Transport\n"
         self.distribution(f"of-{name}", entry_points=points)
 
-    def run(
-        self, *arguments: str, python: tuple[str, ...] = (), **variables: str
+    def start(
+        self, *arguments: str, installed: bool = False, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         environment = self.launches.environment(**variables)
-        path = [str(self.packages), str(ROOT), environment.get("MORE_PATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        done = subprocess.run(
-            [sys.executable, *python, "-m", "collective", "doctor", *arguments],
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (self.packages, ROOT)))
+        python = [sys.executable, *(() if installed else ("-S",))]
+        return subprocess.run(
+            [*python, "-m", "collective", "doctor", *arguments],
             cwd=self.launches.directory,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -74,6 +82,9 @@ class Doctor:
             text=True,
             timeout=DEADLINE_S,
         )
+
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        done = self.start(*arguments, **options)
         assert self.launches.living() == []
         assert list(self.launches.temporary.iterdir()) == [], "files were left behind"
         return done
@@ -91,18 +102,6 @@ def doctor(launches: Launches) -> Doctor:
     return Doctor(launches)
 
 
-@pytest.fixture
-def bare(doctor: Doctor) -> dict[str, Any]:
-    """Return what makes a Python that has NumPy and no other package."""
-    found = Path(np.__file__).parent
-    more = doctor.launches.directory / "bare"
-    more.mkdir()
-    for folder in (found, found.with_name("numpy.libs")):
-        if folder.exists():
-            (more / folder.name).symlink_to(folder)
-    return {"python": ("-S",), "MORE_PATH": str(more)}
-
-
 def told(report: dict[str, Any]) -> str:
     return "\n".join(f"{p['problem']}: {p['remedy']}" for p in report["problems"])
 
@@ -111,7 +110,7 @@ def told(report: dict[str, Any]) -> str:
 
 
 def test_it_tells_what_a_program_takes_and_what_works(doctor: Doctor) -> None:
-    report = doctor.report()
+    report = doctor.report(installed=True)
     assert list(report["transports"]) == registry.names()
     for name in ("shm", "threads"):
         assert report["transports"][name]["works"] is True
@@ -127,7 +126,7 @@ def test_it_tells_what_a_program_takes_and_what_works(doctor: Doctor) -> None:
 
 
 def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -> None:
-    done = doctor.run(COLUMNS="80")
+    done = doctor.run(installed=True, COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert "ranks of one host take shm, of several hierarchical" in lines[0]
@@ -144,7 +143,8 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -
 
 def test_two_ranks_try_what_works(doctor: Doctor) -> None:
     compiled = fakes.compiler() is not None
-    report = doctor.report("--test", **(fakes.environment(delay_us=0) if compiled else {}))
+    gpus = fakes.environment(delay_us=0) if compiled else {}
+    report = doctor.report("--test", installed=True, **gpus)
     tried = {n: t["trial"] for n, t in report["transports"].items() if "trial" in t}
     assert {"shm", "threads"} <= set(tried)
     assert "nccl" in tried or not compiled
@@ -172,8 +172,8 @@ def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> No
 # -- in a sick one --------------------------------------------------------------------------------
 
 
-def test_without_any_package_the_remedies_are_there(doctor: Doctor, bare: dict[str, Any]) -> None:
-    report = doctor.report(**bare)
+def test_without_any_package_the_remedies_are_there(doctor: Doctor) -> None:
+    report = doctor.report()
     assert not set(report["packages"]) & {"torch", "mpi4py", "cupy", "chainer"}
     gloo, mpi = report["transports"]["gloo"], report["transports"]["mpi"]
     assert (gloo["works"], gloo["reason"]) == (False, "torch is not installed")
@@ -256,7 +256,7 @@ def test_a_wrong_interface_is_shown(doctor: Doctor) -> None:
     assert "lo (127.0.0.1" in told(report)
 
 
-def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor, bare: dict[str, Any]) -> None:
+def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
     doctor.transport(
         "rightly",
         """
@@ -292,7 +292,7 @@ def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor, bare: dict
                 raise RuntimeError("the device is on fire")
         """,
     )
-    report = doctor.report("--test", code=1, **bare)
+    report = doctor.report("--test", code=1)
     found = report["transports"]
     assert found["rightly"]["trial"]["passed"] is True
     assert "broadcast: wrong result" in found["wrongly"]["trial"]["error"]
@@ -631,8 +631,8 @@ def test_nccl_without_a_gpu_is_no_problem(doctor: Doctor) -> None:
     assert "NCCL" not in told(report)
 
 
-def test_gpus_without_nccl_carry_the_command(doctor: Doctor, bare: dict[str, Any]) -> None:
-    report = doctor.report(**bare, LD_LIBRARY_PATH=str(driver(doctor, 0)))
+def test_gpus_without_nccl_carry_the_command(doctor: Doctor) -> None:
+    report = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 0)))
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
     assert transport["fix"] == "pip install nvidia-nccl-cu13"
@@ -702,14 +702,7 @@ def test_a_run_directory_of_somebody_else_is_shown(doctor: Doctor) -> None:
     foreign.mkdir()
     foreign.chmod(0o777)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "collective", "doctor", "--json"],
-            cwd=doctor.launches.directory,
-            env=doctor.launches.environment(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        done = doctor.start("--json")
     finally:
         foreign.rmdir()
     assert "mode 0777; it must be a directory of uid" in told(json.loads(done.stdout))

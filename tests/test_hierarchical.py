@@ -37,55 +37,36 @@ from collective.testing import (
     parametrize_with_checks,
     run_ranks,
 )
+from tests.conformance_parts import BY_PLACE
 from tests.pretended import Interleaved, Lopsided, Pairs, Single
 
 Check = Callable[[], None]
 
 # What is promised, and what a busy machine may add to it.
 PROMISED_S, NOISE_S = 2.0, 3.0
-# What depends on who is where, and not on the kind of array.
-PART = (
-    "check_all_gather",
-    "check_all_reduce",
-    "check_all_reduce_in_place",
-    "check_all_reduce_large",
-    "check_all_to_all",
-    "check_barrier",
-    "check_broadcast",
-    "check_empty",
-    "check_gather",
-    "check_groups_side_by_side",
-    "check_killed_peer",
-    "check_mismatch",
-    "check_order_rank",
-    "check_reduce",
-    "check_reduce_large",
-    "check_reduce_scatter_counts",
-    "check_scan",
-    "check_scatter",
-    "check_sendrecv",
-    "check_split",
-    "check_tags",
-    "check_user_op_order",
-)
 
 
-@parametrize_with_checks(Pairs, sizes=(3, 4))
+@parametrize_with_checks(Pairs, sizes=(4,))
 def test_pairs(check: Check) -> None:
     check()
 
 
-@parametrize_with_checks(Interleaved, sizes=(4,), checks=PART)
+@parametrize_with_checks(Pairs, sizes=(3,), checks=BY_PLACE)
+def test_a_pair_and_one(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks(Interleaved, sizes=(4,), checks=BY_PLACE)
 def test_interleaved(check: Check) -> None:
     check()
 
 
-@parametrize_with_checks(Lopsided, sizes=(4,), checks=PART)
+@parametrize_with_checks(Lopsided, sizes=(4,), checks=BY_PLACE)
 def test_lopsided(check: Check) -> None:
     check()
 
 
-@parametrize_with_checks(Single, sizes=(2,), checks=PART)
+@parametrize_with_checks(Single, sizes=(2,), checks=BY_PLACE)
 def test_one_host(check: Check) -> None:
     check()
 

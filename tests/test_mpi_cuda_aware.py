@@ -35,6 +35,7 @@ from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
 from collective.ops import NAMES, as_op, premul_sum
 from collective.testing import RankPool, all_checks, parametrize_with_checks
+from tests.conformance_parts import BY_PLACE
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
 
 Check = Callable[[], None]
@@ -57,14 +58,14 @@ def test_mpich(check: Check) -> None:
 
 @needs("openmpi")
 @needs_compiler
-@parametrize_with_checks(CudaAware, sizes=(2,), checks=_DATA, mpiexec=launch_of("openmpi"))
+@parametrize_with_checks(CudaAware, sizes=(2,), checks=BY_PLACE, mpiexec=launch_of("openmpi"))
 def test_openmpi(check: Check) -> None:
     check()
 
 
 @needs("mpich")
 @needs_compiler
-@parametrize_with_checks(OnSomeRanks, sizes=(2,), checks=_DATA, mpiexec=launch_of("mpich"))
+@parametrize_with_checks(OnSomeRanks, sizes=(2,), checks=BY_PLACE, mpiexec=launch_of("mpich"))
 def test_ranks_with_arrays_of_gpus_and_ranks_without(check: Check) -> None:
     check()
 

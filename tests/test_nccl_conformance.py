@@ -8,12 +8,21 @@ from fake_nccl import FakeNccl, OldNccl
 
 from collective.testing import parametrize_with_checks
 
+# What that library computes itself; the rest is as with the new one.
+OLD = [
+    f"check_{name}"
+    for name in """
+    all_to_all dup empty empty_mixed gather groups_side_by_side mismatch scatter send_recv sendrecv
+    split split_by_host
+""".split()
+]
 
-@parametrize_with_checks(FakeNccl, sizes=(2, 3, 4))
+
+@parametrize_with_checks(FakeNccl, sizes=(2, 3))
 def test_nccl(check: Callable[[], None]) -> None:
     check()
 
 
-@parametrize_with_checks(OldNccl, sizes=(3,))
+@parametrize_with_checks(OldNccl, sizes=(3,), checks=OLD)
 def test_old_nccl(check: Callable[[], None]) -> None:
     check()

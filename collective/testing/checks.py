@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_TRANSPORT", "Case", "Check", "RankFactory", "check", "registered", "roots"]
 
 #: Why a check is skipped that tests the communicator alone.
-NO_TRANSPORT = "ends before a transport is reached; run with ranks that are threads"
+NO_TRANSPORT = "ends before a transport is reached; run with few ranks that are threads"
 
 #: The arguments of one case of a check.
 Case = dict[str, Any]
@@ -146,8 +146,9 @@ class Check:
         """Return why the check does not apply, or None if it does."""
         if size < self.at_least:
             return f"needs {self.at_least} ranks"
-        # Where ranks are threads it costs next to nothing, and any transport says the same.
-        if not self.transport and not capabilities.in_process:
+        # Where ranks are threads it costs next to nothing; any transport says the same, and so do
+        # any more ranks.
+        if not self.transport and not (capabilities.in_process and size == self.at_least):
             return NO_TRANSPORT
         return self._needs(capabilities)
 
@@ -191,7 +192,7 @@ def check(
         at_least: the smallest number of ranks.
         needs: returns why it does not apply to a transport of some capabilities, or None.
         transport: False for what the communicator refuses before a transport is reached: it is
-            run where ranks are threads, and skipped elsewhere.
+            run with ``at_least`` ranks that are threads, and skipped elsewhere.
     """
 
     def make(function: Callable[..., None]) -> Check:

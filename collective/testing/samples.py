@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ _FOLDS: dict[str, Any] = {
 }
 
 
+@functools.cache
 def has(module: str) -> bool:
     """Tell whether ``module`` can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
@@ -86,8 +88,15 @@ def values(
     dtype: str, shape: int | Sequence[int], rank: int, seed: int = 0, op: str = "sum"
 ) -> Any:
     """Return what ``rank`` contributes: an array of ``dtype`` that depends on all arguments."""
-    kind = BY_NAME[dtype].kind
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    # Every rank works out the same of every other, of which drawing is the dearer part.
+    draw = _drawn_few if math.prod(shape) <= _FEW else _drawn_many
+    drawn = draw(dtype, shape, rank, seed, op)
+    return bfloat16(drawn) if dtype == "bfloat16" else drawn.copy()
+
+
+def _drawn(dtype: str, shape: tuple[int, ...], rank: int, seed: int, op: str) -> Array:
+    kind = BY_NAME[dtype].kind
     random = np.random.default_rng([rank, seed, len(shape), *shape])
     if kind == "b":
         return np.asarray(random.integers(0, 2, shape)).astype(bool)
@@ -96,7 +105,12 @@ def values(
     numbers = _halves(random, shape, op)
     if kind == "c":
         numbers = numbers + 1j * _halves(random, shape, op)
-    return bfloat16(numbers) if dtype == "bfloat16" else np.asarray(numbers).astype(dtype)
+    return numbers if dtype == "bfloat16" else np.asarray(numbers).astype(dtype)
+
+
+_FEW = 2048
+_drawn_few = functools.lru_cache(maxsize=4096)(_drawn)
+_drawn_many = functools.lru_cache(maxsize=16)(_drawn)
 
 
 def _integers(random: np.random.Generator, dtype: str, shape: Sequence[int], op: str) -> Array:

@@ -1,0 +1,29 @@
+"""Which of the public suite's checks say something new with other ranks, on the same transport.
+
+All checks are run with two and three ranks where a transport folds by itself, and with as few as
+show the rest where a library or another transport does. With more, or with others, what depends on
+the kind of array, on arguments or on the order of events is the same once more.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BY_PLACE", "BY_SIZE"]
+
+#: What depends on the number of ranks.
+BY_SIZE = tuple(
+    f"check_{name}"
+    for name in """
+    all_gather all_reduce_in_place all_reduce_large all_to_all any_source async barrier dup empty
+    groups_side_by_side killed_in_the_middle mismatch order_rank reduce_large reduce_scatter_counts
+    repeated scan sendrecv split tags user_op_order
+""".split()
+)
+#: What depends on who is where: beside that, what has a root, and a rank that dies in a call.
+BY_PLACE = tuple(
+    f"check_{name}"
+    for name in """
+    all_gather all_reduce all_reduce_in_place all_reduce_large all_to_all barrier broadcast empty
+    gather groups_side_by_side killed_peer mismatch order_rank reduce reduce_large
+    reduce_scatter_counts scan scatter sendrecv split tags user_op_order
+""".split()
+)
