@@ -88,20 +88,9 @@ def mpirun(
         environment: variables to add.
     """
     launch = launch_of(vendor)
-    program, *options = launch.command
     # As a user starts it: a rank that dies ends the job.
-    options = [each for each in options if each not in ("--with-ft", "ulfm")]
-    options = [each for each in options if each != "-disable-auto-cleanup"]
-    command = [
-        program,
-        *options,
-        *arguments,
-        "-n",
-        str(size),
-        python or launch.python,
-        "-c",
-        script,
-    ]
+    program, *options = launch.command(size)
+    command = [program, *arguments, *options, python or launch.python, "-c", script]
     done = _run(command, environment)
     if check:
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"

@@ -15,7 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: F401
 
-import collective.testing.worker
+import collective.testing
 
 if importlib.util.find_spec("torch") is not None:
     import collective.adapters.torch

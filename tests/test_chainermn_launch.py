@@ -63,11 +63,10 @@ def start(
 
 def mpiexec(*command: str) -> tuple[list[str], dict[str, str]]:
     """Return what starts two ranks under MPICH, and where they find Chainer."""
-    program, *options = launch_of("mpich").command
-    options = [each for each in options if each != "-disable-auto-cleanup"]
+    launch = launch_of("mpich")
     places = [str(ROOT), sysconfig.get_path("purelib")]
     return (
-        [program, *options, "-n", "2", launch_of("mpich").python, *command],
+        [*launch.command(2), launch.python, *command],
         {"PYTHONPATH": os.pathsep.join(places)},
     )
 

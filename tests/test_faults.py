@@ -23,7 +23,8 @@ import pytest
 pytest.importorskip("torch", reason="gloo and hierarchical stand on PyTorch")
 
 from collective import errors
-from collective.testing import RankDiedError, RankPool, RanksFailedError, faults, process_ranks
+from collective.launch import process_starter
+from collective.testing import RankDiedError, RankPool, RanksFailedError, faults
 from tests import (
     fault_programs,
     test_conformance,
@@ -304,7 +305,7 @@ class Columns:
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
     with pytest.MonkeyPatch.context() as patch:
         # Ranks start by themselves, with the mark: a server's copies would have its environment.
-        patch.setattr(process_ranks, "_preloaded", [])
+        patch.setattr(process_starter, "_preloaded", [])
         # Put back at the end.
         patch.setenv(MARK, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())

@@ -18,8 +18,8 @@ import pytest
 from launches import DEADLINE_S, ROOT, Launches, finish, launches  # noqa: F401
 
 from collective.errors import BackendUnavailableError
-from collective.launch import mpi as launch_mpi
 from collective.launch import mpi_rank
+from collective.launch.mpiexec import Mpiexec
 
 # Starts N processes, kills all of them at once as soon as one fails, and gives up if their
 # end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.
@@ -260,7 +260,7 @@ def test_without_mpiexec_the_error_says_how_to_install_it(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailableError, match=r"pip install .*\[mpi\]"):
-        launch_mpi.mpiexec(2)
+        Mpiexec().command(2)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_mpiexec_beside_python_goes_first(
     beside.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    assert launch_mpi.mpiexec(3) == [str(beside), *options, "-n", "3"]
+    assert Mpiexec().command(3) == [str(beside), *options, "-n", "3"]
 
 
 def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -287,4 +287,4 @@ def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(BackendUnavailableError, match=r"--version failed.*pip install"):
-        launch_mpi.mpiexec(2)
+        Mpiexec().command(2)

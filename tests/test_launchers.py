@@ -128,7 +128,7 @@ def test_slurm(backend: str, name: str) -> None:
 @pytest.mark.parametrize("vendor", [pytest.param(each, marks=needs(each)) for each in VENDORS])
 def test_mpiexec(vendor: str, backend: str, name: str) -> None:
     launch = launch_of(vendor)
-    command = [*launch.command, "-n", str(SIZE), launch.python, SCRIPT]
+    command = [*launch.command(SIZE), launch.python, SCRIPT]
     check(run(command, backend), name)
 
 

@@ -14,7 +14,7 @@ import pytest
 from collective.backends.mpi import MpiBackend
 from collective.backends.mpi import library as mpi_library
 from collective.errors import BackendUnavailableError
-from collective.testing.seat import Opening
+from collective.testing.opening import Opening
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs, run_alone
 
 by_vendor = pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
@@ -189,7 +189,7 @@ def test_a_program_that_raises_ends_all(vendor: str) -> None:
 # Rank 0 has come to the call and then does not take part in MPI's operation, in which rank 1 is
 # as soon as the file is there.
 _STOPS_INSIDE = """
-    from collective.testing import worker
+    from collective.launch import control
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
     inside, move = os.environ["INSIDE"], comm._backend._move
@@ -220,7 +220,7 @@ def _timed(vendor: str, script: str, *arguments: str, **environment: str) -> tup
 @needs("mpich")
 def test_a_peer_that_dies_inside_an_operation_ends_the_process(tmp_path: Path) -> None:
     # Out of the process group, as in the pools of ranks: mpiexec would end the job at once.
-    prelude = "worker.leave_process_group()"
+    prelude = "control.leave_process_group()"
     script = _script(_STOPS_INSIDE.format(prelude=prelude, timeout=60.0, act=_DIE))
     told, seconds = _timed(
         "mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside")
@@ -253,9 +253,9 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
     if vendor == "openmpi":
         prelude, arguments = "", ("--with-ft", "ulfm")
     else:
-        prelude, arguments = "worker.leave_process_group()", ("-disable-auto-cleanup",)
+        prelude, arguments = "control.leave_process_group()", ("-disable-auto-cleanup",)
     script = _script(f"""
-        from collective.testing import worker
+        from collective.launch import control
         {prelude}
         from mpi4py import MPI
         comm = collective.init("mpi", comm=MPI.COMM_WORLD)

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from collective.start.rundir import join, leave
 
-from .mpi import mpiexec, supervise_mpi
+from .mpi import supervise_mpi
+from .mpiexec import Mpiexec
 from .processes import adopt_orphans, end_children
 from .supervisor import supervise
 
@@ -59,7 +60,7 @@ def launch(
         BackendUnavailableError: with ``mpi``, there is no mpiexec.
     """
     command = [sys.executable, "-u", *program]
-    start = mpiexec(size) if mpi else []
+    start = Mpiexec().command(size) if mpi else []
     if start:
         print(f"collective run: {shlex.join([*start, *command])}", file=sys.stderr)
     store, hold = join(f"run-{secrets.token_hex(8)}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +18,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from collective.errors import BackendUnavailableError
-from collective.install import hint
-
 from .processes import die_with_parent, mpi_segments, remove_segments
 from .supervisor import Rank, Supervisor
 
-__all__ = ["mpiexec", "supervise_mpi"]
+__all__ = ["supervise_mpi"]
 
 # What the process beside a rank is told, besides signals: to end, now that all is known.
 _GO = 0
@@ -35,47 +31,6 @@ _MOMENT_S = 0.5
 # How long mpiexec may take once all its processes may end.
 _PATIENCE_S = 10.0
 _STARTER = Path(__file__).with_name("mpi_rank.py")
-
-
-def mpiexec(size: int, python: Path | None = None) -> list[str]:
-    """Return the command that starts ``size`` processes of an MPI world on this host.
-
-    That is the mpiexec beside the Python that runs, as MPI's wheels install it, or else the
-    first on PATH.
-
-    Args:
-        size: how many processes.
-        python: the interpreter that they will run; None for this one.
-
-    Raises:
-        BackendUnavailableError: there is none.
-    """
-    python = Path(sys.executable) if python is None else python
-    beside = python.with_name("mpiexec")
-    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-    if path is None:
-        raise BackendUnavailableError(
-            f"collective run: backend mpi takes mpiexec, which is neither beside {python} "
-            f"nor on PATH. Install one together with its library: {hint('mpi')}"
-        )
-    return [path, *_options(path), "-n", str(size)]
-
-
-def _options(path: str) -> list[str]:
-    """Return what makes Open MPI do what the others do anyway."""
-    try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackendUnavailableError(
-            f"collective run: {path} --version failed: {error}. Install mpiexec together with its "
-            f"library: {hint('mpi')}"
-        ) from error
-    if b"Open MPI" not in done.stdout:
-        return []
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [*as_root, "--oversubscribe"]
 
 
 def supervise_mpi(
@@ -88,7 +43,7 @@ def supervise_mpi(
     """Run a process of an MPI world per environment to the end of all of them.
 
     Args:
-        start: what :func:`mpiexec` returned for as many.
+        start: what :class:`collective.launch.mpiexec.Mpiexec` has for for as many.
         command: what each rank executes.
         environments: each rank's environment variables, by rank.
         directory: a private one; it gets a folder ``mpi``.
@@ -153,12 +108,12 @@ class _MpiSupervisor(Supervisor):
         pipes = []
         for number, environment in enumerate(self._environments):
             given = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]
-            place = self._directory / str(number)
-            Path(f"{place}.environment").write_bytes(os.fsencode("\0".join(given)))
+            prefix = self._directory / str(number)
+            Path(f"{prefix}.environment").write_bytes(os.fsencode("\0".join(given)))
             # With a writer of our own there is no end to read while nobody else has opened
             # it yet; and the end of the last one tells that its process is gone.
             ends = {"out": os.O_RDWR, "error": os.O_RDWR, "orders": os.O_RDWR, "end": os.O_RDONLY}
-            pipes.append([_pipe(f"{place}.{kind}", flags) for kind, flags in ends.items()])
+            pipes.append([_pipe(f"{prefix}.{kind}", flags) for kind, flags in ends.items()])
         # A terminal cannot be read from another session; a pipe or file goes to rank 0.
         if not os.isatty(0):
             (self._directory / "0.in").symlink_to(f"/proc/{os.getpid()}/fd/0")

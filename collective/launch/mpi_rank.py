@@ -35,11 +35,11 @@ _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 def main(directory: Path, command: Sequence[str]) -> int:
     """Run ``command`` as the rank that the process manager says; return its exit code."""
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "")
-    place = directory / rank
+    prefix = directory / rank
     try:
-        out, error, end = (_writer(f"{place}.{kind}") for kind in ("out", "error", "end"))
-        orders = os.open(f"{place}.orders", os.O_RDONLY | os.O_NONBLOCK)
-        given = os.fsdecode(Path(f"{place}.environment").read_bytes())
+        out, error, end = (_writer(f"{prefix}.{kind}") for kind in ("out", "error", "end"))
+        orders = os.open(f"{prefix}.orders", os.O_RDONLY | os.O_NONBLOCK)
+        given = os.fsdecode(Path(f"{prefix}.environment").read_bytes())
     except OSError as problem:
         print(
             f"collective run: rank {rank or '?'} on {socket.gethostname()}: {problem}. It starts "
@@ -55,7 +55,7 @@ def main(directory: Path, command: Sequence[str]) -> int:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     try:
-        given_in = os.open(f"{place}.in", os.O_RDONLY)
+        given_in = os.open(f"{prefix}.in", os.O_RDONLY)
     except OSError:  # not meant for this rank, or not to be opened twice, as a socket
         given_in = subprocess.DEVNULL
     child = subprocess.Popen(

@@ -112,8 +112,8 @@ class _Prefixed:
         return getattr(self._stream, name)
 
 
-class _Ranks:
-    """The running ranks and how they ended."""
+class _Program:
+    """A program that runs on every rank, and how that ended."""
 
     def __init__(self, size: int, code: CodeType, path: str, package: str | None) -> None:
         self.size = size
@@ -156,8 +156,8 @@ class _Ranks:
         if code:
             self.failures.append((echo, rank, text))
         with contextlib.suppress(Exception):
-            told = text or f"it left with exit code {code}"
-            session.leave_thread(Failure("failed", rank, told) if code else None)
+            why = text or f"it left with exit code {code}"
+            session.leave_thread(Failure("failed", rank, why) if code else None)
         self.codes[rank] = code
         for stream in streams:
             stream.finish()
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     code, path, package = load_program(program)
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
     sys.stdout, sys.stderr = streams
-    ranks = _Ranks(size, code, path, package)
+    ranks = _Program(size, code, path, package)
     # Daemons: a rank that hangs must not outlive the grace that it is given.
     threads = [
         threading.Thread(target=ranks.run, args=(rank, streams), name=f"rank-{rank}", daemon=True)

@@ -13,14 +13,20 @@ Nothing here needs a launcher, a port, a GPU or pytest (which only
 
 from __future__ import annotations
 
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.outcome import (
+    RankDiedError,
+    RankHungError,
+    RanksFailedError,
+    RemoteError,
+)
+from collective.launch.process_starter import preload
+
 from . import faults
 from .checks import Check, RankFactory, check
 from .conformance import Result, all_checks, run_checks
-from .failed import RankDiedError, RankHungError, RanksFailedError, RemoteError
 from .faults import FaultyBackend
-from .mpiexec_ranks import Mpiexec
 from .parametrize import parametrize_with_checks
-from .process_ranks import preload
 from .ranks import RankPool, run_ranks
 
 __all__ = [

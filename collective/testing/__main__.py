@@ -12,7 +12,7 @@ from collective.errors import CollectiveError
 
 from .checks import NO_TRANSPORT
 from .conformance import Result, chosen_checks, run_checks
-from .seat import backend_class
+from .opening import backend_class
 
 _MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "-", "expected": "xfail"}
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.outcome import RanksFailedError
 
-from .failed import RanksFailedError
 from .faults import Fault
-from .mpiexec_ranks import Mpiexec
+from .opening import backend_class
 from .ranks import RankPool
-from .seat import backend_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,10 +20,10 @@ from collective.errors import (
     PeerFailedError,
     PeerLostError,
 )
+from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
 
 from . import faults
 from .checks import Case, RankFactory, check
-from .failed import RankDiedError, RankHungError, RanksFailedError
 from .heard import Heard, hold, listen
 from .samples import LARGE, assert_same
 

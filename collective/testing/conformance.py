@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from collective.contract.backend import Backend
+from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory, registered
-from .mpiexec_ranks import Mpiexec
 
 __all__ = ["Result", "all_checks", "run_checks"]
 

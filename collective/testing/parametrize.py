@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from collective.contract.backend import Backend
+from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory
 from .conformance import cases_of, chosen_checks, problem_of, reason_for, stale
-from .mpiexec_ranks import Mpiexec
 
 if TYPE_CHECKING:
     import pytest

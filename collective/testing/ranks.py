@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from collective.contract.backend import Backend
 from collective.errors import InvalidArgumentError
+from collective.launch.command_starter import under_mpiexec
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.outcome import RanksFailedError
+from collective.launch.process_starter import ProcessStarter
+from collective.launch.ranks import Ranks, Starter
+from collective.launch.thread_starter import ThreadStarter
 
-from .failed import RanksFailedError
 from .faults import Fault
-from .mpiexec_ranks import Mpiexec, MpiexecRanks
-from .process_ranks import ProcessRanks
-from .seat import Job, Opening, backend_class
-from .thread_ranks import ThreadRanks
+from .opening import CommunicatorJob, Opening, backend_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,13 +65,12 @@ class RankPool:
         self.timeout = timeout
         kind = backend_class(backend)
         self.capabilities = kind.capabilities
-        self._ranks: ThreadRanks | ProcessRanks
+        starter: Starter = ProcessStarter()
         if self.capabilities.in_process:
-            self._ranks = ThreadRanks(size)
+            starter = ThreadStarter()
         elif kind.launcher == "mpiexec":
-            self._ranks = MpiexecRanks(size, mpiexec or Mpiexec())
-        else:
-            self._ranks = ProcessRanks(size)
+            starter = under_mpiexec(size, mpiexec or Mpiexec())
+        self._ranks = Ranks(size, starter)
         self._directory: str | None = None
         self._shared: Opening | None = None
 
@@ -108,7 +109,7 @@ class RankPool:
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
         opening = self._opening(calls, check, tuple(faults), shared)
-        job = Job(function, args, options, opening, shared)
+        job = CommunicatorJob(function, args, options, opening, shared)
         outcomes = self._ranks.run(job, seconds)
         failure = RanksFailedError.of(outcomes, self.size)
         if failure is not None:

@@ -25,7 +25,7 @@ from collective.memory import arrays, device_layout, nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import DType
-from collective.testing import seat
+from collective.testing import opening
 
 __all__ = ["use"]
 
@@ -42,7 +42,7 @@ _CALLS = """
 def use() -> None:
     """Have the ranks of this process mirror their arrays from now on."""
     arrays._by_type[Mirror] = arrays._by_name["mirror"] = _Mirrors()
-    seat.Communicator = Mirroring  # type: ignore[attr-defined]
+    opening.Communicator = Mirroring  # type: ignore[attr-defined]
     # In reports of where a call was made this file passes for one of the library's.
     request._PACKAGE = (request._PACKAGE, __file__)  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from collective.contract.registry import find
 from collective.errors import BackendUnavailableError
 from collective.install import hint
-from collective.launch.mpi import mpiexec
+from collective.launch.mpiexec import Mpiexec
 
 __all__ = ["ALONE", "PEERS", "Contestant", "Side", "named"]
 
@@ -104,8 +104,9 @@ class Contestant:
         if self.library in _ON_MPI:
             version = f"{sys.version_info[0]}.{sys.version_info[1]}"
             paths = os.pathsep.join([version, str(_ROOT), *map(os.path.abspath, sys.path)])
-            start = [str(self.python or sys.executable), "-c", _START, paths, *arguments]
-            return [([*mpiexec(self.ranks, self.python), *start], one)]
+            python = str(self.python or sys.executable)
+            start = Mpiexec(python).command(self.ranks)
+            return [([*start, python, "-c", _START, paths, *arguments], one)]
         if self.library in PEERS or self.library == ALONE:
             one |= {"WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
             return [(module, {**one, "RANK": str(rank)}) for rank in range(self.ranks)]

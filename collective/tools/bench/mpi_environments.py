@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from collective.errors import BackendUnavailableError, InvalidArgumentError
-from collective.launch.mpi import mpiexec
+from collective.launch.mpiexec import Mpiexec
 from collective.start.config_file import distrust
 
 __all__ = ["VENDORS", "add_options", "environments"]
@@ -90,7 +90,7 @@ def _here() -> Path | None:
 def _starts(python: Path) -> bool:
     """Tell whether there is an mpiexec for an interpreter."""
     try:
-        return bool(mpiexec(1, python))
+        return bool(Mpiexec(str(python)).command(1))
     except BackendUnavailableError:
         return False
 

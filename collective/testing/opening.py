@@ -1,4 +1,4 @@
-"""One rank of a pool: connects when a job needs it, and runs the jobs."""
+"""What the ranks of a pool do: connect when a job needs it, and call the job's function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collective.communicator import Communicator
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.launch.outcome import RankDiedError
+from collective.launch.ranks import Job, Participant
 from collective.start import session
 from collective.start.file_store import FileStore
 
-from .failed import Outcome, RankDiedError
 from .faults import Fault, FaultyBackend, RankKilled
 
-__all__ = ["Job", "Opening", "Seat", "backend_class"]
+__all__ = ["CommunicatorJob", "Opening", "backend_class"]
 
 # A check of deadlines wants short ones, and ranks that meet on a busy machine need long ones.
 _START_S = 20.0
@@ -81,8 +82,8 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all ranks of a pool do once.
+class CommunicatorJob(Job):
+    """A function that every rank calls with its communicator.
 
     Attributes:
         function: called as ``function(comm, *args, **options)``.
@@ -95,49 +96,31 @@ class Job:
     opening: Opening
     shared: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.function!r} and its arguments"
 
-class Seat:
-    """One rank; keeps a shared communicator between jobs."""
+    def load(self) -> None:
+        # A transport that cannot be imported would keep the peers waiting for this rank.
+        backend_class(self.opening.backend)
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.comm: Communicator | None = None
-        self._opening: Opening | None = None
-
-    def run(self, job: Job) -> Outcome:
-        """Do this rank's part of ``job``."""
-        try:
-            comm = self._sit(job.opening)
-            value = job.function(comm, *job.args, **job.options)
-            if not job.shared:
-                self.leave()
-            return Outcome(value)
-        except RankKilled as killed:
-            self._forget()
-            return Outcome(error=RankDiedError(str(killed)), traceback=str(killed))
-        except BaseException as error:  # it is told to whoever runs the pool
-            outcome = Outcome.failed(error)
-            comm_then, self.comm = self.comm, None
-            self._forget()
-            if comm_then is not None:
-                comm_then.__exit__(type(error), error, error.__traceback__)
-            return outcome
-
-    def leave(self) -> None:
-        """Close the communicator, if there is one."""
-        comm = self.comm
-        self._forget()
-        if comm is not None:
-            comm.close()
-
-    def _sit(self, opening: Opening) -> Communicator:
-        if self.comm is None or self._opening != opening:
-            self.leave()
-            self.comm = opening.connect(self.rank)
-            self._opening = opening
+    def run(self, participant: Participant) -> Any:
+        __tracebackhide__ = True
+        comm = participant.kept.get(self.opening)
+        if comm is None:
+            participant.leave()
+            comm = participant.kept[self.opening] = self.opening.connect(participant.rank)
         # Threads come and go: the current communicator of module-level calls is this one's.
-        session.set_current(self.comm)
-        return self.comm
+        session.set_current(comm)
+        try:
+            value = self.function(comm, *self.args, **self.options)
+        except RankKilled as killed:
+            participant.kept.clear()
+            raise RankDiedError(str(killed)) from None
+        if not self.shared:
+            participant.leave()
+        return value
 
-    def _forget(self) -> None:
-        self.comm = self._opening = None
+    def failed(self, participant: Participant, error: BaseException) -> None:
+        comm = participant.kept.pop(self.opening, None)
+        if comm is not None:
+            comm.__exit__(type(error), error, error.__traceback__)

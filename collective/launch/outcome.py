@@ -1,4 +1,4 @@
-"""What `run_ranks` raises: every rank's failure in one exception, the cause first."""
+"""How jobs end: a rank's outcome, and every rank's failure in one exception, the cause first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class RankDiedError(Exception):
     """A rank ended without a word: its process is gone, or a fault killed it.
 
     Attributes:
-        exitcode: the process's exit code, negative for a signal; None for a thread.
+        exitcode: the process's exit code, negative for a signal; None for a thread, and where
+            it is not known.
     """
 
     def __init__(self, message: str, exitcode: int | None = None) -> None:
@@ -50,7 +51,7 @@ class Outcome:
     """How one rank's part of a job ended.
 
     Attributes:
-        value: what the function returned.
+        value: what the job returned.
         error: what it raised, or None.
         traceback: the traceback as text.
         when: when it ended, on the clock of ``time.monotonic()``.
@@ -63,11 +64,14 @@ class Outcome:
 
     @classmethod
     def failed(cls, error: BaseException) -> Outcome:
-        """Return the outcome of a rank that raised ``error``."""
+        """Return the outcome of a rank that raised ``error``.
+
+        Frames that lead to the user's function say ``__tracebackhide__``, as to pytest.
+        """
         trace = error.__traceback__
-        # The first frame is the pool's own.
-        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
-        text = "".join(traceback.format_exception(type(error), error, trace))
+        while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
         return cls(error=error, traceback=text)
 
 
@@ -126,8 +130,8 @@ class RanksFailedError(Exception):
             which += f", then rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
         parts = [which]
         for rank, error in self.errors.items():
-            told = self.tracebacks.get(rank) or f"{type(error).__name__}: {error}"
-            parts.append(f"----- rank {rank} -----\n{told.rstrip()}")
+            text = self.tracebacks.get(rank) or f"{type(error).__name__}: {error}"
+            parts.append(f"----- rank {rank} -----\n{text.rstrip()}")
         return "\n".join(parts)
 
 

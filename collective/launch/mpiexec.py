@@ -1,0 +1,84 @@
+"""The ``mpiexec`` of an MPI library, whichever it is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from collective.errors import BackendUnavailableError
+from collective.install import hint
+
+__all__ = ["Mpiexec"]
+
+# A rank that dies takes no others with it.
+_OPEN_MPI_LASTS = ("--with-ft", "ulfm")
+_HYDRA_LASTS = ("-disable-auto-cleanup",)
+_VERSION_S = 60.0
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """With what the ranks of an MPI are started.
+
+    Attributes:
+        python: the interpreter of an environment with mpi4py and an MPI library; this one
+            by default.
+        program: the ``mpiexec`` of that library; by default the one beside ``python``, or
+            else on the ``PATH``.
+    """
+
+    python: str = field(default_factory=lambda: sys.executable)
+    program: str | None = None
+
+    def command(self, size: int, *, lasting: bool = False) -> list[str]:
+        """Return the command that starts ``size`` processes of an MPI world on this host.
+
+        What they run is appended.
+
+        Args:
+            size: how many processes; with Open MPI it may be more than there are cores.
+            lasting: whether the others go on when one has died, as those do that are to tell
+                what they hear of it; else ``mpiexec`` ends them.
+
+        Raises:
+            BackendUnavailableError: there is none, or it does not run.
+        """
+        program = self.program
+        if program is None:
+            beside = Path(self.python).with_name("mpiexec")
+            program = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+        if program is None:
+            raise BackendUnavailableError(
+                f"mpiexec: neither beside {self.python} nor on PATH, and backend mpi takes one. "
+                f"Install one together with its library: {hint('mpi')}"
+            )
+        options: list[str] = []
+        if _is_open_mpi(program):
+            options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            options += ["--oversubscribe", *(_OPEN_MPI_LASTS if lasting else ())]
+        elif lasting:
+            options += _HYDRA_LASTS
+        return [program, *options, "-n", str(size)]
+
+
+@functools.cache
+def _is_open_mpi(program: str) -> bool:
+    """Tell Open MPI's, which counts cores and refuses root unless it is told not to."""
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_VERSION_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendUnavailableError(
+            f"mpiexec: {program} --version failed: {error}. Install mpiexec together with its "
+            f"library: {hint('mpi')}"
+        ) from error
+    return b"Open MPI" in done.stdout + done.stderr

@@ -1,0 +1,228 @@
+"""Ranks that are steered: one job in, one outcome a rank out, however they were started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collective.errors import BackendUnavailableError
+from collective.launch.command_starter import Command, CommandStarter
+from collective.launch.outcome import Outcome, RankDiedError, RankHungError, RemoteError
+from collective.launch.process_starter import ProcessStarter
+from collective.launch.ranks import Job, Participant, Ranks, Starter
+from collective.launch.thread_starter import ThreadStarter
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
+
+
+def by_hand(address: str) -> list[Command]:
+    """Start two ranks as a launcher would that is no MPI's."""
+    shared = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", PROGRAM, address]
+    return [(command, {**shared, "RANK": str(rank)}) for rank in range(2)]
+
+
+STARTERS: dict[str, Callable[[], Starter]] = {
+    "threads": ThreadStarter,
+    "processes": ProcessStarter,
+    "commands": lambda: CommandStarter(2, by_hand),
+}
+
+
+@pytest.fixture(params=STARTERS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(2, STARTERS[request.param]()) as made:
+        yield made
+
+
+@pytest.fixture(params=["processes", "commands"])
+def processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(2, STARTERS[request.param]()) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Do(Job):
+    """Calls a function of this module with a rank."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    def run(self, participant: Participant) -> Any:
+        __tracebackhide__ = True
+        return self.function(participant, *self.args)
+
+
+def run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
+    found = ranks.run(Do(function, args), **{"timeout": 60.0, **options})
+    return [found[rank] for rank in range(2)]
+
+
+def who(one: Participant) -> tuple[int, int]:
+    return one.rank, os.getpid()
+
+
+class Note:
+    """Something that a rank keeps: writes down what becomes of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def close(self) -> None:
+        self.path.write_text("closed")
+
+    def abort(self, reason: str) -> None:
+        self.path.write_text(reason)
+
+
+def keep(one: Participant, folder: Path) -> int:
+    one.kept.setdefault("note", Note(folder / str(one.rank)))
+    return id(one.kept["note"])
+
+
+def raising(one: Participant) -> int:
+    if one.rank == 1:
+        raise ArithmeticError("no such number")
+    return 5
+
+
+def sleeping(one: Participant, seconds: float) -> None:
+    if one.rank == 1:
+        time.sleep(seconds)
+
+
+def dying(one: Participant) -> None:
+    if one.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forking(one: Participant, path: Path) -> None:
+    """Rank 1 dies and leaves a child that has all that it had open."""
+    if one.rank == 1:
+        if os.fork():
+            os._exit(7)
+        end = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os._exit(0)
+
+
+def printing(one: Participant) -> int:
+    for _ in range(64):
+        os.write(1, b"x" * 65535 + b"\n")
+    return one.rank
+
+
+def lock(one: Participant) -> Any:
+    return threading.Lock()
+
+
+def test_ranks_stay_from_job_to_job_and_keep_what_they_keep(ranks: Ranks, tmp_path: Path) -> None:
+    first = [run(ranks, who), run(ranks, keep, tmp_path)]
+    assert [outcome.value[0] for outcome in first[0]] == [0, 1]
+    second = [run(ranks, who), run(ranks, keep, tmp_path)]
+    assert [[o.value for o in each] for each in first] == [
+        [o.value for o in each] for each in second
+    ]
+    ranks.close()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["closed"] * 2
+
+
+def test_what_a_rank_raises_comes_with_the_traceback_of_its_own_code(ranks: Ranks) -> None:
+    well, failed = run(ranks, raising)
+    assert (well.value, well.error) == (5, None)
+    assert isinstance(failed.error, ArithmeticError)
+    assert "in raising" in failed.traceback
+    assert "ranks.py" not in failed.traceback.replace(__file__, "")
+
+
+def test_a_rank_that_hangs_says_where_and_the_next_job_has_another(ranks: Ranks) -> None:
+    before = run(ranks, who)
+    _, hung = run(ranks, sleeping, 90.0, timeout=0.5)
+    assert isinstance(hung.error, RankHungError)
+    assert "in sleeping" in hung.error.stack
+    after = run(ranks, who)
+    assert [outcome.value[0] for outcome in after] == [0, 1]
+    in_threads = before[0].value[1] == os.getpid()
+    assert in_threads or after[1].value != before[1].value
+
+
+def test_others_get_no_more_than_their_grace_once_one_has_failed(ranks: Ranks) -> None:
+    assert run(ranks, who)
+    found = run(ranks, failing_while_the_other_waits, timeout=600.0, grace=0.5)
+    assert isinstance(found[0].error, ArithmeticError)
+    assert isinstance(found[1].error, RankHungError)
+
+
+def failing_while_the_other_waits(one: Participant) -> None:
+    if one.rank == 0:
+        raise ArithmeticError("first")
+    time.sleep(90.0)
+
+
+def test_a_rank_that_is_killed_is_reported_and_replaced(processes: Ranks) -> None:
+    before = run(processes, who)
+    well, dead = run(processes, dying)
+    assert well.error is None
+    assert isinstance(dead.error, RankDiedError)
+    after = run(processes, who)
+    assert after[1].value != before[1].value
+
+
+def test_the_death_of_a_rank_that_forked_is_noticed(processes: Ranks, tmp_path: Path) -> None:
+    # Its child has its end of the control line, too.
+    try:
+        _, dead = run(processes, forking, tmp_path / "over", timeout=20.0)
+    finally:
+        (tmp_path / "over").touch()
+    assert isinstance(dead.error, RankDiedError)
+
+
+def test_ranks_may_write_more_than_a_pipe_holds() -> None:
+    with Ranks(2, CommandStarter(2, by_hand)) as ranks:
+        assert [outcome.value for outcome in run(ranks, printing)] == [0, 1]
+
+
+def test_what_cannot_be_sent_is_told(processes: Ranks) -> None:
+    with pytest.raises(TypeError, match="top of a module"):
+        processes.run(Do(lambda one: 1), 60.0)
+    for outcome in run(processes, lock):
+        assert isinstance(outcome.error, RemoteError)
+        assert "the result, a lock" in str(outcome.error)
+    assert [outcome.value[0] for outcome in run(processes, who)] == [0, 1]
+
+
+def test_commands_that_do_not_start_ranks_are_told_with_what_they_wrote() -> None:
+    def commands(address: str) -> list[Command]:
+        return [(["sh", "-c", "echo no ranks today; exit 3"], {})]
+
+    with (
+        Ranks(2, CommandStarter(2, commands)) as ranks,
+        pytest.raises(BackendUnavailableError, match=r"(?s)0 of 2 ranks.*no ranks today"),
+    ):
+        run(ranks, who)
+
+
+def test_an_interrupt_leaves_no_answers_to_the_next_job(
+    processes: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(processes, who)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes._starter, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(processes, raising)
+    assert [outcome.value[0] for outcome in run(processes, who)] == [0, 1]
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
