@@ -61,7 +61,13 @@ class _Line:
         self._working = message is not None
         return message
 
-    def send(self, message: bytes) -> None:
+    def answer(self, message: bytes) -> None:
+        """Send what the last message asks for."""
+        # Before it is sent: whoever has got the answer may close the line at once.
+        self._working = False
+        self._send(message)
+
+    def _send(self, message: bytes) -> None:
         with self._sending, contextlib.suppress(OSError):  # nobody is there: next() says so
             self._connection.send_bytes(message)
 
@@ -74,7 +80,7 @@ class _Line:
             while True:
                 message = self._connection.recv_bytes()
                 if message == STACKS:
-                    self.send(STACKS + _stacks().encode())
+                    self._send(STACKS + _stacks().encode())
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):
@@ -99,11 +105,11 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
     while (message := line.next()) is not None:
         job = _load(participant.rank, message, foreign)
         if isinstance(job, Outcome):
-            line.send(_dump(job))
+            line.answer(_dump(job))
             continue
-        line.send(LOADED)
+        line.answer(LOADED)
         if line.next() == GO:
-            line.send(_dump(perform(job, participant)))
+            line.answer(_dump(perform(job, participant)))
     participant.leave()
     line.leave()
 
