@@ -115,7 +115,9 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	@echo "Building .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 
-.venv/.demo: pyproject.toml | .venv/bin/python
+# The native core is built with it, if there is a C compiler, beside its sources.
+NATIVE := $(wildcard collective/native/*.[ch])
+.venv/.demo: pyproject.toml $(NATIVE) | .venv/bin/python
 	@echo "Installing $(TORCH)"
 	@$(PIP) '$(TORCH)'
 	@echo "Installing collective-comm[torch,examples]"
@@ -160,4 +162,5 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 
 clean:
 	rm -rf .venv .mpi build dist *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

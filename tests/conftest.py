@@ -18,7 +18,8 @@ _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 
 for _name in list(os.environ):
-    if _name in _NAMES or _name.startswith(_PREFIXES):
+    # The suite can be run without the native core: COLLECTIVE_NATIVE=off.
+    if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
 
 # What a shell starts in the background, or nohup, ignores these, and hands that on.

@@ -116,6 +116,20 @@ def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
     assert line(run("recorder.py", "--from", file), "recording a call")
 
 
+def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
+    file = tmp_path / "folds.json"
+    few = ("--ops", "sum,land", "--dtypes", "float16,int8", "--sizes", "64", "1K", "--turns", 1)
+    run("folds.py", *few, "--json", file)
+    found = json.loads(file.read_text())["folds"]
+    assert [(each["op"], each["dtype"], each["nbytes"]) for each in found[:3]] == [
+        ("sum", "float16", 64), ("sum", "float16", 1024), ("sum", "int8", 64)
+    ]  # fmt: skip
+    assert len(found) == 8
+    assert all(each["c"] > 0 and each["python"] > 0 for each in found)
+    shown = run("folds.py", "--from", file)
+    assert line(shown, "sum").split()[1] == "float16"
+
+
 def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "connect.json"

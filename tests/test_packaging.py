@@ -110,7 +110,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build an sdist from a copy of the sources, and a wheel from the sdist."""
     sources = tmp_path_factory.mktemp("build") / "a directory of another name"
     sources.mkdir()
-    unwanted = shutil.ignore_patterns("__pycache__")
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("adapters", "backends", "collective"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=unwanted)
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
@@ -133,7 +133,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_each_file_once_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    assert sorted(names) == sorted([*shipped(), "collective/py.typed"])
+    extensions = [name for name in names if name.endswith(".so")]
+    assert len(extensions) == (shutil.which("cc") is not None)
+    others = ["collective/py.typed", "collective/native/_core.pyi"]
+    assert sorted(names) == sorted([*shipped(), *others, *extensions])
 
 
 def test_every_module_can_be_imported_once_installed(installed: Path, tmp_path: Path) -> None:

@@ -9,6 +9,12 @@ them are the caller's to silence (``np.errstate``), once an operation rather tha
 ``min`` and ``max`` of floats are IEEE 754-2019's minimum and maximum (section 9.6): -0 is
 less than +0, and NaN if an operand is NaN. Which NaN the standard leaves open, and so it is
 always the quiet one without sign and payload: the result has the same bits in any order.
+
+The folds here are the reference: where the native core is in use, :func:`fold` gives its C instead
+(:func:`collective.native.fold`), with the same bits. What stays with NumPy is the product of
+complex numbers, which it rounds as the processor has fused multiply-add; scaling; and users'
+functions. Which of two NaNs a sum or product is, NumPy's loops decide by the place in the array;
+C takes the left one.
 """
 
 from __future__ import annotations
@@ -19,11 +25,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from collective import native
 from collective.errors import DtypeError, InvalidArgumentError
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
-__all__ = ["Fold", "bfloat16_to_float32", "check", "float32_to_bfloat16", "fold", "post", "pre"]
+__all__ = [
+    "Fold",
+    "bfloat16_to_float32",
+    "check",
+    "float32_to_bfloat16",
+    "fold",
+    "post",
+    "pre",
+    "reference",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -99,11 +115,19 @@ def fold(op: ReduceOp, dtype: DType) -> Fold:
     if op.function is not None:  # not cached: a cache would keep the user's closures alive
         function = _user(op, op.function)
         return _in_float32(function) if dtype.name == "bfloat16" else function
-    return _named_fold(op.name, dtype)
+    return _named_fold(op.name, dtype, native.chosen.extension)
 
 
 @cache
-def _named_fold(name: str, dtype: DType) -> Fold:
+def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
+    """Return the fold that is in use with this native core, or None."""
+    summed = name in ("avg", "premul_sum")
+    return native.fold("sum" if summed else name, dtype.code, reference(name, dtype))
+
+
+@cache
+def reference(name: str, dtype: DType) -> Fold:
+    """Return the fold of a built-in operator in Python, which the one in C repeats."""
     if name in ("min", "max") and dtype.kind == "f":
         narrow = dtype.name == "bfloat16"
         return _in_float32(_Extreme(name, np.float32)) if narrow else _Extreme(name, dtype.storage)
@@ -202,7 +226,7 @@ def post(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
     if op.name in ("land", "lor") and dtype.kind != "b":
         return _truth_in_float32 if dtype.name == "bfloat16" else _truth
     if size == 1 and op.name in ("min", "max") and dtype.kind == "f":
-        extreme = _named_fold(op.name, dtype)
+        extreme = _named_fold(op.name, dtype, native.chosen.extension)
         return lambda x, out: extreme(x, x, out=out)
     if op.name != "avg" or dtype.name == "float16":
         return None

@@ -109,6 +109,7 @@ class Config:
     trace: str
     shm_single_copy: str
     shm_adopt: str
+    native: str
     device: int | None
     nccl_library: str
     cuda_library: str
@@ -489,6 +490,12 @@ KEYS: Mapping[str, Key] = {
         "on",
         "'on' or 'off'",
         "whether shm moves a framework's memory, such as DDP's buckets, to where peers map it",
+        _one_of("on", "off"),
+    ),
+    "native": Key(
+        "on",
+        "'on' or 'off'",
+        "whether the native core is used where it has been built (`collective doctor` says)",
         _one_of("on", "off"),
     ),
     "device": Key(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from collective import native
 from collective.contract.secret import REMEDY, Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls, World
@@ -115,11 +116,15 @@ def options(config: Config) -> dict[str, str]:
 def name_libraries(config: Config) -> None:
     """Let this whole process know of the libraries that are named: each is loaded once.
 
+    And of the native core, if it is not to be used.
+
     What loads them looks at the environment, since it also serves without settings.
     """
     for key in ("cuda_library", "nccl_library"):
         if getattr(config, key):
             os.environ[f"COLLECTIVE_{key.upper()}"] = getattr(config, key)
+    if config.origin("native") != "default":
+        native.switch(config.native == "on")
 
 
 def _place(config: Config, launched: Launched | None) -> Place | None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     {"errors", "install"},
     {"ops"},
+    {"native"},
     {"cuda"},
     {"memory"},
     {"request"},

@@ -185,6 +185,7 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             f"{size_name(memory['dev_shm'])}, {size_name(memory['dev_shm_free'])} free "
             "(not used by shm; MPI and PyTorch do)",
         )
+    yield "native core", report["collective"]["native"]
     gpus = report["gpus"]
     names = [f"{gpu['name']}, {size_name(gpu['memory_bytes'])}" for gpu in gpus["devices"]]
     for count, name in ((names.count(name), name) for name in dict.fromkeys(names)):

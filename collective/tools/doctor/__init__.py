@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import collective
+from collective import native
 from collective.contract import registry
 from collective.errors import CollectiveError
 from collective.install import anew
@@ -95,6 +96,7 @@ def examine(
             "numpy": np.__version__,
             "system": host.system(),
             "executable": sys.executable,
+            "native": _native(config),
         },
         "settings": settings,
         "choices": choices,
@@ -150,6 +152,12 @@ def _settings() -> tuple[dict[str, Any], Config | None]:
         },
         "refused": {str(path): reason for path, reason in config.refused.items()},
     }, config  # fmt: skip
+
+
+def _native(config: Config | None) -> str:
+    if config is not None:
+        native.switch(config.native == "on")
+    return native.status()
 
 
 def _choice(when: str, config: Config) -> dict[str, str]:

@@ -1,0 +1,97 @@
+"""The native core: C under what costs most, and only there.
+
+It is an extension module that is built where there is a C compiler; the whole house works without.
+:func:`status` says whether it is in use, and why if it isn't. ``COLLECTIVE_NATIVE=off``, or the
+setting ``native = "off"``, does without it. What it computes has the bits that Python's side gives.
+
+The C is in the files beside this one: ``folds.c`` and ``fold_loops.h`` have the arithmetic of
+reductions, ``module.c`` is Python's side of it.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import TypeVar
+
+__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "status", "switch"]
+
+#: What this package and the extension, and the cores of two ranks, have to agree on.
+PROTOCOL = 1
+
+_Function = TypeVar("_Function")
+_REBUILD = "build it again: pip install -e ."
+
+
+class Chosen:
+    """What is in use.
+
+    Attributes:
+        extension: the extension, or None.
+        reason: why it is None.
+    """
+
+    def __init__(self) -> None:
+        self.extension: ModuleType | None = None
+        self.reason = ""
+
+
+#: What is in use now; :func:`switch` sets it.
+chosen = Chosen()
+
+
+def switch(on: bool) -> None:
+    """Use the extension from now on, if there is one, or don't.
+
+    Folds that were given out before are not taken back: they have the same bits.
+    """
+    chosen.extension, chosen.reason = _load() if on else (None, "switched off")
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    try:
+        from . import _core
+    except ImportError as error:
+        if error.name == f"{__name__}._core" or "cannot import name '_core'" in str(error):
+            return None, "not built, for want of a C compiler at installation"
+        return None, f"cannot be loaded: {error}"
+    return _checked(_core)
+
+
+def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
+    theirs = getattr(extension, "PROTOCOL", None)
+    if theirs != PROTOCOL:
+        return None, f"built for protocol {theirs}, while this is {PROTOCOL}; {_REBUILD}"
+    return extension, ""
+
+
+def status() -> str:
+    """Return ``"in use (avx2)"``, with the instructions its loops take, or why it is not in use."""
+    if chosen.extension is None:
+        return f"not in use: {chosen.reason}"
+    return f"in use ({chosen.extension.LEVELS[-1]})"
+
+
+def fold(op: str, dtype: int, reference: _Function) -> _Function:
+    """Return ``reference`` in C: ``fold(a, b, out=c)`` sets c to ``a op b``, elementwise.
+
+    It takes arrays that are contiguous and aligned, of one length and of the dtype's storage, of
+    which c may be a or b; ``reference`` is called with all others. Python's lock is let go of
+    while it computes. Of two NaNs that a sum or product meets the left one stays.
+
+    Args:
+        op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``,
+            ``"land"`` or ``"lor"``.
+        dtype: the code of the element type, as in :mod:`collective.memory.dtypes`.
+        reference: the same in Python.
+
+    Returns:
+        ``reference`` itself where C is not in use or has no such fold.
+    """
+    if chosen.extension is None:
+        return reference
+    made: _Function = chosen.extension.make_fold(op, dtype, reference)
+    return made
+
+
+switch(os.environ.get("COLLECTIVE_NATIVE", "").lower() != "off")

@@ -1,0 +1,39 @@
+/* What the files of the native core share. Python's side of it is in module.c. */
+#ifndef COLLECTIVE_CORE_H
+#define COLLECTIVE_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Grows whenever the two sides of __init__.py, or two ranks that have built the core at different
+   times, would no longer understand each other. */
+#define PROTOCOL 1
+
+/* The codes of element types are those of collective/memory/dtypes.py, where a position is a
+   promise: it travels. The 8-bit floats behind these are folded by nobody on the host. */
+enum dtype {
+    BOOL, INT8, INT16, INT32, INT64, UINT8, UINT16, UINT32, UINT64,
+    FLOAT16, FLOAT32, FLOAT64, COMPLEX64, COMPLEX128, BFLOAT16,
+    DTYPES
+};
+
+enum op { SUM, PROD, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, OPS };
+
+/* Sets out[i] = left[i] op right[i] for count elements. All three are aligned as the element is;
+   out may be left or right, and overlaps them in no other way. */
+typedef void fold_function(const void *left, const void *right, void *out, size_t count);
+
+typedef fold_function *fold_table[OPS][DTYPES];
+
+/* The loops are compiled for several levels of a processor's instructions, 0 the least. This many
+   can run here; "baseline", "avx2", "avx512" are their names. */
+int fold_levels(void);
+const char *fold_level(int level);
+
+/* Returns NULL if the operator has no meaning for the type, or NumPy's arithmetic is not ours to
+   repeat: the product of complex numbers. */
+fold_function *find_fold(int level, enum op op, enum dtype dtype);
+
+extern const size_t item_bytes[DTYPES];
+
+#endif

@@ -1,0 +1,160 @@
+/* The folds: out = left op right, with the bits that collective/algorithms/arithmetic.py gives.
+
+   The loops are in fold_loops.h in plain C and are compiled once for each level of instructions
+   below; the compiler makes vectors of them. Which level runs is found out once, from the
+   processor. That needs no ifunc, which not every C library has. */
+
+#include "core.h"
+
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define HAS_LEVELS 1
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+const size_t item_bytes[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 8, 16, 2};
+
+/* Says that no element depends on another one. So it is: out is an input or apart from both. */
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
+static inline float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* bfloat16 is the upper half of a float32. Returns bits of which the upper half is the nearest one,
+   of two the even one: adding 0x7FFF and the lowest bit that is kept carries exactly when the value
+   must round up. Of a NaN the carry could make an infinity. */
+static inline uint32_t rounded_to_bfloat16(float value)
+{
+    uint32_t bits = bits_of(value);
+    return value != value ? bits | 0x400000 : bits + 0x7FFF + ((bits >> 16) & 1);
+}
+
+/* Aligned as one of them is, and read by other names too. */
+typedef uint32_t two_bfloat16 __attribute__((aligned(2), may_alias));
+
+/* float16 has 5 bits of exponent and 10 of fraction. Only integers are used where a number may be
+   too small for a normal float, or a process that flushes those to zero would get other results. */
+static inline float widen_float16(uint16_t bits)
+{
+    uint32_t magnitude = bits & 0x7FFF, sign = (uint32_t)(bits & 0x8000) << 16;
+    uint32_t normal = (magnitude << 13) + ((127 - 15) << 23);
+    uint32_t special = (magnitude << 13) | 0x7F800000; /* an infinity or NaN */
+    uint32_t small = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    uint32_t value = magnitude < 0x400 ? small : magnitude < 0x7C00 ? normal : special;
+    return float_of(value | sign);
+}
+
+static inline uint16_t narrow_float16(float value)
+{
+    uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF;
+    uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    /* One half has as its last bit the smallest float16: the addition rounds to that. */
+    uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    uint32_t nan = 0x7E00 | ((magnitude >> 13) & 0x3FF);
+    uint32_t rounded = normal > 0x7C00 ? 0x7C00 : normal;
+    uint32_t result = magnitude < (127 - 14) << 23 ? small : rounded;
+    result = magnitude > 0x7F800000 ? nan : result;
+    return (uint16_t)(result | ((bits >> 16) & 0x8000));
+}
+
+#define LEVEL(name) name##_baseline
+#include "fold_loops.h"
+#undef LEVEL
+
+#ifdef HAS_LEVELS
+#define LEVEL_HAS_F16C 1
+
+#define LEVEL(name) name##_avx2
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#include "fold_loops.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LEVEL
+
+#define LEVEL(name) name##_avx512
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"), \
+                                            min_vector_width(512))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+#include "fold_loops.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LEVEL
+
+static int has_f16c(void)
+{
+    unsigned int a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+#endif
+
+static const struct level {
+    const char *name;
+    const fold_table *folds;
+} levels[] = {
+    {"baseline", &folds_baseline},
+#ifdef HAS_LEVELS
+    {"avx2", &folds_avx2},
+    {"avx512", &folds_avx512},
+#endif
+};
+
+/* The number of levels that this processor can run: each needs all before it. */
+int fold_levels(void)
+{
+#ifdef HAS_LEVELS
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !has_f16c())
+        return 1;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")
+        || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return 2;
+    return 3;
+#else
+    return 1;
+#endif
+}
+
+const char *fold_level(int level)
+{
+    return levels[level].name;
+}
+
+fold_function *find_fold(int level, enum op op, enum dtype dtype)
+{
+    return (*levels[level].folds)[op][dtype];
+}
