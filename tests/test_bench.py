@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import secrets
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 from collective.errors import BackendNotFoundError
 from collective.testing import run_ranks
 from collective.tools.bench import operations
-from collective.tools.bench.arena import Arena, ArenaError, _Job
+from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import Contestant, named
 from collective.tools.bench.figures import show
 from collective.tools.bench.libraries import Ours
@@ -94,9 +91,9 @@ def test_the_check_finds_faults(tmp_path: Path) -> None:
 def test_a_barrier_that_is_none_is_found(tmp_path: Path) -> None:
     StartLine.create(tmp_path / "startline", 2)
     first, second = (StartLine(tmp_path / "startline", rank, 2) for rank in range(2))
-    first.come()
+    first.step()
     assert first.absent() == 1
-    second.come()
+    second.step()
     assert first.absent() == second.absent() == 0
 
 
@@ -260,31 +257,6 @@ def test_shares_of_a_training_step() -> None:
 # -- real jobs ------------------------------------------------------------------------------
 
 
-class OfMpi(Contestant):
-    """One process that shares memory as MPICH does, and does not leave when it is told to."""
-
-    def commands(self, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
-        program = (
-            "import mmap, sys, time; file = open(sys.argv[1], 'wb+'); file.truncate(4096); "
-            "memory = mmap.mmap(file.fileno(), 4096); open(sys.argv[2], 'w'); time.sleep(600)"
-        )
-        return [([sys.executable, "-c", program, self.name, str(folder / "maps")], {})]
-
-
-def test_shared_memory_of_an_mpi_library_is_removed_with_its_ranks(tmp_path: Path) -> None:
-    segment = Path(f"/dev/shm/mpich_shm_{secrets.token_hex(8)}_0")
-    job = _Job(OfMpi(str(segment), 1), tmp_path / "job")
-    try:
-        while not (tmp_path / "job" / "maps").exists():
-            assert job.running
-            time.sleep(0.01)
-    finally:
-        job.end(0.0)
-    there = segment.exists()
-    segment.unlink(missing_ok=True)
-    assert not there
-
-
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     with Arena([Contestant("shm", 2), Contestant("memcpy", 2)]) as made:
@@ -292,15 +264,14 @@ def arena() -> Iterator[Arena]:
 
 
 def test_a_rank_that_is_killed_takes_only_its_contestant_out(arena: Arena) -> None:
-    job = arena._jobs["memcpy"]
-    process = job._processes[1]
-    os.kill(process.pid, signal.SIGKILL)
+    processes = arena._running["memcpy"].starter._processes
+    os.kill(processes[1].pid, signal.SIGKILL)
     found = list(compare(arena, Task("all_reduce", 4096), Pace(1, 0.01)))
     gaps = [each for each in found if isinstance(each, Gap)]
     assert [(gap.side, gap.failed) for gap in gaps] == [("memcpy", True)]
     assert re.search("rank 1 has ended", gaps[0].reason)
     assert {r.side for r in found if isinstance(r, Record)} == {"shm ordinary"}
-    assert all(process.poll() is not None for process in job._processes)
+    assert all(process.poll() is not None for process in processes)
     with pytest.raises(ArenaError, match="has ended"):
         arena.ask("memcpy", "attempt", side="memcpy")
 

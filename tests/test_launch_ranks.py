@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -211,6 +212,34 @@ def test_commands_that_do_not_start_ranks_are_told_with_what_they_wrote() -> Non
         pytest.raises(BackendUnavailableError, match=r"(?s)0 of 2 ranks.*no ranks today"),
     ):
         run(ranks, who)
+
+
+SEGMENT = """
+import mmap, sys
+file = open(sys.argv[2], 'wb+')
+file.truncate(4096)
+memory = mmap.mmap(file.fileno(), 4096)
+"""
+
+
+def test_shared_memory_of_an_mpi_library_is_removed_with_ranks_that_hang() -> None:
+    segment = Path(f"/dev/shm/mpich_shm_{secrets.token_hex(8)}_0")
+
+    def commands(address: str) -> list[Command]:
+        ((command, variables), other) = by_hand(address)
+        return [([*command[:2], SEGMENT + PROGRAM, address, str(segment)], variables), other]
+
+    with Ranks(2, CommandStarter(2, commands)) as ranks:
+        found = run(ranks, hanging_alone, timeout=0.5)
+        assert isinstance(found[0].error, RankHungError)
+    there = segment.exists()
+    segment.unlink(missing_ok=True)
+    assert not there
+
+
+def hanging_alone(one: Participant) -> None:
+    if one.rank == 0:
+        time.sleep(90.0)
 
 
 def test_an_interrupt_leaves_no_answers_to_the_next_job(

@@ -52,9 +52,12 @@ def under_mpiexec(size: int, mpiexec: Mpiexec) -> CommandStarter:
 class _Called(ProcessHandle):
     """A process that has called back."""
 
-    def __init__(self, rank: int, line: Connection, pid: int) -> None:
+    def __init__(
+        self, rank: int, line: Connection, pid: int, before_kill: Callable[[], None]
+    ) -> None:
         # Not the number alone: nobody here reaps the process, so that another may get it.
         super().__init__(rank, line, os.pidfd_open(pid))
+        self._before_kill = before_kill
 
     def _exit_code(self) -> int | None:
         return None
@@ -62,6 +65,7 @@ class _Called(ProcessHandle):
     def end(self, patience: float) -> None:
         ended, _, _ = select.select([self.death], [], [], patience)
         if not ended:
+            self._before_kill()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.death, signal.SIGKILL)
         os.close(self.death)
@@ -156,13 +160,13 @@ class CommandStarter(Starter):
                     continue
                 what = " ".join(map(str, self._processes[0].args))  # type: ignore[arg-type]
                 raise BackendUnavailableError(
-                    f"start: {len(handles)} of {self._size} ranks have started with {what}\n"
+                    f"start: {len(handles)} of {self._size} ranks have started\n{what}\n"
                     f"{self.output()}"
                 ) from None
             called.setblocking(True)
             line = Connection(called.detach())
             rank, pid = line.recv()
-            handles[rank] = _Called(rank, line, pid)
+            handles[rank] = _Called(rank, line, pid, self._note_segments)
 
     def output(self) -> str:
         """Return the end of what the commands and the ranks have written."""

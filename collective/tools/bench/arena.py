@@ -1,40 +1,37 @@
 """Where the contestants wait for their turns.
 
-MPI libraries cannot live in one process, nor under one launcher. So each contestant is a
-job of its own, started once, and its ranks connect to a socket here. Whose turn it is
-gets a request, works, and answers; all others are blocked in a read meanwhile and take
-no processor time.
+MPI libraries cannot live in one process, nor under one launcher. So each contestant has ranks of
+its own (:class:`collective.launch.ranks.Ranks`), started once. Whose turn it is gets a call,
+makes it, and answers; all others are blocked in a read meanwhile and take no processor time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import selectors
-import signal
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from collective.errors import CollectiveError
-from collective.launch.processes import die_with_parent, mpi_segments, remove_segments
+from collective.launch.command_starter import CommandStarter
+from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
+from collective.launch.ranks import Ranks
 
 from .contestants import Contestant
 from .startline import StartLine
+from .worker import WorkerCall
 
 __all__ = ["Arena", "ArenaError"]
 
-_START_S, _END_S = 90.0, 10.0
+_START_S = 90.0
 # How long an answer may take: a library may leave some ranks waiting for one that refuses.
 _ANSWER_S = {"attempt": 60.0}
 _LONGEST_S = 300.0
+# And what the others have left once one has failed, since nothing they say is of use.
+_GRACE_S = 1.0
 _RANK, _ERROR = re.compile(r"^\[\d+\] "), re.compile(r"[\w.]*Error\b")
 
 
@@ -44,119 +41,68 @@ class ArenaError(Exception):
     Args:
         name: whose.
         what: what happened to it.
-        said: the end of what it has written.
+        output: the end of what it has written.
     """
 
-    def __init__(self, name: str, what: str, said: str = "") -> None:
-        super().__init__(f"{name}: {what}" + (f"; its output:\n{said}" if said else ""))
-        self._what, self._said = what, said
+    def __init__(self, name: str, what: str, output: str = "") -> None:
+        super().__init__(f"{name}: {what}" + (f"; its output:\n{output}" if output else ""))
+        self._what, self._output = what, output
 
     @property
     def brief(self) -> str:
         """What happened in a line, with the line of the output that tells most: an error's."""
         what, *traceback = self._what.splitlines()
-        output = [_RANK.sub("", line).strip() for line in self._said.splitlines()] + traceback
+        output = [_RANK.sub("", line).strip() for line in self._output.splitlines()] + traceback
         output = [line for line in output if line]
         errors = [line for line in output if _ERROR.match(line)]
         return ": ".join([what.removesuffix(":"), *(errors or output)[-1:]])
 
 
-class _Rank:
-    """The connection to one rank."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        self.connection = connection
-        self._lines = connection.makefile("r", encoding="utf-8")
-
-    def tell(self, request: dict[str, Any]) -> None:
-        # Whether it is still there is seen when its answer is read.
-        with contextlib.suppress(ConnectionError):
-            self.connection.sendall(json.dumps(request).encode() + b"\n")
-
-    def hear(self) -> dict[str, Any] | None:
-        """Return what it says next, or None if it is gone."""
-        try:
-            line = self._lines.readline()
-        except ConnectionError:
-            return None
-        return json.loads(line) if line else None
-
-    def close(self) -> None:
-        self._lines.close()
-        self.connection.close()
-
-
-class _Job:
-    """A running contestant."""
+class _Running:
+    """A contestant that has been started."""
 
     def __init__(self, contestant: Contestant, folder: Path) -> None:
-        self.name = contestant.name
-        self.size = contestant.ranks
-        self.version = ""
-        self.ranks: dict[int, _Rank] = {}
         folder.mkdir()
-        StartLine.create(folder / "startline", self.size)
-        self._output = folder / "output"
-        self._processes: list[subprocess.Popen[bytes]] = []
-        with open(self._output, "wb") as output:
-            for command, variables in contestant.commands(folder):
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **variables},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                        preexec_fn=die_with_parent(),
-                    )
-                )
+        StartLine.create(folder / "startline", contestant.ranks)
+        self.version = ""
+        self._name = contestant.name
+        self.starter = CommandStarter(
+            contestant.ranks, partial(contestant.commands, folder), _START_S
+        )
+        self.ranks = Ranks(contestant.ranks, self.starter)
 
-    def meet(self, server: socket.socket) -> None:
-        """Wait until all ranks have connected."""
-        deadline = time.monotonic() + _START_S
-        while len(self.ranks) < self.size:
-            with contextlib.suppress(TimeoutError):
-                rank = _Rank(server.accept()[0])
-                hello = rank.hear() or {}
-                self.ranks[hello["rank"]], self.version = rank, hello["version"]
-            if not self.running or time.monotonic() > deadline:
-                raise self.error(f"{len(self.ranks)} of {self.size} ranks have started")
+    def start(self) -> None:
+        """Start the ranks.
 
-    @property
-    def running(self) -> bool:
-        return all(process.poll() is None for process in self._processes)
+        Raises:
+            ArenaError, CollectiveError: they do not.
+        """
+        self.ranks.start()
+        (first, *_) = self.ask("describe", {})
+        self.version = str(first["version"])
 
-    def error(self, what: str) -> ArenaError:
-        """Return an error with the end of what the job has written."""
-        said = self._output.read_text(errors="replace")[-4000:].strip()
-        return ArenaError(self.name, what, said)
+    def ask(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Have all ranks do something; return their answers in rank order.
 
-    def end(self, patience: float = _END_S) -> None:
-        """Hang up, which ends the ranks, and see to it that they are gone."""
-        segments = {
-            file for process in self._processes for file in mpi_segments(process.pid)
-        }  # as long as the ranks are there
-        for rank in self.ranks.values():
-            rank.close()
-        deadline = time.monotonic() + (patience if self.ranks else 0.0)
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        for number, left in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
-            for process in self._processes:
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-            for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(left)
-        remove_segments(segments)
+        Raises:
+            ArenaError: one has failed.
+        """
+        timeout = _ANSWER_S.get(do, _LONGEST_S)
+        outcomes = self.ranks.run(WorkerCall(do, arguments), timeout, grace=_GRACE_S)
+        failure = RanksFailedError.of(outcomes, self.ranks.size)
+        if failure is not None:
+            rank, error = next(iter(failure.errors.items()))
+            what = f"rank {rank} failed:\n{failure.tracebacks[rank]}"
+            if isinstance(error, RankDiedError):
+                what = f"rank {rank} has ended"
+            elif isinstance(error, RankHungError):
+                what = f"no answer within {timeout:g} s"
+            raise ArenaError(self._name, f"{do}: {what}", self.starter.output())
+        return [outcomes[rank].value for rank in range(self.ranks.size)]
 
 
 class Arena:
-    """All contestants' jobs, started. A context manager that ends them.
+    """All contestants' ranks, started. A context manager that ends them.
 
     Args:
         contestants: who takes part.
@@ -169,34 +115,29 @@ class Arena:
     def __init__(self, contestants: Sequence[Contestant]) -> None:
         self.failed: dict[str, ArenaError] = {}
         self._all = list(contestants)
-        self._jobs: dict[str, _Job] = {}
+        self._running: dict[str, _Running] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         try:
-            self._start(Path(self._folder.name))
+            for number, contestant in enumerate(self._all):
+                # One after the other: they would be in each other's way.
+                self._start(contestant, Path(self._folder.name) / str(number))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, folder: Path) -> None:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(folder / "arena"))
-            server.listen(64)
-            server.settimeout(0.2)
-            for number, contestant in enumerate(self._all):
-                # One after the other: they would be in each other's way.
-                name = contestant.name
-                try:
-                    self._jobs[name] = _Job(contestant, folder / str(number))
-                    self._jobs[name].meet(server)
-                except ArenaError as error:
-                    self._drop(name, error)
-                except (CollectiveError, OSError) as error:
-                    self._drop(name, ArenaError(name, str(error)))
+    def _start(self, contestant: Contestant, folder: Path) -> None:
+        name = contestant.name
+        self._running[name] = _Running(contestant, folder)
+        try:
+            self._running[name].start()
+        except ArenaError as error:
+            self._drop(name, error)
+        except (CollectiveError, OSError) as error:
+            self._drop(name, ArenaError(name, str(error)))
 
     def _drop(self, name: str, error: ArenaError) -> None:
         self.failed[name] = error
-        if name in self._jobs:
-            self._jobs.pop(name).end(0.0)
+        self._running.pop(name).ranks.close()
 
     def __enter__(self) -> Arena:
         return self
@@ -210,23 +151,23 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """End all jobs."""
-        for job in self._jobs.values():
-            job.end()
+        """End all ranks."""
+        for running in self._running.values():
+            running.ranks.close()
         self._folder.cleanup()
 
     @property
     def contestants(self) -> list[Contestant]:
         """Those that are there."""
-        return [contestant for contestant in self._all if contestant.name in self._jobs]
+        return [contestant for contestant in self._all if contestant.name in self._running]
 
     @property
     def versions(self) -> dict[str, str]:
         """What each contestant says it is."""
-        return {name: job.version for name, job in self._jobs.items()}
+        return {name: running.version for name, running in self._running.items()}
 
-    def ask(self, name: str, do: str, **request: Any) -> list[dict[str, Any]] | str:
-        """Have all ranks of a contestant do something.
+    def ask(self, name: str, do: str, **arguments: Any) -> list[dict[str, Any]] | str:
+        """Have all ranks of a contestant do something: a method of ``worker.Worker``.
 
         Returns:
             The answers in rank order; or why the library cannot.
@@ -238,33 +179,8 @@ class Arena:
         if name in self.failed:
             raise self.failed[name]
         try:
-            return self._ask(self._jobs[name], do, request)
+            answers = self._running[name].ask(do, arguments)
         except ArenaError as error:
             self._drop(name, error)
             raise
-
-    def _ask(self, job: _Job, do: str, request: dict[str, Any]) -> list[dict[str, Any]] | str:
-        for rank in job.ranks.values():
-            rank.tell({"do": do, **request})
-        answers: dict[int, dict[str, Any]] = {}
-        patience = _ANSWER_S.get(do, _LONGEST_S)
-        deadline = time.monotonic() + patience
-        with selectors.DefaultSelector() as waiting:
-            for number, rank in job.ranks.items():
-                waiting.register(rank.connection, selectors.EVENT_READ, number)
-            while len(answers) < job.size:
-                events = waiting.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    raise job.error(f"{do}: no answer within {patience:g} s")
-                for key, _ in events:
-                    waiting.unregister(key.fileobj)
-                    answer = job.ranks[key.data].hear()
-                    if answer is None:
-                        raise job.error(f"{do}: rank {key.data} has ended")
-                    if "error" in answer:
-                        raise job.error(f"{do}: rank {key.data} failed:\n{answer['error']}")
-                    answers[key.data] = answer
-        for answer in answers.values():
-            if "unsupported" in answer:
-                return str(answer["unsupported"])
-        return [answers[number] for number in range(job.size)]
+        return next((str(one["unsupported"]) for one in answers if "unsupported" in one), answers)

@@ -16,6 +16,7 @@ from pathlib import Path
 from collective.contract.registry import find
 from collective.errors import BackendUnavailableError
 from collective.install import hint
+from collective.launch.command_starter import Command
 from collective.launch.mpiexec import Mpiexec
 
 __all__ = ["ALONE", "PEERS", "Contestant", "Side", "named"]
@@ -92,13 +93,17 @@ class Contestant:
             return [] if self.name == "memcpy" else [Side(self.name, "")]
         return [Side(self.name, m, f) for f in self.frameworks for m in self.memories]
 
-    def commands(self, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+    def commands(self, folder: Path, address: str) -> list[Command]:
         """Return the processes to start, each with its own environment variables.
+
+        Args:
+            folder: where the ranks' start line is.
+            address: where they call back.
 
         Raises:
             BackendUnavailableError: there is no mpiexec.
         """
-        arguments = [self.library, str(folder)]
+        arguments = [self.library, str(folder), address]
         module = [sys.executable, "-m", "collective.tools.bench.worker", *arguments]
         one = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         if self.library in _ON_MPI:

@@ -30,21 +30,21 @@ class StartLine:
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         self._mine = rank * _LINE
         self._others = [other * _LINE for other in range(size) if other != rank]
-        self._step = 0
+        self._count = 0
 
     @staticmethod
     def create(path: Path, size: int) -> None:
         """Make the file."""
         path.write_bytes(bytes(size * _LINE * 8))
 
-    def come(self) -> None:
-        """Tell the others that this rank has come once more, and wait for nobody."""
-        self._step += 1
-        self._words[self._mine] = self._step
+    def step(self) -> None:
+        """Let the others know that this rank is at the line again, and wait for nobody."""
+        self._count += 1
+        self._words[self._mine] = self._count
 
     def absent(self) -> int:
         """Return how many ranks have come less often than this one."""
-        return sum(self._words[other] < self._step for other in self._others)
+        return sum(self._words[other] < self._count for other in self._others)
 
     def wait(self) -> None:
         """Wait until all ranks have come here as often as this one.
@@ -53,7 +53,7 @@ class StartLine:
             TimeoutError: one of them has not, for a minute.
         """
         words = self._words
-        self._step = step = self._step + 1
+        self._count = step = self._count + 1
         words[self._mine] = step
         for other in self._others:
             if words[other] < step:

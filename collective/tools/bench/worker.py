@@ -1,29 +1,27 @@
 """One rank of one contestant: does what the arena asks, and sleeps in between.
 
-Started by :mod:`.arena` in the environment of the library that is measured, with
-the library's name and the folder of its job. It connects to the socket beside that folder, says
-who it is, and answers each line of JSON with one. While another contestant has its turn it is
-blocked in a read.
+Started by :mod:`.arena` in the environment of the library that is measured, with the library's
+name, the folder of its start line and the address of its control line. While another contestant
+has its turn it is blocked in a read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
-import json
 import re
 import resource
-import socket
 import sys
 import time
-import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from collective.launch import control
+from collective.launch.ranks import Job, Participant
 from collective.memory.dtypes import BY_NAME
 
 from .libraries import Array, Call, Library, Unsupported
@@ -31,7 +29,7 @@ from .operations import ALL, count_wrong, lengths, stored, value_of
 from .rivals import open_library
 from .startline import StartLine
 
-__all__ = ["Worker", "main"]
+__all__ = ["Worker", "WorkerCall", "main"]
 
 _BLOCK = 1 << 20
 
@@ -49,7 +47,7 @@ class _Prepared:
 
 
 class Worker:
-    """Answers requests: each is the name of a method and its arguments.
+    """What a rank can be asked to do: its methods.
 
     Args:
         library: connected.
@@ -65,37 +63,19 @@ class Worker:
         self._prepared: dict[str, _Prepared] = {}  # by the side that it is measured as
         self._parameters: list[Array] = []  # of the model that is trained
 
-    def serve(self, address: str) -> None:
-        """Connect to the arena and work until it says that it is over, or is gone."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(address)
-            library = self._library
-            say: dict[str, Any] = {"rank": library.rank, "version": library.version}
-            connection.sendall(json.dumps(say).encode() + b"\n")
-            # Whoever asked may be gone before the answer.
-            with (
-                connection.makefile("r", encoding="utf-8") as requests,
-                contextlib.suppress(ConnectionError),
-            ):
-                for line in requests:
-                    say = self._answer(json.loads(line))
-                    connection.sendall(json.dumps(say).encode() + b"\n")
+    def close(self) -> None:
+        """Drop the arrays, and end the library."""
         self._prepared.clear()
-        library.close()
+        self._library.close()
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        handle = getattr(self, request.pop("do"))
-        try:
-            answer: dict[str, Any] = handle(**request)
-        except Unsupported as error:
-            return {"unsupported": str(error)}
-        except MemoryError as error:
-            return {"unsupported": f"no memory: {error}"}
-        except Exception:
-            return {"error": traceback.format_exc()}
-        return answer
+    def abort(self, reason: str) -> None:
+        """Do nothing: what hangs is a process, and is ended."""
 
-    # -- requests -------------------------------------------------------------------------
+    # -- what is asked -------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Return the library's ``version``."""
+        return {"version": self._library.version}
 
     def prepare(
         self,
@@ -108,7 +88,7 @@ class Worker:
     ) -> dict[str, Any]:
         """Allocate arrays for ``operation``, the larger of ``nbytes``.
 
-        They hold zeros, which stay zeros however often they are summed in place. Further requests
+        They hold zeros, which stay zeros however often they are summed in place. Further calls
         name the prepared operation by its ``side``.
 
         Args:
@@ -194,7 +174,7 @@ class Worker:
         library, made = self._library, self._prepared[side]
         about, rank = ALL[made.operation], library.rank
         if made.x is None:
-            self._line.come()
+            self._line.step()
             made.call()
             return {"wrong": self._line.absent()}
         self._fill(made)
@@ -222,7 +202,7 @@ class Worker:
             arrays.fill(block, arrays.make(data, made.dtype, (slice(None),)))
 
     def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:
-        """Make the parts of a training step; further requests name one as their ``side``.
+        """Make the parts of a training step; further calls name one as their ``side``.
 
         Returns:
             ``parts``: their names.
@@ -303,13 +283,37 @@ def _segments(arrays: list[Array]) -> tuple[int, int]:
     return mapped, resident
 
 
+@dataclass(frozen=True)
+class WorkerCall(Job):
+    """What all ranks of a contestant do once.
+
+    Attributes:
+        do: the name of a method of :class:`Worker`.
+        arguments: for that.
+    """
+
+    do: str
+    arguments: Mapping[str, Any]
+
+    def run(self, participant: Participant) -> dict[str, Any]:
+        """Return what the method does, or ``unsupported``: why the library cannot."""
+        try:
+            answer: dict[str, Any] = getattr(participant.kept["worker"], self.do)(**self.arguments)
+        except Unsupported as error:
+            return {"unsupported": str(error)}
+        except MemoryError as error:
+            return {"unsupported": f"no memory: {error}"}
+        return answer
+
+
 def main() -> None:
-    """Be the rank that the launcher says."""
-    name, where = sys.argv[1:]
+    """Be the rank that the launcher says, until the arena has no more to ask."""
+    name, where, address = sys.argv[1:]
     folder = Path(where)
     whose = resource.RUSAGE_THREAD if name == "threads" else resource.RUSAGE_SELF
-    worker = Worker(open_library(name, folder), folder, whose)
-    worker.serve(str(folder.parent / "arena"))
+    library = open_library(name, folder)
+    participant = Participant(library.rank, {"worker": Worker(library, folder, whose)})
+    control.serve(participant, control.call_back(address, library.rank), foreign=True)
 
 
 if __name__ == "__main__":
