@@ -7,33 +7,34 @@ is pretended. So these classes take the place of what it would have chosen.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from fakes import environment
-from on_gpu import pretend, wait_before_reading
 
 from collective import cuda
 from collective.backends.mpi import MpiBackend, library
 from collective.backends.mpi.cuda_aware import CudaAwareMpi
+from collective.communicator import Communicator
 from collective.contract.world import World
+from collective.testing import Kind
+from collective.testing.kinds import kind_of
 
-__all__ = ["CudaAware", "Entry", "OnSomeRanks", "SaysSo", "Staged", "Watched"]
+__all__ = ["CudaAware", "Entry", "OnOddRanks", "OnSomeRanks", "SaysSo", "Staged", "Watched"]
 
 
-# -- for the public suite: NumPy's arrays are taken for a GPU's -----------------------------------
+# -- for the public suite ------------------------------------------------------------------------
 
 
 class CudaAware(CudaAwareMpi):
-    """``mpi`` for arrays that are NumPy's, and taken for a GPU's."""
+    """``mpi`` for arrays of the fake's GPUs."""
 
     name = "mpi-cuda"
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
-        os.environ.update(environment(host_pointers=1, log=0))
-        pretend(world.local_rank)
-        wait_before_reading(world.local_rank)
+        os.environ.update(environment(delay_us=20, log=0))
         return super().connect(world, timeout)
 
 
@@ -45,6 +46,16 @@ class OnSomeRanks(CudaAware):
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
         return (super() if world.rank % 2 else MpiBackend).connect(world, timeout)
+
+
+@dataclass(frozen=True)
+class OnOddRanks(Kind):
+    """Arrays of GPUs on ranks 1, 3, …"""
+
+    def communicator(self, comm: Communicator) -> Any:
+        cuda_arrays = kind_of("cuda")
+        assert cuda_arrays is not None
+        return cuda_arrays.communicator(comm) if comm.rank % 2 else comm
 
 
 # -- for arrays of the fake's own -----------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_aware import CudaAware, OnSomeRanks, SaysSo, Staged, Watched
+from cuda_aware import CudaAware, OnOddRanks, OnSomeRanks, SaysSo, Staged, Watched
 from fakes import Fake, FakeArray, compiler
 
 from collective.algorithms import arithmetic
@@ -34,7 +34,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
 from collective.ops import NAMES, as_op, premul_sum
-from collective.testing import RankPool, all_checks, parametrize_with_checks
+from collective.testing import RankPool, parametrize_with_checks
 from tests.conformance_parts import BY_PLACE
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
 
@@ -45,27 +45,30 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake nee
 
 # -- the public suite -----------------------------------------------------------------------------
 
-# What is particular about failures is the plain transport's, test_mpi_conformance.py.
-_DATA = [name for name, check in all_checks().items() if "failure" not in check.__module__]
+ON_ODD = OnOddRanks("cuda-on-odd", of=str, read=str, type=object, like=None)
 
 
 @needs("mpich")
 @needs_compiler
-@parametrize_with_checks(CudaAware, sizes=(2,), checks=_DATA, mpiexec=launch_of("mpich"))
+@parametrize_with_checks(CudaAware, sizes=(2,), kind="cuda", mpiexec=launch_of("mpich"))
 def test_mpich(check: Check) -> None:
     check()
 
 
 @needs("openmpi")
 @needs_compiler
-@parametrize_with_checks(CudaAware, sizes=(2,), checks=BY_PLACE, mpiexec=launch_of("openmpi"))
+@parametrize_with_checks(
+    CudaAware, sizes=(2,), kind="cuda", checks=BY_PLACE, mpiexec=launch_of("openmpi")
+)
 def test_openmpi(check: Check) -> None:
     check()
 
 
 @needs("mpich")
 @needs_compiler
-@parametrize_with_checks(OnSomeRanks, sizes=(2,), checks=BY_PLACE, mpiexec=launch_of("mpich"))
+@parametrize_with_checks(
+    OnSomeRanks, sizes=(2,), kind=ON_ODD, checks=BY_PLACE, mpiexec=launch_of("mpich")
+)
 def test_ranks_with_arrays_of_gpus_and_ranks_without(check: Check) -> None:
     check()
 

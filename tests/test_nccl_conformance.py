@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fake_nccl import FakeNccl, OldNccl
+from fake_nccl import NewNccl, OldNccl
 
 from collective.testing import parametrize_with_checks
 
@@ -18,11 +18,11 @@ OLD = [
 ]
 
 
-@parametrize_with_checks(FakeNccl, sizes=(2, 3))
+@parametrize_with_checks(NewNccl, sizes=(2, 3), kind="cuda")
 def test_nccl(check: Callable[[], None]) -> None:
     check()
 
 
-@parametrize_with_checks(OldNccl, sizes=(3,), checks=OLD)
+@parametrize_with_checks(OldNccl, sizes=(3,), kind="cuda", checks=OLD)
 def test_old_nccl(check: Callable[[], None]) -> None:
     check()

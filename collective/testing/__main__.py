@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 from collective.errors import CollectiveError
 
-from .checks import NO_TRANSPORT
+from .checks import NO_ARRAYS, NO_TRANSPORT, OWN_ARRAYS
 from .conformance import Result, chosen_checks, run_checks
+from .kinds import NAMES
 from .opening import backend_class
 
 _MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "-", "expected": "xfail"}
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N,N",
         help="numbers of ranks (default: 1,2,3,4)",
     )
+    parser.add_argument(
+        "--kind", choices=NAMES, default="numpy", help="of which kind the arrays of calls are"
+    )
     parser.add_argument("--checks", nargs="+", metavar="CHECK", help="only these checks")
     parser.add_argument(
         "--list", action="store_true", help="list the checks that would run, and run none"
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.list:
         try:
-            print(listing(given.name, given.sizes, given.checks))
+            print(listing(given.name, given.sizes, given.checks, given.kind))
         except (CollectiveError, ValueError) as error:
             parser.error(str(error))
         return 0
@@ -51,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run_checks(
             given.name,
             given.sizes,
+            kind=given.kind,
             checks=given.checks,
             timeout=given.timeout,
             report=progress or (lambda result: None),
@@ -81,7 +86,9 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def listing(name: str, sizes: Sequence[int], checks: Sequence[str] | None) -> str:
+def listing(
+    name: str, sizes: Sequence[int], checks: Sequence[str] | None, kind: str = "numpy"
+) -> str:
     """Return the checks as text: a line each, with how many cases it has, and what it holds.
 
     Raises:
@@ -93,7 +100,7 @@ def listing(name: str, sizes: Sequence[int], checks: Sequence[str] | None) -> st
     width = max(len(found.name) for found in chosen)
     lines = []
     for found in chosen:
-        reasons = [found.skip_reason(capabilities, size) for size in sizes]
+        reasons = [found.skip_reason(capabilities, size, kind) for size in sizes]
         cases = sum(len(found.cases(size)) for size, why in zip(sizes, reasons) if why is None)
         what = (found.__doc__ or "").strip().splitlines()[0]
         skipped = f"skipped: {reasons[-1]}. " if not cases else ""
@@ -135,7 +142,7 @@ def _untested(results: Sequence[Result]) -> dict[str, list[str]]:
     # The last size is the largest, as a rule: one rank is too few for most checks.
     last = {result.check: result.text for result in results if result.outcome == "skipped"}
     for check, why in last.items():
-        if check not in ran and why != NO_TRANSPORT:
+        if check not in ran and why not in (NO_ARRAYS, NO_TRANSPORT, OWN_ARRAYS):
             found.setdefault(why, []).append(check)
     return found
 

@@ -15,20 +15,36 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from collective.communicator import Communicator
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.launch.mpiexec import Mpiexec
 from collective.launch.outcome import RanksFailedError
 
 from .faults import Fault
+from .kinds import Kind, kind_of, require
 from .opening import backend_class
 from .ranks import RankPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NO_TRANSPORT", "Case", "Check", "RankFactory", "check", "registered", "roots"]
+__all__ = [
+    "NO_ARRAYS",
+    "NO_TRANSPORT",
+    "OWN_ARRAYS",
+    "Case",
+    "Check",
+    "RankFactory",
+    "check",
+    "registered",
+    "roots",
+]
 
+#: Why a check is skipped that says nothing of a kind of array.
+NO_ARRAYS = "is the same for arrays of any kind; run without kind="
+#: Why a check is skipped that chooses the kinds of its arrays itself.
+OWN_ARRAYS = "has arrays of kinds of its own; run without kind="
 #: Why a check is skipped that tests the communicator alone.
 NO_TRANSPORT = "ends before a transport is reached; run with few ranks that are threads"
 
@@ -39,6 +55,9 @@ Needs = Callable[[Capabilities], "str | None"]
 
 # Long enough for processes to start on a busy machine, short enough to wait for a hang.
 _TIMEOUT_S = 30.0
+# The themes of checks in which arrays travel; see conformance.py. Those of objects, failure and
+# the like are about who calls what.
+_OF_ARRAYS = set("reduce extremes order operators move data p2p async memory".split())
 
 
 class RankFactory:
@@ -46,22 +65,34 @@ class RankFactory:
 
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
+        kind: of which kind the arrays of calls are: a name of :data:`collective.testing.KINDS`,
+            or a :class:`Kind`, which has to be picklable where ranks are processes.
         timeout: seconds that a check's ranks may take until they count as hung.
         mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
+
+    Raises:
+        InvalidArgumentError: no kind has that name.
+        BackendNotFoundError, BackendUnavailableError: no such transport, or it or the kind's
+            framework is not here.
     """
 
     def __init__(
         self,
         backend: str | type[Backend],
         *,
+        kind: str | Kind = "numpy",
         timeout: float = _TIMEOUT_S,
         mpiexec: Mpiexec | None = None,
     ) -> None:
+        require(kind)
         self.backend = backend
+        self.kind = kind
         self.timeout = timeout
         self.mpiexec = mpiexec
         self.capabilities = backend_class(backend).capabilities
         self.name = backend if isinstance(backend, str) else backend.name
+        if kind != "numpy":
+            self.name += f"-{kind if isinstance(kind, str) else kind.name}"
         self._pool: RankPool | None = None
 
     def run(
@@ -90,6 +121,8 @@ class RankFactory:
         if self._pool is None:
             self._pool = RankPool(size, self.backend, timeout=self.timeout, mpiexec=self.mpiexec)
         shared = not fresh and not faults
+        if self.kind != "numpy":
+            function, args = _on_arrays_of, (self.kind, function, *args)
         return self._pool.run(
             function,
             *args,
@@ -113,6 +146,14 @@ class RankFactory:
         self.close()
 
 
+def _on_arrays_of(
+    comm: Communicator, kind: str | Kind, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call ``function`` on a rank whose communicator gets arrays of ``kind``."""
+    found = kind_of(kind)
+    return function(comm if found is None else found.communicator(comm), *args)
+
+
 class Check:
     """One property; call it with a factory, a size and, for one case, its arguments.
 
@@ -120,6 +161,7 @@ class Check:
         name: the function's name.
         at_least: the smallest number of ranks with which it says anything.
         transport: whether it gets as far as the transport.
+        own_arrays: whether the arrays of its calls are of kinds that it chooses itself.
     """
 
     def __init__(
@@ -129,11 +171,15 @@ class Check:
         at_least: int,
         needs: Needs,
         transport: bool = True,
+        own_arrays: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.at_least = at_least
         self.transport = transport
+        self.own_arrays = own_arrays
+        theme = function.__module__.removeprefix(f"{__package__}.checks_")
+        self._of_arrays = theme in _OF_ARRAYS or theme == function.__module__
         self._function = function
         self._cases = cases
         self._needs = needs
@@ -142,10 +188,18 @@ class Check:
         """Return the arguments of each case with ``size`` ranks."""
         return [dict(case) for case in self._cases(size)]
 
-    def skip_reason(self, capabilities: Capabilities, size: int) -> str | None:
+    def skip_reason(
+        self, capabilities: Capabilities, size: int, kind: str | Kind = "numpy"
+    ) -> str | None:
         """Return why the check does not apply, or None if it does."""
         if size < self.at_least:
             return f"needs {self.at_least} ranks"
+        if kind != "numpy":
+            if self.own_arrays:
+                return OWN_ARRAYS
+            # A transport that takes nothing else has no other way to be tested.
+            if not self._of_arrays and "cpu" in capabilities.devices:
+                return NO_ARRAYS
         # Where ranks are threads it costs next to nothing; any transport says the same, and so do
         # any more ranks.
         if not self.transport and not (capabilities.in_process and size == self.at_least):
@@ -184,6 +238,7 @@ def check(
     at_least: int = 1,
     needs: Needs = lambda capabilities: None,
     transport: bool = True,
+    own_arrays: bool = False,
 ) -> Callable[[Callable[..., None]], Check]:
     """Make a function ``check_*(factory, size, **case)`` a :class:`Check` of the suite.
 
@@ -193,11 +248,13 @@ def check(
         needs: returns why it does not apply to a transport of some capabilities, or None.
         transport: False for what the communicator refuses before a transport is reached: it is
             run with ``at_least`` ranks that are threads, and skipped elsewhere.
+        own_arrays: True for what chooses the kinds of its arrays itself: it is run with
+            NumPy's alone.
     """
 
     def make(function: Callable[..., None]) -> Check:
         given = cases if callable(cases) else lambda size: cases
-        found = Check(function, given, at_least, needs, transport)
+        found = Check(function, given, at_least, needs, transport, own_arrays)
         _registered[found.name] = found
         return found
 

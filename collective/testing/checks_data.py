@@ -11,6 +11,7 @@ from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 
 from .checks import Case, RankFactory, check
+from .kinds import Exporter
 from .samples import LARGE, Array, assert_same, expected, has, values
 
 #: A few elements, more than a slot of shared memory holds, and more than a mebibyte.
@@ -195,7 +196,7 @@ def _structures(comm: Communicator) -> None:
                 assert_same(leaf, _leaves(whole)[k], f"leaf {k} of a broadcast, None elsewhere")
 
 
-@check(at_least=2, needs=_needs_torch)
+@check(at_least=2, needs=_needs_torch, own_arrays=True)
 def check_frameworks(factory: RankFactory, size: int) -> None:
     """PyTorch and NumPy ranks take part in one call, and each gets its own kind back."""
     factory.run(size, _frameworks)
@@ -226,7 +227,7 @@ def _frameworks(comm: Communicator) -> None:
     assert_same(x, total, "all_reduce of empty() of PyTorch and NumPy")
 
 
-@check(at_least=2, needs=_needs_torch)
+@check(at_least=2, needs=_needs_torch, own_arrays=True)
 def check_torch_bfloat16(factory: RankFactory, size: int) -> None:
     """PyTorch's bfloat16, which NumPy does not have, travels and folds."""
     factory.run(size, _torch_bfloat16)
@@ -251,20 +252,7 @@ def _torch_bfloat16(comm: Communicator) -> None:
     pair.close()
 
 
-class Exporter:
-    """An array of which nothing is known but DLPack."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()
-
-
-@check()
+@check(own_arrays=True)
 def check_dlpack(factory: RankFactory, size: int) -> None:
     """Any CPU array that speaks DLPack is taken."""
     factory.run(size, _dlpack)

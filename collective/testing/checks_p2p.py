@@ -205,7 +205,11 @@ def _send_structures(comm: Communicator) -> None:
     work.wait()
 
 
-@check(at_least=2, needs=lambda c: None if has("torch") else "torch is not installed")
+@check(
+    at_least=2,
+    needs=lambda c: None if has("torch") else "torch is not installed",
+    own_arrays=True,
+)
 def check_send_between_frameworks(factory: RankFactory, size: int) -> None:
     """A PyTorch rank sends to a NumPy rank and back."""
     factory.run(size, _send_between_frameworks)

@@ -11,6 +11,7 @@ from collective.contract.backend import Backend
 from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory, registered
+from .kinds import Kind
 
 __all__ = ["Result", "all_checks", "run_checks"]
 
@@ -56,6 +57,7 @@ def run_checks(
     backend: str | type[Backend],
     sizes: Sequence[int] = (1, 2, 3, 4),
     *,
+    kind: str | Kind = "numpy",
     checks: Sequence[str] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
@@ -67,6 +69,7 @@ def run_checks(
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         sizes: numbers of ranks; 1 alone tests no communication.
+        kind: of which kind the arrays of calls are; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
             why it fails. One that passes is reported as failed: its declaration is stale.
@@ -76,11 +79,12 @@ def run_checks(
 
     Raises:
         ValueError: no check has a name that is given.
+        InvalidArgumentError: no kind has that name.
     """
     expected = dict(expected_failures or {})
     chosen = chosen_checks(checks, expected)
     results = []
-    with RankFactory(backend, timeout=timeout, mpiexec=mpiexec) as factory:
+    with RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec) as factory:
         for size in sizes:
             for found in chosen:
                 result = _run(found, factory, size, expected)
@@ -99,7 +103,7 @@ def chosen_checks(names: Sequence[str] | None, expected: Mapping[str, str]) -> l
 
 def _run(found: Check, factory: RankFactory, size: int, expected: Mapping[str, str]) -> Result:
     start = time.monotonic()
-    reason = found.skip_reason(factory.capabilities, size)
+    reason = found.skip_reason(factory.capabilities, size, factory.kind)
     if reason is not None:
         return Result(found.name, size, "skipped", 0, reason, 0.0)
     problems, declared = [], []
@@ -146,6 +150,6 @@ def cases_of(
     """Yield every case that applies, size after size so that ranks can be kept."""
     for size in sizes:
         for found in checks:
-            if found.skip_reason(factory.capabilities, size) is None:
+            if found.skip_reason(factory.capabilities, size, factory.kind) is None:
                 for case in found.cases(size):
                     yield size, found, case

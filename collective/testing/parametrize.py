@@ -13,6 +13,7 @@ from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory
 from .conformance import cases_of, chosen_checks, problem_of, reason_for, stale
+from .kinds import Kind
 
 if TYPE_CHECKING:
     import pytest
@@ -73,6 +74,7 @@ def parametrize_with_checks(
     backend: str | type[Backend],
     *,
     sizes: Sequence[int] = (1, 2, 3, 4),
+    kind: str | Kind = "numpy",
     checks: Sequence[str] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
@@ -92,6 +94,8 @@ def parametrize_with_checks(
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         sizes: numbers of ranks; 1 alone tests no communication.
+        kind: of which kind the arrays of calls are: ``"torch"``, ``"chainer"``, ``"dlpack"``,
+            ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
             why it fails. One that passes fails the test: its declaration is stale.
@@ -100,12 +104,14 @@ def parametrize_with_checks(
 
     Raises:
         ValueError: no check has a name that is given.
-        BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
+        InvalidArgumentError: no kind has that name.
+        BackendNotFoundError, BackendUnavailableError: no such transport, or it or the kind's
+            framework is not here.
     """
     import pytest
 
     expected = dict(expected_failures or {})
-    factory = RankFactory(backend, timeout=timeout, mpiexec=mpiexec)
+    factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec)
     # If the last test does not run, nobody else would end the ranks.
     atexit.register(factory.close)
     # They are not a forked child's to end.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, ClassVar
-
-import mirrored
+from typing import ClassVar
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
@@ -69,17 +67,12 @@ class OnGpus(NcclBackend):
 
 
 class SharingByHostId(OnGpus):
-    """The same for the suite, whose arrays are NumPy's."""
+    """The same, by a name."""
 
     name = "nccl-hostid"
 
-    @classmethod
-    def connect(cls, world: World, timeout: float) -> Any:
-        mirrored.use()
-        return super().connect(world, timeout)
 
-
-class SharingByOption(SharingByHostId):
+class SharingByOption(OnGpus):
     """The same, and NCCL allows several ranks on a GPU by itself."""
 
     name = "nccl-multirank"

@@ -1,4 +1,4 @@
-"""The public suite on ``nccl`` with memory of GPUs, which its arrays are copied to and from."""
+"""The public suite on ``nccl`` with arrays in the memory of GPUs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HUNG_S = 120.0
 MULTI_RANK = 23000
 
 
-@parametrize_with_checks(SharingByHostId, sizes=sizes(), timeout=HUNG_S)
+@parametrize_with_checks(SharingByHostId, sizes=sizes(), kind="cuda", timeout=HUNG_S)
 def test_conformance(check: Callable[[], None]) -> None:
     check()
 
 
 @pytest.mark.skipif(VERSION < MULTI_RANK, reason="needs NCCL 2.30")
 @pytest.mark.skipif(cuda.device_count() >= max(sizes()), reason="no rank has to share a GPU")
-@parametrize_with_checks(SharingByOption, sizes=sizes(), timeout=HUNG_S)
+@parametrize_with_checks(SharingByOption, sizes=sizes(), kind="cuda", timeout=HUNG_S)
 def test_conformance_with_nccls_own_sharing(check: Callable[[], None]) -> None:
     check()
