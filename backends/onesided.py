@@ -75,7 +75,7 @@ class OneSided(Backend):
 
     @abstractmethod
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
-        """Return the first ``count`` elements of ``rank``'s exposed ``src``."""
+        """Return the first ``count`` elements of the exposed ``src`` of ``rank``, another one."""
 
     @abstractmethod
     def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
@@ -97,11 +97,11 @@ class OneSided(Backend):
     def agree(self, request: Request, timeout: float) -> None:
         self._open(request, None, None, 0, timeout)
 
-    def barrier(self, request: Request, timeout: float) -> None:
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         self._open(request, None, None, 0, timeout)
 
-    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
-        mine = buffer.array
+    def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        mine, root = dst.array, request.root
         root_only = mine if self.rank == root else None
         stays = self._open(request, root_only, None, mine.nbytes, timeout)
         if self.rank != root:
@@ -109,24 +109,16 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        fold = _Fold(op, src, self.size)
+    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        fold = _Fold(request.op, src, self.size)
         source, out = fold.prepare(src.array), dst.array
         count = source.size
         if self._open(request, source, out, source.nbytes, timeout):
-            fold.run(self._regions(source.dtype, count), 0, count, out)
+            fold.run(self._regions(source), 0, count, out)
             return
-        bounds = [count * r // self.size for r in range(self.size + 1)]
+        bounds = pieces.limits(pieces.even(count, self.size))
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        regions = self._regions(source.dtype, count)
+        regions = self._regions(source)
         outputs = self._outputs(out.dtype, count)
         if outputs is not None:
             others = [array for rank, array in enumerate(outputs) if rank != self.rank]
@@ -142,81 +134,53 @@ class OneSided(Backend):
                 self._results(rank, out.dtype, count).copy(low, high, out[low:high])
         self._sync(timeout)
 
-    def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        fold = _Fold(op, src, self.size)
+    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        fold = _Fold(request.op, src, self.size)
         source = fold.prepare(src.array)
         count = source.size
-        bounds = [count * r // self.size for r in range(self.size + 1)]
+        bounds = pieces.limits(pieces.even(count, self.size))
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        # Where the root cannot be written to, the parts wait here for it to fetch them.
-        part = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
-        if self._open(request, source, part, source.nbytes, timeout):
+        # Where the root cannot be written to, the pieces wait here for it to fetch them.
+        piece = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
+        if self._open(request, source, piece, source.nbytes, timeout):
             if dst is not None:
-                fold.run(self._regions(source.dtype, count), 0, count, dst.array)
+                fold.run(self._regions(source), 0, count, dst.array)
             return
-        fold.run(self._regions(source.dtype, count), start, stop, part)
+        fold.run(self._regions(source), start, stop, piece)
         self._sync(timeout)
         if dst is not None:
             for rank in self._others():
                 low, high = bounds[rank], bounds[rank + 1]
                 if low < high:
-                    region = self._results(rank, part.dtype, high - low)
+                    region = self._results(rank, piece.dtype, high - low)
                     region.copy(0, high - low, dst.array[low:high])
         self._sync(timeout)
 
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        fold = _Fold(op, src, self.size)
+    def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        fold = _Fold(request.op, src, self.size)
         source = fold.prepare(src.array)
         stays = self._open(request, source, None, source.nbytes, timeout)
-        start = sum(counts[: self.rank])
-        stop = start + counts[self.rank]
+        start = sum(request.elements[: self.rank])
+        stop = start + request.elements[self.rank]
         # In place: dst may be part of src, but only of the part that nobody else reads.
-        fold.run(self._regions(source.dtype, source.size), start, stop, dst.array)
+        fold.run(self._regions(source), start, stop, dst.array)
         if not stays:
             self._sync(timeout)
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> None:
-        fold = _Fold(op, src, self.rank + 1)
+    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        fold = _Fold(request.op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
         out = np.empty_like(dst.array) if in_place else dst.array
         stays = self._open(request, source, None, source.nbytes, timeout)
-        regions = [self._region(r, source.dtype, source.size) for r in range(self.rank + 1)]
-        fold.run(regions, 0, source.size, out)
+        fold.run(self._regions(source)[: self.rank + 1], 0, source.size, out)
         if not stays:
             self._sync(timeout)
         if in_place:
             dst.array[:] = out
 
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+        counts = request.elements
         largest = sum(counts) * dst.dtype.itemsize
         stays = self._open(request, None if src is None else src.array, None, largest, timeout)
         start = sum(counts[: self.rank])
@@ -224,55 +188,36 @@ class OneSided(Backend):
         if src is not None:
             dst.array[:] = src.array[start : start + count]
         elif count:
-            region = self._region(root, dst.array.dtype, sum(counts))
+            region = self._region(request.root, dst.array.dtype, sum(counts))
             region.copy(start, start + count, dst.array)
         if not stays:
             self._sync(timeout)
 
-    def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        largest = max(counts) * src.dtype.itemsize
+    def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        largest = max(request.elements) * src.dtype.itemsize
         stays = self._open(request, src.array, None, largest, timeout)
         if dst is not None:
-            self._collect(src.array, dst.array, counts)
+            self._collect(src.array, dst.array, request.elements)
         if not stays:
             self._sync(timeout)
 
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> None:
-        largest = max(counts) * src.dtype.itemsize
+    def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        largest = max(request.elements) * src.dtype.itemsize
         stays = self._open(request, src.array, None, largest, timeout)
-        self._collect(src.array, dst.array, counts)
+        self._collect(src.array, dst.array, request.elements)
         if not stays:
             self._sync(timeout)
 
-    def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         # A reader must know where its piece starts: the offsets travel before the pieces.
         source = src.array
-        offsets = np.array(pieces.limits(send_counts), np.int64)
+        offsets = np.array(pieces.limits(request.elements), np.int64)
         table = self._all_offsets(offsets, request, timeout)
         totals = table[:, self.size]
         largest = int(totals.max()) * src.dtype.itemsize
         stays = self._open(request, source, None, largest, timeout)
         position = 0
-        for rank in range(self.size):
-            count = recv_counts[rank]
+        for rank, count in enumerate(request.incoming):
             out = dst.array[position : position + count]
             position += count
             if rank == self.rank:
@@ -290,8 +235,13 @@ class OneSided(Backend):
         """Return the other ranks, beginning after this one so that readers spread out."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _regions(self, dtype: np.dtype[Any], count: int) -> list[Region]:
-        return [self._region(rank, dtype, count) for rank in range(self.size)]
+    def _regions(self, mine: Array) -> list[Region]:
+        """Return what every rank has exposed, this one ``mine``."""
+        dtype, count = mine.dtype, mine.size
+        return [
+            Region(mine) if rank == self.rank else self._region(rank, dtype, count)
+            for rank in range(self.size)
+        ]
 
     def _collect(self, mine: Array, out: Array, counts: Sequence[int]) -> None:
         starts = pieces.limits(counts)
@@ -307,8 +257,8 @@ class OneSided(Backend):
         stays = self._open(request, offsets, None, offsets.nbytes, timeout)
         length = offsets.size
         table = np.empty((self.size, length), np.int64)
-        for rank in range(self.size):
-            self._region(rank, offsets.dtype, length).copy(0, length, table[rank])
+        for rank, region in enumerate(self._regions(offsets)):
+            region.copy(0, length, table[rank])
         if not stays:
             self._sync(timeout)
         return table

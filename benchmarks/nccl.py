@@ -149,20 +149,18 @@ class _Bench:
         from collective.memory.buffer import Buffer
         from collective.memory.dtypes import BY_NAME
         from collective.ops import as_op
-        from collective.request import Request as Header
+        from collective.request import Request
 
         engine, stream, backend = self.engine, self.stream.handle, self.comm._backend
         dtype, op = BY_NAME["float32"], as_op("sum")
         buffer = Buffer(_device_array(self), dtype)
-        header = Header("all_reduce", dtype, (_COUNT,), op="sum")
+        plan = backend.plan(Request("all_reduce", dtype, (_COUNT,), op=op))
         return {
             "NCCL's function": self.raw(x_address, x_address)["all_reduce(x, out=x)"],
             "engine (NcclComm.all_reduce)": lambda: engine.all_reduce(
                 x_address, x_address, _COUNT, _FLOAT32, _SUM, stream
             ),
-            "transport (event, watch)": lambda: backend.all_reduce(
-                buffer, buffer, op, False, header, 300.0
-            ),
+            "transport (event, watch)": lambda: plan(buffer, buffer, 300.0),
             "call (recorder, arrays)": lambda: self.comm.all_reduce(x, out=x),
         }
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collective.contract.recorder import Recorder
+from collective.ops import as_op
 from collective.request import Request
 from collective.tools.bench.machine import Observer
 from collective.tools.show import add_outputs, print_table, write
@@ -25,7 +26,7 @@ _CALLS, _TURNS = 100_000, 9
 
 def measure() -> float:
     """Return the nanoseconds that recording one call takes."""
-    recorder, call = Recorder(), Request("all_reduce", None, (4,), op="sum")
+    recorder, call = Recorder(), Request("all_reduce", None, (4,), op=as_op("sum"))
     # Where a communicator records is code of the package's, which is looked through for the
     # line of the program.
     source = "def inner():\n    begin(call)\n    end()\ndef outer():\n    inner()\n"

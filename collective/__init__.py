@@ -95,6 +95,7 @@ __all__ = [
     "group",
     "hook",
     "init",
+    "plan",
     "premul_sum",
     "rank",
     "recv",
@@ -148,6 +149,7 @@ gather = _of_current(Communicator.gather)
 gather_object = _of_current(Communicator.gather_object)
 group = _of_current(Communicator.group)
 hook = _of_current(Communicator.hook)
+plan = _of_current(Communicator.plan)
 recv = _of_current(Communicator.recv)
 recv_object = _of_current(Communicator.recv_object)
 reduce = _of_current(Communicator.reduce)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -9,9 +10,10 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from collective.memory.dtypes import DType
+from collective.ops import ReduceOp
 
 __all__ = ["Disagreement", "Request", "call_site", "describe", "differing", "in_thread"]
 
@@ -26,35 +28,57 @@ class Request:
         operation: ``"all_reduce"``, …
         dtype: the element type, None where none is involved or known here.
         shape: this rank's shape, None where unknown here (an array that only the root has).
+            Of a reduction both are always known.
         options: what else has to agree, such as ``root`` and ``op``.
         digest: 63 bits that are equal on two ranks when everything above is.
+        op: of a reduction, its operator.
+        ordered: whether it folds ``((x0 op x1) op x2) op …``, element by element.
+        root: where there is one, the rank that has the input, or gets the result.
+        elements: of what is split or joined, how many elements each rank has; of ``all_to_all``,
+            how many of this rank's each rank gets.
+        incoming: of ``all_to_all``, how many come from each rank.
     """
 
-    __slots__ = ("digest", "dtype", "operation", "options", "shape")
+    # Of operations that have none of these they are None.
+    op: ReduceOp
+    root: int
+    elements: Sequence[int]
+    incoming: Sequence[int]
+
+    __slots__ = (
+        "_described", "digest", "dtype", "elements", "incoming", "op", "operation", "options",
+        "ordered", "root", "shape",
+    )  # fmt: skip
 
     def __init__(
         self,
         operation: str,
         dtype: DType | None = None,
         shape: tuple[int, ...] | None = None,
+        *,
+        op: ReduceOp | None = None,
+        ordered: bool = False,
+        root: int | None = None,
+        elements: Sequence[int] | None = None,
+        incoming: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         self.operation = operation
         self.dtype = dtype
         self.shape = shape
-        self.options = {key: value for key, value in options.items() if value is not None}
-        text = json.dumps(self._fields(), sort_keys=True)
-        # hash() differs from process to process; 63 bits fit a signed word.
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        self.digest = int.from_bytes(digest, "little") >> 1
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "operation": self.operation,
-            "dtype": None if self.dtype is None else self.dtype.name,
-            "shape": self.shape,
+        self.ordered = ordered
+        self._carry(op, root, elements, incoming)
+        # A factor is each rank's own affair; that there is one is not.
+        name = None if op is None else "premul_sum" if op.name == "premul_sum" else str(op)
+        agreed = {"op": name, "order": "rank" if ordered else None, "root": root, **options}
+        self.options = {key: value for key, value in agreed.items() if value is not None}
+        self._described = {
+            "operation": operation,
+            "dtype": None if dtype is None else dtype.name,
+            "shape": shape,
             "options": self.options,
         }
+        self.digest = _digest(json.dumps(self._described, sort_keys=True))
 
     @property
     def nbytes(self) -> int:
@@ -63,30 +87,61 @@ class Request:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def at(self, *place: int) -> Request:
-        """Return the same call with a digest that also depends on ``place``.
+    def step(
+        self,
+        number: int,
+        operation: str,
+        *,
+        count: int | None = None,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        elements: Sequence[int] | None = None,
+        incoming: Sequence[int] | None = None,
+    ) -> Request:
+        """Return a part of this call as one of its own, which errors describe as this one.
 
-        A transport that wants all ranks to have their buffers in corresponding places
-        finds out by the comparison of digests that takes place anyway.
+        Args:
+            number: which step it is: ranks must not mix up two of them.
+            operation: what is done in it.
+            count: of a reduction, the elements that are folded.
+            op, root, elements, incoming: as in the class.
         """
-        other = Request(self.operation, self.dtype, self.shape, **self.options)
-        text = f"{self.digest} {place}"
-        other.digest = int.from_bytes(
-            hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
-        ) >> 1  # fmt: skip
-        return other
+        part = copy.copy(self)
+        part.operation = operation
+        part.shape = self.shape if count is None else (count,)
+        part.ordered = False
+        part._carry(op, root, elements, incoming)
+        part.digest = _digest(f"{self.digest} {(number,)}")
+        return part
 
-    def comparing(self, **options: Any) -> Request:
-        """Return the same call with a digest that depends on its name and ``options`` only.
+    def comparing(self, operation: str, elements: Sequence[int] | None = None) -> Request:
+        """Return what carries a message that all ranks have to be in.
 
-        For a message that all ranks have to be in, whatever else they know of the call.
+        Its digest depends on the name and the root only, whatever else they know of the call.
+
+        Args:
+            operation, elements: what carries it, as in the class.
         """
-        other = Request(self.operation, self.dtype, self.shape, **self.options)
-        other.digest = Request(self.operation, **options).digest
-        return other
+        part = copy.copy(self)
+        part.digest = Request(self.operation, root=self.root).digest
+        part.operation = operation
+        part._carry(None, self.root, elements, None)
+        return part
+
+    def _carry(
+        self,
+        op: ReduceOp | None,
+        root: int | None,
+        elements: Sequence[int] | None,
+        incoming: Sequence[int] | None,
+    ) -> None:
+        self.op = cast("ReduceOp", op)
+        self.root = cast("int", root)
+        self.elements = cast("Sequence[int]", elements)
+        self.incoming = cast("Sequence[int]", incoming)
 
     def __str__(self) -> str:
-        return describe(self._fields())
+        return describe(self._described)
 
     def header(self, site: str | None = None) -> bytes:
         """Return everything the other ranks need to compare or report this call.
@@ -94,8 +149,14 @@ class Request:
         Args:
             site: where in the program it was made; by default where this is called from.
         """
-        place = call_site() if site is None else site
-        return json.dumps({**self._fields(), "site": place}).encode()
+        found = call_site() if site is None else site
+        return json.dumps({**self._described, "site": found}).encode()
+
+
+def _digest(text: str) -> int:
+    # hash() differs from process to process; 63 bits fit a signed word.
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Disagreement(Exception):

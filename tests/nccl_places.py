@@ -77,12 +77,14 @@ class Place:
         array = DeviceArray(address, (count,), kind.storage, self.device, self.stream, owner=owner)
         return Buffer(array, kind)
 
-    def call(self, name: str, *args: Any, timeout: float = FAR) -> Any:
+    def call(self, name: str, src: Any, dst: Any, timeout: float = FAR, **asked: Any) -> Any:
         """Make a collective call as a communicator does, which records it."""
-        recorder, call = self.backend.channel.recorder, Request(name)
+        if "op" in asked:
+            asked |= {"dtype": src.dtype, "shape": (src.count,)}
+        recorder, request = self.backend.channel.recorder, Request(name, **asked)
         if recorder is not None:
-            recorder.begin(call)
-        result = getattr(self.backend, name)(*args, call, timeout)
+            recorder.begin(request)
+        result = self.backend.plan(request)(src, dst, timeout)
         if recorder is not None:
             recorder.end()
         return result

@@ -20,8 +20,8 @@ from collective.contract.capabilities import FOLDED
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import NAMES, ReduceOp, as_op, premul_sum
+from collective.request import Request
 from tests.algorithm_cases import (
-    CALL,
     COMPOSE,
     FLOAT32,
     INT64,
@@ -88,18 +88,19 @@ def check_reduction(
             out.buffer.array[:] = inputs[rank]
             src = out.buffer
         if operation == "reduce":
-            backend.reduce(
-                src, None if out is None else out.buffer, mine, root, ordered, CALL, TIMEOUT
-            )
+            reducing = Request(operation, op=mine, root=root, ordered=ordered)
+            backend.plan(reducing)(src, None if out is None else out.buffer, TIMEOUT)
         elif operation == "all_reduce":
             assert out is not None
-            backend.all_reduce(src, out.buffer, mine, ordered, CALL, TIMEOUT)
+            request = Request(operation, op=mine, ordered=ordered)
+            backend.plan(request)(src, out.buffer, TIMEOUT)
         else:
             if not in_place:
                 out = Output(stop - start, dtype)
             assert out is not None
             dst = out.buffer.part(start, stop) if in_place else out.buffer
-            backend.reduce_scatter(src, dst, parts, mine, ordered, CALL, TIMEOUT)
+            request = Request(operation, op=mine, ordered=ordered, elements=parts)
+            backend.plan(request)(src, dst, TIMEOUT)
         if not in_place or out is None:
             np.testing.assert_array_equal(src.array, inputs[rank], "changed its input")
         if out is None:
@@ -279,7 +280,7 @@ def test_scan(
         src = out.buffer if in_place else Buffer(inputs[rank].copy(), dtype)
         src.array[:] = inputs[rank]
         op = premul_sum(0.5**rank) if name == "premul_sum" else ops.get(name, as_op("sum"))
-        backend.scan(src, out.buffer, op, CALL, TIMEOUT)
+        backend.plan(Request("scan", op=op))(src, out.buffer, TIMEOUT)
         if not in_place:
             same(src.array, inputs[rank])
         return out.checked()
@@ -316,7 +317,7 @@ def test_large_scan_as_it_is_chosen(kind: type[Backend]) -> None:
 
     def body(backend: Backend) -> Array:
         buffer = Buffer(inputs[backend.rank].copy(), INT64)
-        backend.scan(buffer, buffer, COMPOSE, CALL, TIMEOUT)
+        backend.plan(Request("scan", op=COMPOSE))(buffer, buffer, TIMEOUT)
         return buffer.array
 
     prefixes = [functools.reduce(compose, inputs[: rank + 1]) for rank in range(4)]
@@ -340,7 +341,8 @@ def test_all_ranks_get_the_same_bits(regime: str, ordered: bool) -> None:
     def body(backend: Backend) -> bytes:
         x = np.random.default_rng(backend.rank).standard_normal(1001).astype(np.float32)
         dst = Buffer.empty(1001, FLOAT32)
-        backend.all_reduce(Buffer(x, FLOAT32), dst, as_op("sum"), ordered, CALL, TIMEOUT)
+        request = Request("all_reduce", op=as_op("sum"), ordered=ordered)
+        backend.plan(request)(Buffer(x, FLOAT32), dst, TIMEOUT)
         return dst.array.tobytes()
 
     with in_regime(regime):

@@ -31,6 +31,8 @@ from tests.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
 from tests.loopback import Loopback, Rendezvous, connect_all, run
 
 SUM = as_op("sum")
+ADDING = Request("all_reduce", op=SUM)
+BARRIER = Request("barrier")
 UINT8 = BY_NAME["uint8"]
 
 
@@ -134,7 +136,7 @@ def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) 
         with pytest.raises(Disagreement) as caught:
             backend.agree(call, TIMEOUT)
         total = number(0)
-        backend.all_reduce(number(1), total, SUM, False, CALL, TIMEOUT)
+        backend.plan(ADDING)(number(1), total, TIMEOUT)
         return [header["options"]["root"] for header in caught.value.headers], int(total.array[0])
 
     roots = [7 if rank == odd else 1 for rank in range(4)]
@@ -149,7 +151,7 @@ def test_a_message_of_the_user_passes_through_collectives() -> None:
         got, total = number(-1), number(0)
         if backend.rank == 0:
             backend.send(number(42), 1, 0, TIMEOUT)
-        backend.all_reduce(number(1), total, SUM, False, CALL, TIMEOUT)
+        backend.plan(ADDING)(number(1), total, TIMEOUT)
         if backend.rank == 1:
             backend.recv(got, 0, 0, TIMEOUT)
         return int(got.array[0])
@@ -163,8 +165,8 @@ def test_groups_work_side_by_side(kind: type[Backend]) -> None:
         members = range(backend.rank % 2, 5, 2)
         group = backend.group(members, TIMEOUT)
         total = number(0)
-        group.all_reduce(number(backend.rank), total, SUM, False, CALL, TIMEOUT)
-        group.barrier(CALL, TIMEOUT)
+        group.plan(ADDING)(number(backend.rank), total, TIMEOUT)
+        group.plan(BARRIER)(None, None, TIMEOUT)
         return int(total.array[0])
 
     assert run(5, body, kind) == [6, 4, 6, 4, 6]
@@ -173,10 +175,12 @@ def test_groups_work_side_by_side(kind: type[Backend]) -> None:
 # -- deadlines ----------------------------------------------------------------------
 
 COLLECTIVES: dict[str, Callable[[Backend, float], Any]] = {
-    "barrier": lambda b, t: b.barrier(CALL, t),
-    "broadcast": lambda b, t: b.broadcast(number(1), 2, CALL, t),
-    "all_reduce": lambda b, t: b.all_reduce(number(1), number(0), SUM, False, CALL, t),
-    "all_gather": lambda b, t: b.all_gather(number(1), Buffer.empty(3, INT64), [1] * 3, CALL, t),
+    "barrier": lambda b, t: b.plan(BARRIER)(None, None, t),
+    "broadcast": lambda b, t: b.plan(Request("broadcast", root=2))(*[number(1)] * 2, t),
+    "all_reduce": lambda b, t: b.plan(ADDING)(number(1), number(0), t),
+    "all_gather": lambda b, t: b.plan(Request("all_gather", elements=[1] * 3))(
+        number(1), Buffer.empty(3, INT64), t
+    ),
     "agree": lambda b, t: b.agree(CALL, t),
 }
 
@@ -206,8 +210,8 @@ def test_one_deadline_holds_for_all_messages_of_a_call() -> None:
             time.sleep(0.02)
             super().sendrecv(*args)
 
-    run(2, lambda b: b.barrier(CALL, 5.0), Slow)
-    run(8, lambda b: b.barrier(CALL, 5.0) if b.rank else b.barrier(CALL, 7.0), Slow)
+    run(2, lambda b: b.plan(BARRIER)(None, None, 5.0), Slow)
+    run(8, lambda b: b.plan(BARRIER)(None, None, 5.0 if b.rank else 7.0), Slow)
     of_rank_0 = [t for t in timeouts if t > 5.0]
     assert len(of_rank_0) == 3
     assert of_rank_0[0] - of_rank_0[2] > 0.03
@@ -220,7 +224,7 @@ def test_a_rank_that_left_is_lost_to_the_others(kind: type[Backend]) -> None:
             backend.close()
             return
         with pytest.raises(PeerLostError) as caught:
-            backend.all_reduce(number(1), number(0), SUM, False, CALL, TIMEOUT)
+            backend.plan(ADDING)(number(1), number(0), TIMEOUT)
         assert caught.value.ranks == (1,)
 
     run(3, body, kind)
@@ -252,16 +256,16 @@ def call(operation: str, count: int, ordered: bool = False) -> Callable[[Backend
         x, y = Buffer(np.zeros(count, np.uint8), UINT8), Buffer.empty(count, UINT8)
         every = Buffer.empty(count * b.size, UINT8)
         even = [count] * b.size
-        here = b.rank == 0
-        match_ = {
-            "barrier": lambda: b.barrier(CALL, TIMEOUT),
-            "broadcast": lambda: b.broadcast(x, 0, CALL, TIMEOUT),
-            "all_reduce": lambda: b.all_reduce(x, y, SUM, ordered, CALL, TIMEOUT),
-            "all_gather": lambda: b.all_gather(x, every, even, CALL, TIMEOUT),
-            "gather": lambda: b.gather(x, every if here else None, even, 0, CALL, TIMEOUT),
-            "reduce": lambda: b.reduce(x, y if here else None, SUM, 0, ordered, CALL, TIMEOUT),
+        buffers = {
+            "barrier": (None, None),
+            "broadcast": (x, x),
+            "all_gather": (x, every),
+            "gather": (x, None if b.rank else every),
+            "reduce": (x, None if b.rank else y),
         }
-        match_[operation]()
+        op = SUM if operation in ("all_reduce", "reduce") else None
+        request = Request(operation, op=op, ordered=ordered, root=0, elements=even)
+        b.plan(request)(*buffers.get(operation, (x, y)), TIMEOUT)
 
     return body
 
@@ -298,7 +302,7 @@ def test_scratch_of_a_long_all_reduce_does_not_grow_with_it(ordered: bool) -> No
 
     def body(backend: Backend) -> None:
         src, dst = data[backend.rank]
-        backend.all_reduce(src, dst, SUM, ordered, CALL, TIMEOUT)
+        backend.plan(Request("all_reduce", op=SUM, ordered=ordered))(src, dst, TIMEOUT)
 
     tracemalloc.start()
     try:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from collective.contract.backend import Backend
 from collective.memory.buffer import Buffer
+from collective.request import Request
 from tests.algorithm_cases import (
-    CALL,
     INT64,
     REGIMES,
     ROOTS,
@@ -43,7 +43,7 @@ def test_barrier_holds_everybody_until_the_last_has_come(kind: type[Backend], si
 
     def body(backend: Backend) -> int:
         inside.append(backend.rank)
-        backend.barrier(CALL, TIMEOUT)
+        backend.plan(Request("barrier"))(None, None, TIMEOUT)
         return len(inside)
 
     assert run(size, body, kind) == [size] * size
@@ -58,7 +58,7 @@ def test_broadcast(kind: type[Backend], regime: str, count: int, size: int, root
         out = Output(count, INT64)
         if backend.rank == root:
             out.buffer.array[:] = np.arange(count) * 3
-        backend.broadcast(out.buffer, root, CALL, TIMEOUT)
+        backend.plan(Request("broadcast", root=root))(out.buffer, out.buffer, TIMEOUT)
         return out.checked()
 
     with in_regime(regime):
@@ -88,9 +88,11 @@ def check_gather(
             src.array[:] = mine[rank]
         if root is None:
             assert out is not None
-            backend.all_gather(src, out.buffer, counts, CALL, TIMEOUT)
+            request = Request("all_gather", elements=counts)
+            backend.plan(request)(src, out.buffer, TIMEOUT)
         else:
-            backend.gather(src, None if out is None else out.buffer, counts, root, CALL, TIMEOUT)
+            request = Request("gather", root=root, elements=counts)
+            backend.plan(request)(src, None if out is None else out.buffer, TIMEOUT)
         same(src.array, mine[rank])
         return None if out is None else out.checked()
 
@@ -107,7 +109,8 @@ def check_scatter(kind: type[Backend], counts: list[int], root: int) -> None:
     def body(backend: Backend) -> Array:
         src = Buffer(whole.copy(), INT64) if backend.rank == root else None
         out = Output(counts[backend.rank], INT64)
-        backend.scatter(src, out.buffer, counts, root, CALL, TIMEOUT)
+        request = Request("scatter", root=root, elements=counts)
+        backend.plan(request)(src, out.buffer, TIMEOUT)
         if src is not None:
             same(src.array, whole)
         return out.checked()
@@ -127,7 +130,8 @@ def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:
         arriving = [row[rank] for row in table]
         src = Buffer(np.concatenate(pieces_of(rank)), INT64)
         out = Output(sum(arriving), INT64)
-        backend.all_to_all(src, out.buffer, table[rank], arriving, CALL, TIMEOUT)
+        request = Request("all_to_all", elements=table[rank], incoming=arriving)
+        backend.plan(request)(src, out.buffer, TIMEOUT)
         same(src.array, np.concatenate(pieces_of(rank)))
         return out.checked()
 
@@ -208,7 +212,7 @@ def test_large_broadcast(kind: type[Backend]) -> None:
 
     def body(backend: Backend) -> Array:
         buffer = Buffer(whole.copy() if backend.rank == 3 else whole * 0, INT64)
-        backend.broadcast(buffer, 3, CALL, TIMEOUT)
+        backend.plan(Request("broadcast", root=3))(buffer, buffer, TIMEOUT)
         return buffer.array
 
     same(np.stack(run(4, body, kind)), np.tile(whole, (4, 1)))

@@ -274,8 +274,9 @@ def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
         class Transport(ThreadsBackend):
             name = "wrongly"
 
-            def broadcast(self, buffer, root, call, timeout):
-                super().broadcast(buffer, (root + 1) % self.size, call, timeout)
+            def broadcast(self, request, src, dst, timeout):
+                request.root = (request.root + 1) % self.size
+                super().broadcast(request, src, dst, timeout)
         """,
     )
     doctor.transport("absent", "import a_library_that_nobody_has")

@@ -27,7 +27,8 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.ops import premul_sum, user_op
+from collective.ops import as_op, premul_sum, user_op
+from collective.request import Request
 from collective.start.mpi_world import world_of
 from collective.testing import RankPool
 from tests.mpi_launches import VENDORS, launch_of, needs
@@ -67,8 +68,8 @@ def _narrow_floats(comm: Communicator) -> None:
         np.testing.assert_array_equal(comm.all_reduce(halves, async_op=True).wait(), total)
         bits = Buffer(float32_to_bfloat16(halves.astype(np.float32)), BY_NAME["bfloat16"])
         out = Buffer.empty(count, BY_NAME["bfloat16"])
-        plan = comm._plan(("all_reduce", bits.dtype, (count,), "sum", None, np.ndarray), None)
-        _transport(comm).all_reduce(bits, out, *plan.arguments, plan.request, 20.0)
+        request = Request("all_reduce", bits.dtype, (count,), op=as_op("sum"))
+        _transport(comm).plan(request)(bits, out, 20.0)
         np.testing.assert_array_equal(bfloat16_to_float32(out.array), total.astype(np.float32))
 
 

@@ -299,12 +299,12 @@ def test_what_mpi_folds_itself(watched: Run) -> None:
 def _few_at_once(comm: Communicator) -> None:
     backend = comm._backend
     most, backend._most = backend._most, 7
-    backend._plans.clear()
+    comm._plans.clear()
     try:
         _all_operations(comm)
     finally:
         backend._most = most
-        backend._plans.clear()
+        comm._plans.clear()
 
 
 def test_more_elements_than_one_call_of_mpi_takes(watched: Run) -> None:

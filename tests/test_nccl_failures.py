@@ -50,7 +50,7 @@ def nccl() -> Iterator[Run]:
 def adds(place: Place, timeout: float = FAR, x: Any = None) -> Any:
     # To make one waits for the stream.
     x = x or place.buffer(np.ones(4))
-    place.call("all_reduce", x, x, SUM, False, timeout=timeout)
+    place.call("all_reduce", x, x, op=SUM, timeout=timeout)
     return x
 
 
@@ -77,7 +77,7 @@ def absent(comm: Any) -> str:
     place = Place(comm)
     adds(place)
     place.finish()
-    place.backend.barrier(Request("barrier"), FAR)
+    place.backend.plan(Request("barrier"))(None, None, FAR)
     if place.rank == 1:
         return str(broken(place))
     # The program is ahead of the GPU: the calls return, and the first of them never ends.
@@ -99,7 +99,7 @@ def absent(comm: Any) -> str:
 
 def test_a_deadline_names_who_has_not_come(nccl: Run) -> None:
     for text in nccl(3, absent):
-        assert "waited 1 s for rank 1: rank 1 last did its call 1, all_reduce()" in text
+        assert "waited 1 s for rank 1: rank 1 last did its call 1, all_reduce(float64[4]" in text
 
 
 def connecting(comm: Any) -> str:
@@ -154,7 +154,7 @@ def different(comm: Any) -> str:
     place.finish()
     x = place.buffer(np.ones(4))
     if place.rank == 0:
-        place.call("broadcast", x, 0)
+        place.call("broadcast", x, x, root=0)
     # Both run ahead, until they hear of it.
     with contextlib.suppress(MismatchError):
         for _ in range(12):
@@ -165,8 +165,8 @@ def different(comm: Any) -> str:
 def test_different_calls_are_told_apart_after_they_have_returned(nccl: Run) -> None:
     for text in nccl(2, different):
         assert re.search(
-            r"made different calls \(their call 13\):\s+rank 0: broadcast\(\).*"
-            r"\s+rank 1: all_reduce\(\)", text
+            r"made different calls \(their call 13\):\s+rank 0: broadcast\(root=0\).*"
+            r"\s+rank 1: all_reduce\(float64\[4\], op=sum\)", text
         ), text  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def mixed(comm: Any) -> str:
     if place.rank == 0:
         adds(place, timeout=1.0)
         return str(broken(place))
-    return str(error_of(lambda: place.backend.barrier(Request("barrier"), 5.0)))
+    return str(error_of(lambda: place.backend.plan(Request("barrier"))(None, None, 5.0)))
 
 
 def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
@@ -237,11 +237,11 @@ def leaves_in_time(comm: Any) -> None:
     place = Place(comm)
     if place.rank == 0:
         x = place.buffer(np.full(3, 7))
-        place.call("broadcast", x, 0)
+        place.call("broadcast", x, x, root=0)
         place.backend.close()
     else:
         x = place.buffer(np.zeros(3, np.int64))
-        place.call("broadcast", x, 0)
+        place.call("broadcast", x, x, root=0)
         assert read(x).tolist() == [7] * 3
 
 
@@ -253,7 +253,7 @@ def closes_alone(comm: Any) -> float:
     place = Place(comm)
     adds(place)
     place.finish()
-    place.backend.barrier(Request("barrier"), FAR)
+    place.backend.plan(Request("barrier"))(None, None, FAR)
     since = time.monotonic()
     if place.rank == 0:
         adds(place)  # to which nobody comes
@@ -284,7 +284,7 @@ def aborted(comm: Any) -> str:
     error = error_of(place.finish)
     assert time.monotonic() - since < 0.2 + PROMISED_S + NOISE_S
     place.stream.synchronize()
-    on_host = error_of(lambda: place.backend.barrier(Request("barrier"), FAR))
+    on_host = error_of(lambda: place.backend.plan(Request("barrier"))(None, None, FAR))
     assert isinstance(on_host, CommunicatorAbortedError)
     return str(error)
 
@@ -300,7 +300,7 @@ def host_times_out(comm: Any) -> str:
     adds(place)
     place.finish()
     if place.rank == 0:
-        error = error_of(lambda: place.backend.barrier(Request("barrier"), 0.5))
+        error = error_of(lambda: place.backend.plan(Request("barrier"))(None, None, 0.5))
         assert isinstance(error, CollectiveTimeoutError)
         return str(error_of(lambda: adds(place)))
     return str(broken(place))
@@ -425,7 +425,7 @@ def cannot(comm: Any, kind: type[BaseException]) -> str:
         assert isinstance(error, kind), error
         texts.add(str(error))
     assert len(texts) == 1
-    backend.barrier(Request("barrier"), FAR)
+    backend.plan(Request("barrier"))(None, None, FAR)
     return texts.pop()
 
 
@@ -456,8 +456,9 @@ def works(comm: Any) -> None:
     assert read(got).tolist() == [peer] * 4
     dst = place.empty(5, "float64")
     place.call(
-        "all_gather", place.buffer(np.arange(3.0) if place.rank else np.ones(2)), dst, [2, 3]
-    )
+        "all_gather", place.buffer(np.arange(3.0) if place.rank else np.ones(2)), dst,
+        elements=[2, 3],
+    )  # fmt: skip
     assert read(dst).tolist() == [1, 1, 0, 1, 2]
     array = place.backend.empty_device(100, Request("empty"), FAR)
     assert array.nbytes == 100

@@ -38,9 +38,9 @@ def nccl() -> Iterator[Run]:
 def connect(place: Place) -> None:
     """Make the communicator, so that later calls do not wait for the other ranks."""
     x = place.buffer(np.ones(1))
-    place.call("all_reduce", x, x, SUM, False)
+    place.call("all_reduce", x, x, op=SUM)
     place.finish()
-    place.backend.barrier(Request("barrier"), FAR)
+    place.backend.plan(Request("barrier"))(None, None, FAR)
 
 
 def as_on(buffer: Buffer, stream: Any) -> Buffer:
@@ -56,7 +56,7 @@ def returns_at_once(comm: Any) -> None:
     src, dst = place.buffer(np.full(100, 1.0)), place.empty(100, "float64")
     place.finish()
     with held():
-        place.call("all_reduce", src, dst, SUM, False)
+        place.call("all_reduce", src, dst, op=SUM)
         assert is_poison(dst.array)
         # The caller's stream comes after it, and other streams do where they wait for that.
         other = place.device.new_stream()
@@ -77,10 +77,10 @@ def follows_the_caller(comm: Any) -> None:
     place.finish()
     with held():
         cuda.copy(x.address, first.address, x.nbytes, place.stream)
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
         cuda.copy(got.address, x.address, x.nbytes, place.stream)
         cuda.copy(x.address, second.address, x.nbytes, place.stream)
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
     assert read(got).tolist() == [sum(range(place.size))] * 50
     assert read(x).tolist() == [sum(range(place.size)) + 10 * place.size] * 50
 
@@ -101,7 +101,7 @@ def in_force(comm: Any) -> None:
     fake = Fake()
     fake.clear_log()
     with cuda.on(side):
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
     assert f"{side.handle:#x}" in fake.log("ncclAllReduce")[-1]
     place.stream.wait(side.record())
     assert read(x).tolist() == [place.size] * 10
@@ -123,9 +123,9 @@ def in_background(comm: Any) -> None:
     x, y = place.buffer(np.ones(10)), place.buffer(np.full(10, 5.0))
     side.wait(place.stream.record())
     with cuda.on(side):
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
     done = side.record()
-    place.call("broadcast", y, 0)
+    place.call("broadcast", y, y, root=0)
     place.backend.synchronize_event(done, "wait", FAR)
     assert peek(x.array).tolist() == [place.size] * 10
     assert read(y).tolist() == [5.0] * 10
@@ -182,7 +182,7 @@ def beside_collectives(comm: Any) -> None:
 
         def main() -> None:
             place.backend.send(one, 1, 1, FAR)
-            place.call("all_reduce", x, x, SUM, False)
+            place.call("all_reduce", x, x, op=SUM)
 
         side_by_side(late, main)
         # It is freed in the order of the stream that it was allocated on.
@@ -201,7 +201,7 @@ def beside_collectives(comm: Any) -> None:
             streams[1].wait(after)
             place.backend.recv(got[1], 0, 2, FAR)
 
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
         after = place.stream.record()
         side_by_side(first, lambda: second(after))
         assert [read(each).tolist() for each in got] == [[1] * 5, [2] * 5]
@@ -218,7 +218,7 @@ def keeps_nothing(comm: Any) -> None:
     connect(place)
     x = place.buffer(np.ones(10))
     for _ in range(100):
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
     place.finish()
     watch = place.backend._watch
     end = time.monotonic() + FAR
@@ -228,7 +228,7 @@ def keeps_nothing(comm: Any) -> None:
     assert watch.unfinished() is None
     made = len(place.device.events)
     for _ in range(3):
-        place.call("all_reduce", x, x, SUM, False)
+        place.call("all_reduce", x, x, op=SUM)
         place.finish()
     assert len(place.device.events) <= made + 1
 

@@ -48,12 +48,12 @@ def reduces(comm: Any, op: str, dtype: str, count: int, in_place: bool) -> None:
     expected = fold(every, axis=0).astype(dtype)
     src = place.buffer(every[rank])
     dst = src if in_place else place.empty(count, src.dtype)
-    place.call("all_reduce", src, dst, reducer, False)
+    place.call("all_reduce", src, dst, op=reducer)
     np.testing.assert_array_equal(read(dst), expected)
     for root in range(size):
         src = place.buffer(every[rank])
         dst = src if in_place else place.empty(count, src.dtype)
-        place.call("reduce", src, dst if rank == root else None, reducer, root, False)
+        place.call("reduce", src, dst if rank == root else None, op=reducer, root=root)
         if rank == root:
             np.testing.assert_array_equal(read(dst), expected)
         elif not in_place:
@@ -80,7 +80,7 @@ def scales(comm: Any) -> None:
     place = Place(comm)
     for factor in (0.5, 2.0, 0.5):
         src, dst = place.buffer(np.ones(5)), place.empty(5, "float64")
-        place.call("all_reduce", src, dst, ops.premul_sum(factor * (place.rank + 1)), False)
+        place.call("all_reduce", src, dst, op=ops.premul_sum(factor * (place.rank + 1)))
         expected = sum(factor * (rank + 1) for rank in range(place.size))
         np.testing.assert_array_equal(read(dst), np.full(5, expected))
 
@@ -94,7 +94,7 @@ def reduces_parts(comm: Any, counts: list[int]) -> None:
     every = [numbers(rank, sum(counts)) for rank in range(place.size)]
     src = place.buffer(every[place.rank])
     dst = place.empty(counts[place.rank], src.dtype)
-    place.call("reduce_scatter", src, dst, counts, ops.as_op("sum"), False)
+    place.call("reduce_scatter", src, dst, op=ops.as_op("sum"), elements=counts)
     start = sum(counts[: place.rank])
     expected = sum(every)[start : start + counts[place.rank]]
     np.testing.assert_array_equal(read(dst), expected)
@@ -111,24 +111,24 @@ def moves(comm: Any, counts: list[int], dtype: str) -> None:
     every = [numbers(each, counts[each], dtype) for each in range(size)]
     whole, start = np.concatenate(every), sum(counts[:rank])
     src, dst = place.buffer(every[rank]), place.empty(sum(counts), kind)
-    place.call("all_gather", src, dst, counts)
+    place.call("all_gather", src, dst, elements=counts)
     np.testing.assert_array_equal(read(dst), whole)
     dst = place.buffer(np.zeros_like(whole))
     mine = dst.part(start, start + counts[rank])
     mine.array.fill_from_host(every[rank])
-    place.call("all_gather", mine, dst, counts)  # in place
+    place.call("all_gather", mine, dst, elements=counts)  # in place
     np.testing.assert_array_equal(read(dst), whole)
     for root in range(size):
         dst = place.empty(sum(counts), kind) if rank == root else None
-        place.call("gather", src, dst, counts, root)
+        place.call("gather", src, dst, root=root, elements=counts)
         if dst is not None:
             np.testing.assert_array_equal(read(dst), whole)
         given = place.buffer(whole) if rank == root else None
         piece = place.empty(counts[rank], kind)
-        place.call("scatter", given, piece, counts, root)
+        place.call("scatter", given, piece, root=root, elements=counts)
         np.testing.assert_array_equal(read(piece), every[rank])
         shared = place.buffer(whole if rank == root else np.zeros_like(whole))
-        place.call("broadcast", shared, root)
+        place.call("broadcast", shared, shared, root=root)
         np.testing.assert_array_equal(read(shared), whole)
 
 
@@ -147,7 +147,7 @@ def exchanges(comm: Any, table: list[list[int]]) -> None:
         return np.split(numbers(source, sum(table[source])), np.cumsum(table[source])[:-1])
 
     src, dst = place.buffer(numbers(rank, sum(sends))), place.empty(sum(receives), "float32")
-    place.call("all_to_all", src, dst, sends, receives)
+    place.call("all_to_all", src, dst, elements=sends, incoming=receives)
     np.testing.assert_array_equal(
         read(dst), np.concatenate([pieces(source)[rank] for source in range(size)])
     )
@@ -188,8 +188,8 @@ def refuses(comm: Any) -> None:
     assert not backend.supports("reduce", ops.premul_sum(2.0), named("complex64"), False)
     x = place.buffer(np.ones(3, np.float32))
     for call in (
-        lambda: place.call("all_reduce", x, x, ops.as_op("band"), False),
-        lambda: place.call("scan", x, x, ops.as_op("sum")),
+        lambda: place.call("all_reduce", x, x, op=ops.as_op("band")),
+        lambda: place.call("scan", x, x, op=ops.as_op("sum")),
     ):
         with pytest.raises(UnsupportedError, match="host's memory"):
             call()
@@ -205,9 +205,9 @@ def batches(comm: Any) -> None:
     buffers = [place.buffer(numbers(place.rank, n)) for n in (5, 1, 300)]
     with place.backend.batch():
         for each in buffers:
-            place.call("all_reduce", each, each, one, False)
+            place.call("all_reduce", each, each, op=one)
         with place.backend.batch():
-            place.call("broadcast", buffers[1], size - 1)
+            place.call("broadcast", buffers[1], buffers[1], root=size - 1)
     for each, n in zip(buffers[::2], (5, 300)):
         np.testing.assert_array_equal(read(each), sum(numbers(r, n) for r in range(size)))
     with place.backend.batch():
@@ -239,10 +239,11 @@ def on_host(comm: Any) -> None:
     backend, size, rank = comm._backend, comm.size, comm.rank
     x = Buffer(numbers(rank, 9), from_numpy(np.dtype("float32")))
     total = Buffer.empty(9, x.dtype)
-    backend.all_reduce(x, total, ops.as_op("sum"), True, CALL, FAR)
+    like = {"dtype": x.dtype, "shape": (9,), "op": ops.as_op("sum")}
+    backend.plan(Request("all_reduce", ordered=True, **like))(x, total, FAR)
     np.testing.assert_array_equal(total.array, sum(numbers(r, 9) for r in range(size)))
-    backend.scan(x, total, ops.as_op("sum"), CALL, FAR)
-    backend.barrier(CALL, FAR)
+    backend.plan(Request("scan", **like))(x, total, FAR)
+    backend.plan(Request("barrier"))(None, None, FAR)
     backend.agree(CALL, FAR)
     backend.sendrecv(x, (rank + 1) % size, total, (rank - 1) % size, 3, FAR)
     np.testing.assert_array_equal(total.array, numbers((rank - 1) % size, 9))
@@ -265,17 +266,17 @@ def grouped(comm: Any) -> None:
     ranks = [3, 1] if place.rank in (1, 3) else [0, 2]
     mine = Place(place.backend.group(ranks, FAR))
     both = place.buffer(np.full(4, 10.0 * place.rank))
-    mine.call("all_reduce", both, both, ops.as_op("sum"), False)
+    mine.call("all_reduce", both, both, op=ops.as_op("sum"))
     np.testing.assert_array_equal(read(both), np.full(4, 10.0 * sum(ranks)))
     start = mine.buffer(np.full(2, float(place.rank)))
-    mine.call("broadcast", start, 0)
+    mine.call("broadcast", start, start, root=0)
     assert read(start)[0] == ranks[0]
     # Next to it the parent works on, and its messages do not mix with the group's.
     one, other = place.buffer(np.full(2, place.rank)), place.empty(2, "int64")
     peer = ranks[1 - ranks.index(place.rank)]
     mine.backend.sendrecv(one, 1 - mine.rank, other, 1 - mine.rank, 0, FAR)
     assert read(other).tolist() == [peer] * 2
-    place.call("all_reduce", one, one, ops.as_op("sum"), False)
+    place.call("all_reduce", one, one, op=ops.as_op("sum"))
     assert read(one).tolist() == [6, 6]
     mine.backend.close()
     mine.backend.close()
@@ -289,14 +290,14 @@ def shrinks(comm: Any, used: bool) -> None:
     place = Place(comm)
     if used:
         x = place.buffer(np.ones(2))
-        place.call("all_reduce", x, x, ops.as_op("sum"), False)
+        place.call("all_reduce", x, x, op=ops.as_op("sum"))
     if place.rank == 1:
         return
     less = Place(place.backend.shrink([1], FAR))
     assert (less.rank, less.size) == ([0, None, 1][place.rank], 2)
     assert (less.backend._comm is not None) is used
     x = less.buffer(np.ones(2))
-    less.call("all_reduce", x, x, ops.as_op("sum"), False)
+    less.call("all_reduce", x, x, op=ops.as_op("sum"))
     assert read(x).tolist() == [2, 2]
     less.backend.close()
 
@@ -502,7 +503,7 @@ def allocates(comm: Any) -> None:
     assert (array.nbytes, array.dtype, array.device) == (4096 * 8, np.uint8, place.device)
     x = Buffer(array.view(np.float64), named("float64"))
     x.array.fill_from_host(np.full(4096, place.rank + 1.0))
-    place.call("all_reduce", x, x, ops.as_op("sum"), False)
+    place.call("all_reduce", x, x, op=ops.as_op("sum"))
     assert read(x)[-1] == sum(range(1, place.size + 1))
     assert backend.empty_device(0, CALL, FAR).nbytes == 0
     kept = backend.empty_device(64, CALL, FAR)
@@ -544,7 +545,7 @@ def over_gloo(comm: Any) -> None:
     many_at_once(comm)
     x = place.buffer(np.ones(2))
     half = Place(place.backend.group([1, 0], FAR))
-    half.call("all_reduce", x, x, ops.as_op("sum"), False)
+    half.call("all_reduce", x, x, op=ops.as_op("sum"))
     assert read(x).tolist() == [2, 2]
     half.backend.close()
 

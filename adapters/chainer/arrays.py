@@ -58,12 +58,6 @@ class ChainerAdapter(Adapter):
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
         return _cupy().current_stream(device, stream)
 
-    def place(self, x: Any) -> Any:
-        array = x.array
-        if array is None or isinstance(array, np.ndarray):
-            return None
-        return _adapter_of(array).place(array)
-
     def used_on(self, x: Any, stream: Stream) -> None:
         if isinstance(x, chainer.Variable):
             x = x.array

@@ -84,9 +84,6 @@ class CupyAdapter(Adapter):
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
         return device.stream(_current_handle(device.ordinal))
 
-    def place(self, x: Any) -> Any:
-        return (x.data.ptr, x.shape, x.dtype) if x.flags.c_contiguous and x.size else None
-
     def used_on(self, x: Any, stream: Stream) -> None:
         owner = root_owner(x)
         if isinstance(owner, cuda.Memory):

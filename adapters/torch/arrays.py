@@ -21,7 +21,6 @@ _DTYPES: dict[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)
 }
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # The types that NumPy lacks: by name, what torch and NumPy both have for their bits.
 _BITS = {
     "bfloat16": (torch.int16, np.dtype("int16")),
@@ -97,22 +96,6 @@ class TorchAdapter(Adapter):
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
         current: Stream = (_gpu or _on_gpu()).current_stream(device)
         return current
-
-    def place(self, x: Any) -> Any:
-        # What another class does with its memory is not known here.
-        if type(x) not in _PLAIN and not x.is_cuda:
-            return None
-        try:
-            if not x.is_contiguous() or x.is_conj() or x.is_neg():
-                return None
-            address = x.data_ptr()
-            return (address, x.shape, x.dtype, x.requires_grad) if address else None
-        except RuntimeError:  # no memory, no shape: it is sparse or nested
-            return None
-
-    def alias(self, x: Any) -> Any:
-        # A tensor of its own: NumPy's array would refer to x itself.
-        return self.view(x.detach())[0] if x.is_cpu else None
 
     def used_on(self, x: Any, stream: Stream) -> None:
         _on_gpu().used_on(x, stream)

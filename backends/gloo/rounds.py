@@ -21,6 +21,7 @@ from .tensors import as_bytes
 
 if TYPE_CHECKING:
     from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["Exchange", "Small", "all_gather", "all_reduce", "all_to_all", "gather", "reduce",
            "reduce_scatter", "scatter"]  # fmt: skip
@@ -157,7 +158,7 @@ def reduce(
 
 
 class Small:
-    """An all-reduce of few elements, prepared: what it takes depends on the call alone.
+    """An all-reduce of few elements, prepared: what it takes depends on the request alone.
 
     A call of this size spends as much time in Python as in Gloo, and every rank waits for
     the slowest.
@@ -168,12 +169,15 @@ class Small:
 
     __slots__ = ("_fold", "_post", "_pre", "_rank", "_rooms", "coming")
 
-    def __init__(self, rank: int, size: int, src: Buffer, op: ReduceOp) -> None:
-        self._fold = arithmetic.fold(op, src.dtype)
-        self._pre = arithmetic.pre(op, src.dtype, size)
-        self._post = arithmetic.post(op, src.dtype, size)
+    def __init__(self, rank: int, size: int, request: Request) -> None:
+        op, dtype = request.op, request.dtype
+        assert dtype is not None
+        self._fold = arithmetic.fold(op, dtype)
+        self._pre = arithmetic.pre(op, dtype, size)
+        self._post = arithmetic.post(op, dtype, size)
         self._rank = rank
-        rooms = [Buffer.empty(src.count, src.dtype) for _ in range(size)]
+        count = request.nbytes // dtype.itemsize
+        rooms = [Buffer.empty(count, dtype) for _ in range(size)]
         self._rooms = [room.array for room in rooms]
         self.coming = [([as_bytes(rooms[other])], other) for other in _others(rank, size)]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from collective.algorithms import arithmetic, pieces
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
-from collective.contract.backend import Failure
+from collective.contract.backend import Failure, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import shortage
 from collective.contract.forking import keep
@@ -44,8 +44,8 @@ __all__ = ["GlooBackend"]
 # With more ranks one round of all at once is as many messages for each: then trees and rings,
 # unless the messages are long.
 _FEW, _LONG_BYTES = 8, 1 << 20
-# All-reduces that are kept prepared, up to this length and so many of them.
-_SMALL_BYTES, _SMALL_KEPT = 4 << 10, 256
+# All-reduces up to this length are prepared.
+_SMALL_BYTES = 4 << 10
 # All ranks' inputs together, where every rank collects them to fold them, and where a root does.
 _COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
 # From here on Gloo's broadcast is the faster one.
@@ -62,7 +62,6 @@ class GlooBackend(Messenger):
         super().__init__(channel)
         self._world = world
         self._listening = listening
-        self._small: dict[Request, rounds.Small] = {}
 
     # -- life -----------------------------------------------------------------------------
 
@@ -120,39 +119,40 @@ class GlooBackend(Messenger):
         """Tell whether all messages of a call on ``nbytes`` go at once."""
         return 1 < self.size <= _FEW or (self.size > _FEW and nbytes >= _LONG_BYTES)
 
-    def barrier(self, request: Request, timeout: float) -> None:
+    def plan(self, request: Request) -> Plan:
+        # A user's function would be kept alive by what is prepared with it.
+        small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
+        if request.operation == "all_reduce" and small and request.op.function is None:
+            prepared = rounds.Small(self.rank, self.size, request)
+            return partial(self._all_reduce_small, request, prepared)
+        return super().plan(request)
+
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         self._begin(request)
         if self.size <= 2:
-            super().barrier(request, timeout)
+            super().barrier(request, src, dst, timeout)
         else:
             self._run(self._groups[0].barrier, _options("Barrier", timeout), timeout=timeout)
 
-    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
+    def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
-        if self.size <= 2 or buffer.nbytes < _BROADCAST_BYTES:
-            super().broadcast(buffer, root, request, timeout)
+        if self.size <= 2 or dst.nbytes < _BROADCAST_BYTES:
+            super().broadcast(request, src, dst, timeout)
         else:
-            options, left = _options("Broadcast", timeout, rootRank=root), self._meet(timeout)
-            self._run(self._groups[0].broadcast, [as_bytes(buffer)], options, timeout=left)
+            options = _options("Broadcast", timeout, rootRank=request.root)
+            left = self._meet(timeout)
+            self._run(self._groups[0].broadcast, [as_bytes(dst)], options, timeout=left)
 
-    def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         self._begin(request)
+        op, root = request.op, request.root
         exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().reduce(src, dst, op, root, ordered, request, timeout)
+            super().reduce(request, src, dst, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
             rounds.reduce(exchange, self.rank, self.size, src, dst, op, root)
-        elif gloos is not None and not ordered:
+        elif gloos is not None and not request.ordered:
             # Off the root Gloo folds in what it is given, too.
             room = Buffer.empty(src.count, src.dtype) if dst is None else dst
             options = _options("Reduce", timeout, rootRank=root, reduceOp=gloos.op)
@@ -163,28 +163,16 @@ class GlooBackend(Messenger):
             rounds.reduce_scatter(exchange, self.rank, src, mine, counts, op)
             rounds.gather(exchange, self.rank, mine, dst, counts, root)
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
-        # A user's function would be kept alive by what is prepared with it.
-        few = 1 < self.size <= _FEW
-        if few and 0 < src.nbytes <= _SMALL_BYTES and op.function is None:
-            self._all_reduce_small(src, dst, op, request, timeout)
-            return
+        op = request.op
         exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().all_reduce(src, dst, op, ordered, request, timeout)
+            super().all_reduce(request, src, dst, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_BYTES:
             rounds.all_reduce(exchange, self.rank, self.size, src, dst, op)
-        elif gloos is not None and not ordered:
+        elif gloos is not None and not request.ordered:
             options = _options("Allreduce", timeout, reduceOp=gloos.op)
             self._fold(self._groups[0].allreduce, gloos, options, src, dst, op, timeout)
         else:
@@ -195,13 +183,9 @@ class GlooBackend(Messenger):
             rounds.all_gather(exchange, self.rank, mine, dst, counts)
 
     def _all_reduce_small(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+        self, request: Request, small: rounds.Small, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
-        small = self._small.get(request)
-        if small is None:
-            if len(self._small) >= _SMALL_KEPT:
-                self._small.clear()
-            small = self._small[request] = rounds.Small(self.rank, self.size, src, op)
+        self._begin(request)
         mine = small.enter(src)
         tensors = [as_bytes(mine)]
         self._move(timeout, small.coming, [(tensors, r) for _, r in small.coming], src.nbytes)
@@ -230,83 +214,50 @@ class GlooBackend(Messenger):
             if post is not None:
                 post(dst.array, dst.array)
 
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
         if self._one_round(src.nbytes):
             exchange = partial(self._exchange, timeout)
-            rounds.reduce_scatter(exchange, self.rank, src, dst, counts, op)
+            rounds.reduce_scatter(exchange, self.rank, src, dst, request.elements, request.op)
         else:
-            super().reduce_scatter(src, dst, counts, op, ordered, request, timeout)
+            super().reduce_scatter(request, src, dst, timeout)
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> None:
+    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
-        super().scan(src, dst, op, request, timeout)
+        super().scan(request, src, dst, timeout)
 
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
         self._begin(request)
+        counts, root = request.elements, request.root
         if self._one_round(sum(counts) * dst.dtype.itemsize):
             rounds.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
-            super().scatter(src, dst, counts, root, request, timeout)
+            super().scatter(request, src, dst, timeout)
 
-    def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         self._begin(request)
+        counts, root = request.elements, request.root
         if self._one_round(sum(counts) * src.dtype.itemsize):
             rounds.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
-            super().gather(src, dst, counts, root, request, timeout)
+            super().gather(request, src, dst, timeout)
 
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> None:
+    def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
         if self._one_round(dst.nbytes):
-            rounds.all_gather(partial(self._exchange, timeout), self.rank, src, dst, counts)
+            exchange = partial(self._exchange, timeout)
+            rounds.all_gather(exchange, self.rank, src, dst, request.elements)
         else:
-            super().all_gather(src, dst, counts, request, timeout)
+            super().all_gather(request, src, dst, timeout)
 
-    def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
         if self.size == 1:
-            super().all_to_all(src, dst, send_counts, recv_counts, request, timeout)
+            super().all_to_all(request, src, dst, timeout)
         else:
             exchange = partial(self._exchange, timeout)
-            rounds.all_to_all(exchange, self.rank, src, dst, send_counts, recv_counts)
+            elements, incoming = request.elements, request.incoming
+            rounds.all_to_all(exchange, self.rank, src, dst, elements, incoming)
 
     def agree(self, request: Request, timeout: float) -> None:
         self._begin_comparing(request)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -25,11 +26,11 @@ from collective.contract.backend import Backend
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
-from .places import Places, part, plain, put, room, take
-from .steps import Fold, Named, Steps, end
+from .places import Places, part, put, room, take
+from .steps import Scaled, Steps
 
 if TYPE_CHECKING:
-    from collective.contract.work import Work
+    from collective.contract.backend import Plan
     from collective.request import Request
 
 __all__ = ["TwoLevel"]
@@ -44,7 +45,6 @@ class TwoLevel(Backend):
         _across: connects the ranks at this place of all hosts, numbered by host; None if
             there is one host only, or not every host has this place.
         _places: who is where.
-        _named: the steps of calls that were made.
         shared_bytes: from here on a message is cut into parts, one a place.
     """
 
@@ -57,11 +57,6 @@ class TwoLevel(Backend):
     _inner: Backend
     _across: Backend | None
     _places: Places
-    _named: Named
-
-    def _steps(self, request: Request, timeout: float) -> Steps:
-        """Return what the steps of one call on two levels need, for a ``with``."""
-        return Steps(self._named, self.explained, request, timeout)
 
     @abstractmethod
     def explained(
@@ -81,173 +76,120 @@ class TwoLevel(Backend):
     def agree(self, request: Request, timeout: float) -> None:
         self._outer.agree(request, timeout)
 
-    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
-        if not self._places.levels:
-            return self._outer.barrier(request, timeout)
-        with self._steps(request, timeout) as steps:
-            self._inner.barrier(steps.call(0), steps.left())
-            if self._places.place == 0 and self._across is not None:
-                end(self._across.barrier(steps.call(1), steps.left()))
-            self._inner.barrier(steps.call(2), steps.left())
-        return None
+    def plan(self, request: Request) -> Plan:
+        operation = request.operation
+        one_level = not self._places.levels or operation == "scan"
+        if request.op is not None:
+            one_level = one_level or not self._regroups(request.op, request.ordered)
+        if operation == "reduce_scatter":
+            one_level = one_level or not self._places.even
+        if one_level:
+            return self._outer.plan(request)
+        return partial(getattr(self, f"_{operation}_in"), Steps(self.explained, request))
 
-    def broadcast(
-        self, buffer: Buffer, root: int, request: Request, timeout: float
-    ) -> Work[Any] | None:
-        places = self._places
-        if not places.levels:
-            return self._outer.broadcast(buffer, root, request, timeout)
+    def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
+        with steps.within(timeout):
+            steps.run(0, self._inner, "barrier", None, None)
+            if self._places.place == 0 and self._across is not None:
+                steps.run(1, self._across, "barrier", None, None)
+            steps.run(2, self._inner, "barrier", None, None)
+
+    def _broadcast_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+        places, root = self._places, steps.request.root
         host, place = places.host_of(root), self._root_place(root)
-        parts = self._parts(buffer, place)
-        whole, mine = plain(buffer), part(buffer, parts, places.place)
-        with self._steps(request, timeout) as steps:
+        parts = self._parts(dst, place)
+        mine = part(dst, parts, places.place)
+        with steps.within(timeout):
             if places.host == host:
-                self._inner.broadcast(whole, places.local.index(root), steps.call(0), steps.left())
+                to = places.local.index(root)
+                steps.run(0, self._inner, "broadcast", dst, dst, root=to)
             if mine.count and self._across is not None:
-                end(self._across.broadcast(mine, host, steps.call(1), steps.left()))
+                steps.run(1, self._across, "broadcast", mine, mine, root=host)
             if places.host != host:
-                self._inner.all_gather(mine, whole, parts, steps.call(2), steps.left())
-        return None
+                steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
     @np.errstate(all="ignore")
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        if not self._regroups(op, ordered):
-            return self._outer.all_reduce(src, dst, op, ordered, request, timeout)
-        fold = Fold(op, src.dtype, self.size)
-        parts = self._parts(src, 0)
-        whole, mine = plain(dst), part(dst, parts, self._places.place)
-        source = whole if src is dst else plain(src)
-        with self._steps(request, timeout) as steps:
-            source = fold.enter(source)
-            inner = self._inner
-            inner.reduce_scatter(source, mine, parts, fold.op, False, steps.call(0), steps.left())
+    def _all_reduce_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+        scaled = Scaled(steps.request.op, src.dtype, self.size)
+        op, parts = scaled.op, self._parts(src, 0)
+        mine = part(dst, parts, self._places.place)
+        with steps.within(timeout):
+            source = scaled.enter(src)
+            steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count:
                 if self._across is not None:
-                    end(self._across.all_reduce(
-                        mine, mine, fold.op, False, steps.call(1), steps.left()
-                    ))  # fmt: skip
-                fold.leave(mine)
-            inner.all_gather(mine, whole, parts, steps.call(2), steps.left())
-        return None
+                    count = mine.count
+                    steps.run(1, self._across, "all_reduce", mine, mine, op=op, count=count)
+                scaled.leave(mine)
+            steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
     @np.errstate(all="ignore")
-    def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        if not self._regroups(op, ordered):
-            return self._outer.reduce(src, dst, op, root, ordered, request, timeout)
-        places = self._places
-        fold = Fold(op, src.dtype, self.size)
-        host, place = places.host_of(root), self._root_place(root)
+    def _reduce_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        places, root = self._places, steps.request.root
+        scaled = Scaled(steps.request.op, src.dtype, self.size)
+        op, host, place = scaled.op, places.host_of(root), self._root_place(root)
         parts = self._parts(src, place)
         if dst is not None:
             mine = part(dst, parts, places.place)
         else:
             mine = Buffer.empty(parts[places.place], src.dtype)
         at_root = places.host == host
-        with self._steps(request, timeout) as steps:
-            source = fold.enter(plain(src))
-            self._inner.reduce_scatter(
-                source, mine, parts, fold.op, False, steps.call(0), steps.left()
-            )
+        with steps.within(timeout):
+            source = scaled.enter(src)
+            steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count and self._across is not None:
-                result = mine if at_root else None
-                end(self._across.reduce(
-                    mine, result, fold.op, host, False, steps.call(1), steps.left()
-                ))  # fmt: skip
+                result, count = mine if at_root else None, mine.count
+                steps.run(1, self._across, "reduce", mine, result, op=op, root=host, count=count)
             if at_root:
-                fold.leave(mine)
+                scaled.leave(mine)
                 to = places.local.index(root)
-                whole = None if dst is None else plain(dst)
-                self._inner.gather(mine, whole, parts, to, steps.call(2), steps.left())
-        return None
+                steps.run(2, self._inner, "gather", mine, dst, root=to, elements=parts)
 
     @np.errstate(all="ignore")
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        places = self._places
-        if not (self._regroups(op, ordered) and places.even):
-            return self._outer.reduce_scatter(src, dst, counts, op, ordered, request, timeout)
+    def _reduce_scatter_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
         # The parts for the ranks at one place of all hosts are folded by the rank at that
         # place here, so that they are where they belong when they have crossed.
-        fold = Fold(op, src.dtype, self.size)
+        places, counts = self._places, steps.request.elements
+        scaled = Scaled(steps.request.op, src.dtype, self.size)
+        op = scaled.op
         mine = [counts[rank] for rank in places.at(places.place)]
         folded = Buffer.empty(sum(mine), src.dtype)
-        with self._steps(request, timeout) as steps:
-            source = fold.enter(plain(src))
+        with steps.within(timeout):
+            source = scaled.enter(src)
             for host, (start, stop) in enumerate(pairwise(pieces.limits(mine))):
                 members = places.members[host]
-                self._inner.reduce_scatter(
-                    take(source, counts, members),
-                    folded.part(start, stop),
-                    [counts[rank] for rank in members],
-                    fold.op,
-                    False,
-                    steps.call(1 + host),
-                    steps.left(),
-                )
+                elements = [counts[rank] for rank in members]
+                steps.run(
+                    1 + host, self._inner, "reduce_scatter",
+                    take(source, counts, members), folded.part(start, stop),
+                    op=op, elements=elements, count=sum(elements),
+                )  # fmt: skip
             if self._across is None:
                 pieces.copy(folded, dst)
             else:
-                end(self._across.reduce_scatter(
-                    folded, dst, mine, fold.op, False, steps.call(0), steps.left()
-                ))  # fmt: skip
-            fold.leave(dst)
-        return None
+                steps.run(
+                    0, self._across, "reduce_scatter", folded, dst,
+                    op=op, elements=mine, count=sum(mine),
+                )  # fmt: skip
+            scaled.leave(dst)
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> Work[Any] | None:
-        return self._outer.scan(src, dst, op, request, timeout)
-
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        places = self._places
-        if not places.levels:
-            return self._outer.scatter(src, dst, counts, root, request, timeout)
+    def _scatter_in(self, steps: Steps, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+        places, counts, root = self._places, steps.request.elements, steps.request.root
         order = list(chain(*places.members))
         host, place = places.host_of(root), self._root_place(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
         mine = [counts[rank] for rank in places.local]
         whole = None if src is None else take(src, counts, order)
         at_root, here = places.host == host, places.place == place
-        with self._steps(request, timeout) as steps:
+        with steps.within(timeout):
             if at_root and places.members[host][place] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
                 everything = [sum(blocks) * (each == place) for each in range(len(places.local))]
                 sender = places.local.index(root)
-                self._inner.scatter(whole, moved, everything, sender, steps.call(0), steps.left())
+                steps.run(
+                    0, self._inner, "scatter", whole, moved, root=sender, elements=everything
+                )  # fmt: skip
                 whole = moved if here else None
             block = whole
             if here and self._across is not None:
@@ -257,26 +199,12 @@ class TwoLevel(Backend):
                     block = whole.part(start, start + blocks[host])
                 else:
                     block = Buffer.empty(blocks[places.host], dst.dtype)
-                end(self._across.scatter(
-                    whole, block, blocks, host, steps.call(1), steps.left()
-                ))  # fmt: skip
-            self._inner.scatter(
-                block if here else None, plain(dst), mine, place, steps.call(2), steps.left()
-            )
-        return None
+                steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
+            given = block if here else None
+            steps.run(2, self._inner, "scatter", given, dst, root=place, elements=mine)
 
-    def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        places = self._places
-        if not places.levels:
-            return self._outer.gather(src, dst, counts, root, request, timeout)
+    def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        places, counts, root = self._places, steps.request.elements, steps.request.root
         order = list(chain(*places.members))
         host, place = places.host_of(root), self._root_place(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
@@ -290,86 +218,60 @@ class TwoLevel(Backend):
             block = whole.part(start, start + blocks[host])
         elif here:
             block = Buffer.empty(blocks[places.host], src.dtype)
-        with self._steps(request, timeout) as steps:
-            self._inner.gather(plain(src), block, mine, place, steps.call(0), steps.left())
+        with steps.within(timeout):
+            steps.run(0, self._inner, "gather", src, block, root=place, elements=mine)
             if here and self._across is not None:
                 assert block is not None
-                end(self._across.gather(
-                    block, whole, blocks, host, steps.call(1), steps.left()
-                ))  # fmt: skip
+                steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
             if at_root and places.members[host][place] != root:
                 # As in scatter(): another has taken the root's part.
                 everything = [sum(blocks) * (each == place) for each in range(len(places.local))]
                 given = whole or Buffer.empty(0, src.dtype)
                 to = places.local.index(root)
-                self._inner.gather(given, result, everything, to, steps.call(2), steps.left())
+                steps.run(2, self._inner, "gather", given, result, root=to, elements=everything)
         if dst is not None:
             assert result is not None
             put(dst, counts, order, result)
-        return None
 
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> Work[Any] | None:
-        places = self._places
-        if not places.levels:
-            return self._outer.all_gather(src, dst, counts, request, timeout)
+    def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+        places, counts = self._places, steps.request.elements
         # Host after host: where that is not the ranks' order, it is put right at the end.
         order = list(chain(*places.members))
         whole = room(dst, counts, order)
         limits = pieces.limits([sum(counts[r] for r in each) for each in places.members])
         start, stop = limits[places.host], limits[places.host + 1]
         block = whole.part(start, stop)
-        with self._steps(request, timeout) as steps:
+        with steps.within(timeout):
             mine = [counts[rank] for rank in places.local]
-            self._inner.all_gather(plain(src), block, mine, steps.call(0), steps.left())
+            steps.run(0, self._inner, "all_gather", src, block, elements=mine)
             if places.place == 0 and self._across is not None:
                 blocks = [high - low for low, high in pairwise(limits)]
-                end(self._across.all_gather(block, whole, blocks, steps.call(1), steps.left()))
+                steps.run(1, self._across, "all_gather", block, whole, elements=blocks)
             for step, news in enumerate((whole.part(0, start), whole.part(stop, whole.count))):
                 if news.count:
-                    self._inner.broadcast(news, 0, steps.call(2 + step), steps.left())
+                    steps.run(2 + step, self._inner, "broadcast", news, news, root=0)
         put(dst, counts, order, whole)
-        return None
 
-    def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        places = self._places
-        if not places.levels:
-            return self._outer.all_to_all(src, dst, send_counts, recv_counts, request, timeout)
-        local = places.local
+    def _all_to_all_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+        local, request = self._places.local, steps.request
+        sends, receives = request.elements, request.incoming
         others = [rank for rank in range(self.size) if rank not in local]
-        into = room(dst, recv_counts, local)
-        with self._steps(request, timeout) as steps:
-            self._inner.all_to_all(
-                take(src, send_counts, local),
-                into,
-                [send_counts[rank] for rank in local],
-                [recv_counts[rank] for rank in local],
-                steps.call(0),
-                steps.left(),
-            )
-            put(dst, recv_counts, local, into)
+        into = room(dst, receives, local)
+        with steps.within(timeout):
+            steps.run(
+                0, self._inner, "all_to_all", take(src, sends, local), into,
+                elements=[sends[rank] for rank in local],
+                incoming=[receives[rank] for rank in local],
+            )  # fmt: skip
+            put(dst, receives, local, into)
         # Between the hosts every piece is its own, and nothing can be saved.
-        away = room(dst, recv_counts, others)
-        work = self._outer.all_to_all(
-            take(src, send_counts, others),
-            away,
-            [0 if rank in local else count for rank, count in enumerate(send_counts)],
-            [0 if rank in local else count for rank, count in enumerate(recv_counts)],
-            request,
-            steps.left(),
-        )
-        end(work)
-        put(dst, recv_counts, others, away)
-        return None
+        away = room(dst, receives, others)
+        steps.run(
+            1, self._outer, "all_to_all", take(src, sends, others), away,
+            elements=[0 if rank in local else count for rank, count in enumerate(sends)],
+            incoming=[0 if rank in local else count for rank, count in enumerate(receives)],
+        )  # fmt: skip
+        put(dst, receives, others, away)
 
     def _parts(self, buffer: Buffer, place: int) -> list[int]:
         """Return how ``buffer`` is cut: all for ``place`` as long as it is short."""

@@ -10,7 +10,7 @@ import numpy as np
 from collective.algorithms import pieces
 from collective.memory.buffer import Buffer
 
-__all__ = ["Places", "part", "plain", "put", "room", "take"]
+__all__ = ["Places", "part", "put", "room", "take"]
 
 
 class Places:
@@ -75,11 +75,6 @@ class Places:
         else:
             found[: self.common] = pieces.even(count, self.common)
         return found
-
-
-def plain(buffer: Buffer) -> Buffer:
-    """Return the same memory without the notes of a transport, which are about whole calls."""
-    return buffer if buffer.memo is None else buffer.part(0, buffer.count)
 
 
 def part(buffer: Buffer, counts: Sequence[int], place: int) -> Buffer:

@@ -13,57 +13,66 @@ from collective.ops import ReduceOp, as_op
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from collective.contract.work import Work
+    from collective.contract.backend import Backend, Plan
     from collective.memory.dtypes import DType
     from collective.request import Request
 
-__all__ = ["Fold", "Named", "Steps", "end"]
-
-# Distinct calls whose steps are remembered.
-_REMEMBERED = 1024
-
-
-#: Steps as calls of their own, by the call and the number of the step.
-Named = dict[tuple["Request", int], "Request"]
+__all__ = ["Scaled", "Steps"]
 
 
 class Steps:
-    """The steps of one call: their names, their deadline, and what becomes of their errors.
+    """The steps of one request on two levels: their plans, deadline, and what errors become.
+
+    One call at a time is made with it, in a ``with``.
 
     Args:
-        named: the steps that are known, of one communicator.
         explained: returns what to raise for an error of a level, or None for the error itself.
-        call: what the steps are of.
-        timeout: seconds for all of them.
+        request: what the steps are of.
     """
 
-    __slots__ = ("_call", "_end", "_explained", "_named", "_timeout")
+    __slots__ = ("_end", "_explained", "_plans", "_timeout", "request")
 
     def __init__(
         self,
-        named: Named,
         explained: Callable[[BaseException, object, float], BaseException | None],
         request: Request,
-        timeout: float,
     ) -> None:
-        self._named = named
         self._explained = explained
-        self._call = request
+        self.request = request
+        self._plans: dict[int, Plan] = {}
+        self._timeout = self._end = 0.0
+
+    def within(self, timeout: float) -> Steps:
+        """Begin a call that may take ``timeout`` seconds."""
         self._timeout = timeout
         self._end = time.monotonic() + timeout
+        return self
 
     def left(self) -> float:
         """Return the seconds to the deadline."""
         return max(0.0, self._end - time.monotonic())
 
-    def call(self, number: int) -> Request:
-        """Return step ``number`` as a call of its own: ranks must not mix up two steps."""
-        found = self._named.get((self._call, number))
-        if found is None:
-            if len(self._named) >= _REMEMBERED:
-                self._named.clear()
-            found = self._named[self._call, number] = self._call.at(number)
-        return found
+    def run(
+        self,
+        number: int,
+        level: Backend,
+        operation: str,
+        src: Buffer | None,
+        dst: Buffer | None,
+        **arguments: Any,
+    ) -> None:
+        """Make step ``number``, on one of the levels.
+
+        Args:
+            arguments: of :meth:`Request.step`, the same every time.
+        """
+        plan = self._plans.get(number)
+        if plan is None:
+            plan = level.plan(self.request.step(number, operation, **arguments))
+            self._plans[number] = plan
+        work = plan(src, dst, self.left())
+        if work is not None:
+            work.wait()
 
     def __enter__(self) -> Steps:
         return self
@@ -75,7 +84,7 @@ class Steps:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            explained = self._explained(error, self._call, self._timeout)
+            explained = self._explained(error, self.request, self._timeout)
             if explained is not None:
                 raise explained from error
 
@@ -83,7 +92,7 @@ class Steps:
 _SUM = as_op("sum")
 
 
-class Fold:
+class Scaled:
     """One reduction on two levels: scaled once, however often it is folded.
 
     Attributes:
@@ -112,9 +121,3 @@ class Fold:
         """Make a folded part, in place, the result."""
         if self._post is not None:
             self._post(part.array, part.array)
-
-
-def end(work: Work[Any] | None) -> None:
-    """Wait for what a transport may have left running."""
-    if work is not None:
-        work.wait()

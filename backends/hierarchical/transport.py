@@ -45,6 +45,7 @@ from collective.request import Request
 
 from .collectives import TwoLevel
 from .places import Places
+from .steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +89,6 @@ class HierarchicalBackend(TwoLevel, Monitored):
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._places = places
-        self._named = {}
         self.channel.on_failure.append(_breaker(self))
         if self.channel.failure is not None:
             self._break()
@@ -209,9 +209,9 @@ class HierarchicalBackend(TwoLevel, Monitored):
     def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
         made: np.ndarray[Any, Any] | None = None
         problem: AllocationError | None = None
-        with self._steps(request, timeout) as steps:
+        with Steps(self.explained, request).within(timeout) as steps:
             try:
-                made = self._inner.empty(nbytes, steps.call(0), steps.left())
+                made = self._inner.empty(nbytes, request.step(0, "empty"), steps.left())
             except AllocationError as error:
                 problem = error
         ranks = self._outer.lacking(problem is not None, request, steps.left())
@@ -335,7 +335,8 @@ def _exchange(outer: Backend, text: str, end: float) -> list[str]:
     call = Request("connect")
 
     def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
-        work = outer.all_gather(src, dst, counts, call, max(0.001, end - time.monotonic()))
+        plan = outer.plan(call.step(0, "all_gather", elements=counts))
+        work = plan(src, dst, max(0.001, end - time.monotonic()))
         if work is not None:
             work.wait()
 

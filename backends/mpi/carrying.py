@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from collective.backends.peers.channel import Channel, Monitored
-from collective.request import in_thread
+from collective.request import Request, in_thread
 
 from . import folds
 from .arrival import BLOCKING, BY_MESSAGES, POLLED, Arrival
 from .errors import explained
 from .polling import settle
 from .watchdog import Blocking
-
-if TYPE_CHECKING:
-    from collective.request import Request
 
 __all__ = ["MOST", "Carrying", "left", "mapped", "now", "pause", "spec"]
 
@@ -33,16 +30,14 @@ now = time.monotonic
 
 
 def mapped(method: F) -> F:
-    """Turn MPI's errors into ours."""
-    operation = method.__name__
-    collective = operation not in ("send", "recv", "sendrecv", "group")
+    """Turn MPI's errors into ours, which tell the request, or else the method's name."""
 
     @functools.wraps(method)
-    def call(self: Carrying, *arguments: Any) -> Any:
+    def call(self: Carrying, first: Any, *arguments: Any) -> Any:
         try:
-            return method(self, *arguments)
+            return method(self, first, *arguments)
         except self._mpi.Exception as error:
-            where = arguments[-2] if collective else operation
+            where = first if isinstance(first, Request) else method.__name__
             raise explained(self._mpi, self.channel, where, error) from error
 
     return call  # type: ignore[return-value]

@@ -10,9 +10,10 @@ mpi4py 9 µs for each array, through ``__cuda_array_interface__`` 2, with an add
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from .library import leave_unfinished
 from .transport import MpiBackend
 
 if TYPE_CHECKING:
+    from collective.contract.backend import Plan
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
     from collective.request import Request
@@ -40,61 +42,6 @@ _UINT8 = BY_NAME["uint8"]
 def _on_gpu(buffer: Any) -> bool:
     """Whether an argument is a buffer in the memory of a GPU."""
     return type(buffer) is Buffer and type(buffer.array) is not np.ndarray
-
-
-def _in_its_turn(method: Callable[..., Any], message: bool = False) -> Callable[..., Any]:
-    """Have ``method`` wait for the streams of its buffers, with the GPU's context current.
-
-    It waits for them before it waits for the peers: who is late because of its GPU is late
-    there, where it is named, and not in the middle of an operation of MPI's.
-
-    Args:
-        message: whether MPI is given the buffers as they are, and nothing else is done to them.
-    """
-
-    @functools.wraps(method)
-    def call(self: CudaAwareMpi, *arguments: Any) -> Any:
-        arrays = [argument.array for argument in arguments if _on_gpu(argument)]
-        if not arrays:
-            return method(self, *arguments)
-        for stream in {array.in_force for array in arrays}:
-            stream.synchronize()
-        # In a thread of ours no context is current yet, and MPI copies in the one that is.
-        with arrays[0].device.active():
-            try:
-                if message:
-                    arguments = tuple(map(self._bytes, arguments))
-                return method(self, *arguments)
-            except Disagreement:
-                raise  # nothing has been moved
-            except BaseException:
-                # MPI may still use the memory, and holds nothing but its address.
-                leave_unfinished(arrays)
-                raise
-
-    return call
-
-
-def _folding(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``method`` go through the host where the elements are too many for a call of MPI.
-
-    It is then made of messages and of arithmetic of ours.
-    """
-    method = _in_its_turn(method)
-
-    @functools.wraps(method)
-    def call(self: CudaAwareMpi, src: Buffer, dst: Buffer | None, *arguments: Any) -> None:
-        if src.count <= self._most or not _on_gpu(src):
-            method(self, src, dst, *arguments)
-            return
-        given: Any = src.array
-        out: Any = None if dst is None else dst.array
-        room = None if dst is None else Buffer.empty(dst.count, dst.dtype)
-        method(self, Buffer(given.to_host(), src.dtype), room, *arguments)
-        if room is not None:
-            out.fill_from_host(room.array)
-
-    return call
 
 
 class CudaAwareMpi(MpiBackend):
@@ -115,47 +62,89 @@ class CudaAwareMpi(MpiBackend):
         size = self.size
         return arithmetic.pre(op, dtype, size) is None and arithmetic.post(op, dtype, size) is None
 
-    broadcast = _in_its_turn(MpiBackend.broadcast)
-    gather = _in_its_turn(MpiBackend.gather)
-    all_gather = _in_its_turn(MpiBackend.all_gather)
-    all_to_all = _in_its_turn(MpiBackend.all_to_all)
-    _scatter = _in_its_turn(MpiBackend.scatter)
+    def plan(self, request: Request) -> Plan:
+        plan = super().plan(request)
+        if request.operation == "barrier":
+            return plan
+        if request.op is not None:
+            return partial(self._folding, plan)
+        return partial(self._scattering if request.operation == "scatter" else self._moving, plan)
 
-    reduce = _folding(MpiBackend.reduce)
-    all_reduce = _folding(MpiBackend.all_reduce)
-    reduce_scatter = _folding(MpiBackend.reduce_scatter)
-    scan = _folding(MpiBackend.scan)
+    def _moving(self, plan: Plan, src: Buffer | None, dst: Buffer | None, timeout: float) -> None:
+        with self._turn(src, dst):
+            plan(src, dst, timeout)
 
-    send = _in_its_turn(MpiBackend.send, message=True)
-    recv = _in_its_turn(MpiBackend.recv, message=True)
-    sendrecv = _in_its_turn(MpiBackend.sendrecv, message=True)
-
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def _scattering(self, plan: Plan, src: Buffer | None, dst: Buffer, timeout: float) -> None:
         if src is None or not _on_gpu(src) or _on_gpu(dst):
-            self._scatter(src, dst, counts, root, request, timeout)
+            self._moving(plan, src, dst, timeout)
             return
         # The root's own piece is to be on the host: no copy of the algorithms' goes there.
         piece = Buffer.empty(dst.count, dst.dtype, src.array)
-        self._scatter(src, piece, counts, root, request, timeout)
+        self._moving(plan, src, piece, timeout)
         array: Any = piece.array
         array.to_host(dst.array)
+
+    def _folding(self, plan: Plan, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        """Fold; through the host where the elements are too many for a call of MPI.
+
+        It is then made of messages and of arithmetic of ours.
+        """
+        if src.count <= self._most or not _on_gpu(src):
+            self._moving(plan, src, dst, timeout)
+            return
+        given: Any = src.array
+        out: Any = None if dst is None else dst.array
+        room = None if dst is None else Buffer.empty(dst.count, dst.dtype)
+        plan(Buffer(given.to_host(), src.dtype), room, timeout)
+        if room is not None:
+            out.fill_from_host(room.array)
+
+    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+        with self._turn(src):
+            super().send(self._bytes(src), dst, tag, timeout)
+
+    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+        with self._turn(dst):
+            return super().recv(self._bytes(dst), src, tag, timeout)
+
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        with self._turn(src, dst):
+            super().sendrecv(self._bytes(src), to, self._bytes(dst), source, tag, timeout)
+
+    @contextmanager
+    def _turn(self, *buffers: Buffer | None) -> Iterator[None]:
+        """Wait for the streams of the buffers on GPUs, and make their GPU's context current.
+
+        It is waited for them before it is waited for the peers: who is late because of its GPU is
+        late there, where it is named, and not in the middle of an operation of MPI's.
+        """
+        arrays: list[Any] = [each.array for each in buffers if each is not None and _on_gpu(each)]
+        if not arrays:
+            yield
+            return
+        for stream in {array.in_force for array in arrays}:
+            stream.synchronize()
+        # In a thread of ours no context is current yet, and MPI copies in the one that is.
+        with arrays[0].device.active():
+            try:
+                yield
+            except Disagreement:
+                raise  # nothing has been moved
+            except BaseException:
+                # MPI may still use the memory, and holds nothing but its address.
+                leave_unfinished(arrays)
+                raise
 
     # -- what MPI gets --------------------------------------------------------------------
 
     def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
         super()._move(how, request, end, name, *map(self._addressed, arguments))
 
-    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
-        _, given, out = super()._ends(src, dst, kind)
-        return src, self._addressed(given), self._addressed(out)
+    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Any, Any]:
+        given, out = super()._ends(src, dst, kind)
+        return self._addressed(given), self._addressed(out)
 
     def _addressed(self, argument: Any) -> Any:
         """Return an argument for mpi4py with the address in the place of an array on a GPU."""

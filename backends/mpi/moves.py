@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,97 +25,69 @@ class Moves(Carrying):
         self._come(request, timeout)
 
     @mapped
-    def barrier(self, request: Request, timeout: float) -> None:
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         self._come(request, timeout)
 
     @mapped
-    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
+    def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         end = now() + timeout
-        how = self._come(request, timeout, buffer.count > self._most)
+        how = self._come(request, timeout, dst.count > self._most)
         if how == BY_MESSAGES:
-            super().broadcast(buffer, root, request, left(end))
+            super().broadcast(request, src, dst, left(end))
             return
-        kind = type_of(self._mpi, buffer.dtype)
-        self._move(how, request, end, "Bcast", spec(buffer.array, kind), root)
+        kind = type_of(self._mpi, dst.dtype)
+        self._move(how, request, end, "Bcast", spec(dst.array, kind), request.root)
 
     @mapped
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        end = now() + timeout
+    def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+        end, counts = now() + timeout, list(request.elements)
         how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().scatter(src, dst, counts, root, request, left(end))
+            super().scatter(request, src, dst, left(end))
             return
         kind = type_of(self._mpi, dst.dtype)
         out = spec(dst.array, kind)
         if src is not None and np.may_share_memory(src.array, dst.array):
             out = self._in_place
-        given = None if src is None else (src.array, list(counts), None, kind)
-        self._move(how, request, end, "Scatterv", given, out, root)
+        given = None if src is None else (src.array, counts, None, kind)
+        self._move(how, request, end, "Scatterv", given, out, request.root)
 
     @mapped
-    def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        end = now() + timeout
+    def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+        end, counts = now() + timeout, list(request.elements)
         how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().gather(src, dst, counts, root, request, left(end))
+            super().gather(request, src, dst, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
         given = self._send_or_in_place(src.array, None if dst is None else dst.array, kind)
-        out = None if dst is None else (dst.array, list(counts), None, kind)
-        self._move(how, request, end, "Gatherv", given, out, root)
+        out = None if dst is None else (dst.array, counts, None, kind)
+        self._move(how, request, end, "Gatherv", given, out, request.root)
 
     @mapped
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> None:
-        end = now() + timeout
+    def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        end, counts = now() + timeout, list(request.elements)
         how = self._come(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
-            super().all_gather(src, dst, counts, request, left(end))
+            super().all_gather(request, src, dst, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
         given = self._send_or_in_place(src.array, dst.array, kind)
         if min(counts) == max(counts):
             self._move(how, request, end, "Allgather", given, (dst.array, counts[0], kind))
         else:
-            self._move(
-                how, request, end, "Allgatherv", given, (dst.array, list(counts), None, kind)
-            )
+            self._move(how, request, end, "Allgatherv", given, (dst.array, counts, None, kind))
 
     @mapped
-    def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         end = now() + timeout
         # Each rank knows its own counts only: the arrival tells if they are too many for one.
         large = max(src.count, dst.count) > self._most
         how = self._come(request, timeout, large)
         if how == BY_MESSAGES:
-            super().all_to_all(src, dst, send_counts, recv_counts, request, left(end))
+            super().all_to_all(request, src, dst, left(end))
             return
         kind = type_of(self._mpi, src.dtype)
-        given = (src.array, list(send_counts), None, kind)
-        out = (dst.array, list(recv_counts), None, kind)
+        given = (src.array, list(request.elements), None, kind)
+        out = (dst.array, list(request.incoming), None, kind)
         self._move(how, request, end, "Alltoallv", given, out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,44 +19,45 @@ from .folds import Fold, slot
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
+    from collective.contract.backend import Plan
     from collective.memory.buffer import Buffer
-    from collective.ops import ReduceOp
     from collective.request import Request
 
 __all__ = ["Reductions"]
 
 Array = np.ndarray[Any, Any]
 
-# Reductions that are kept prepared: as many as a communicator remembers calls.
-_KEPT = 1024
 # NumPy takes 4 ns for a 16-bit float, so that folding is what takes the time. With an operator
 # that is not their own MPICH and Intel MPI fold whole arrays on every rank; the algorithms fold
 # a part a rank. Measured with 2 ranks, 16 MiB of float16, in ms: MPICH 38, by messages 20; Intel
 # MPI 38, 19; Open MPI, which divides, too, 26, 24. Below 1 MiB the algorithms divide nothing.
 _SLOW_FOLD_BYTES = 1 << 20
-_ENDS = "mpi ends"
 
 
-class _Plan:
-    """How a reduction is carried out; depends on the call alone.
+class _Prepared:
+    """How a reduction is carried out.
 
     Attributes:
-        of: operator, element count, dtype and whether in rank order.
+        request: what is asked for.
         fold: prepared for MPI.
         by_messages: whether the algorithms do it better, or only they do it right.
         plain: whether it is one call of MPI and nothing else.
     """
 
-    __slots__ = ("by_messages", "fold", "of", "plain")
+    __slots__ = ("by_messages", "fold", "plain", "request")
 
-    def __init__(self, op: ReduceOp, src: Buffer, ordered: bool, fold: Fold, most: int) -> None:
-        dtype = src.dtype
-        self.of = op, src.count, dtype, ordered
+    def __init__(self, request: Request, fold: Fold, most: int) -> None:
+        op, dtype = request.op, request.dtype
+        assert dtype is not None
+        self.request = request
         self.fold = fold
-        # MPI leaves open in which order it folds. Of integers every order gives the same.
+        # MPI leaves open in which order it folds, and a scan's may be another than rank after
+        # rank. Of integers every order gives the same.
+        ordered = request.ordered or request.operation == "scan"
         exact = dtype.kind in "biu" and op.function is None
-        slow = dtype.kind == "f" and dtype.itemsize == 2 and src.nbytes >= _SLOW_FOLD_BYTES
-        self.by_messages = (ordered and not exact) or slow or src.count > most
+        slow = dtype.kind == "f" and dtype.itemsize == 2 and request.nbytes >= _SLOW_FOLD_BYTES
+        too_many = request.nbytes > most * dtype.itemsize
+        self.by_messages = (ordered and not exact) or slow or too_many
         self.plain = not self.by_messages and not fold.pre and not fold.post and bool(fold.type)
 
 
@@ -70,31 +72,27 @@ class Reductions(Carrying):
         super().__init__(module, comm, channel)
         self.unlike = unlike
         self._all_reduce = comm.Allreduce
-        self._plans: dict[Request, _Plan] = {}
 
-    def _plan(self, request: Request, op: ReduceOp, src: Buffer, ordered: bool) -> _Plan:
-        plan = self._plans.get(request)
-        if plan is not None and plan.of == (op, src.count, src.dtype, ordered):
-            return plan
-        if len(self._plans) >= _KEPT:
-            self._plans.clear()
-        fold = Fold(self._mpi, op, src.dtype, self.size, self.unlike)
-        plan = self._plans[request] = _Plan(op, src, ordered, fold, self._most)
-        return plan
+    def plan(self, request: Request) -> Plan:
+        if request.op is None:
+            return super().plan(request)
+        dtype = request.dtype
+        assert dtype is not None
+        fold = Fold(self._mpi, request.op, dtype, self.size, self.unlike)
+        prepared = _Prepared(request, fold, self._most)
+        if prepared.plain and request.operation == "all_reduce":
+            return partial(self._all_reduce_plainly, request, prepared)
+        return partial(getattr(self, f"_{request.operation}_as"), request, prepared)
 
-    def _reduction(
-        self, request: Request, op: ReduceOp, src: Buffer, ordered: bool, timeout: float
-    ) -> tuple[int, Fold]:
-        """Wait for all ranks; return how they fold."""
-        how = self._come(request, timeout)
-        plan = self._plan(request, op, src, ordered)
-        return self._carry(how, plan), plan.fold
+    def _carried(self, prepared: _Prepared, timeout: float) -> int:
+        """Wait for all ranks; return how they carry the reduction out."""
+        return self._way(self._come(prepared.request, timeout), prepared)
 
     @staticmethod
-    def _carry(how: int, plan: _Plan) -> int:
+    def _way(how: int, prepared: _Prepared) -> int:
         # In the background other threads work with MPI, and in MPICH a function of ours
         # must not be called then: see folds.py.
-        if plan.by_messages or (how == POLLED and plan.fold.function is not None):
+        if prepared.by_messages or (how == POLLED and prepared.fold.function is not None):
             return BY_MESSAGES
         return how
 
@@ -111,54 +109,47 @@ class Reductions(Carrying):
 
     # -- operations -----------------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
+    def _all_reduce_plainly(
+        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end = now() + timeout
         try:
-            # _reduction() and _move() once more, not called: here microseconds count.
+            # _come() and _move() once more, not called: here microseconds count.
             alone = in_thread.site is None and not folds.being_made
             how = self._arrive(request, timeout, BLOCKING if alone else POLLED)
-            plan = self._plans.get(request)
-            if plan is None or plan.of != (op, src.count, src.dtype, ordered):
-                plan = self._plan(request, op, src, ordered)
-            if how != BLOCKING or not plan.plain:
-                self._all_reduce_otherwise(how, plan, src, dst, request, end)
+            if how != BLOCKING:
+                self._all_reduce_by(how, prepared, src, dst, end)
                 return
-            memo = dst.memo
-            # Kept where the buffers will be used again.
-            kept = None if memo is None else memo.get(_ENDS)
-            if kept is None or kept[0] is not src:
-                kept = self._ends(src, dst, plan.fold.type)
-                if memo is not None:
-                    memo[_ENDS] = kept
+            given, out = self._ends(src, dst, prepared.fold.type)
             blocking = self._blocking
             blocking.end = end
             blocking.running = request
             try:
-                self._all_reduce(kept[1], kept[2], plan.fold.op)
+                self._all_reduce(given, out, prepared.fold.op)
             finally:
                 blocking.running = None
         except self._mpi.Exception as error:
             raise explained(self._mpi, self.channel, request, error) from error
 
-    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Buffer, Any, Any]:
-        """Return ``src``, and MPI's first two arguments."""
-        return src, self._send_or_in_place(src.array, dst.array, kind), spec(dst.array, kind)
+    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Any, Any]:
+        """Return MPI's first two arguments."""
+        given, out = src.array, dst.array
+        return self._send_or_in_place(given, out, kind), (out, out.size, kind)
 
-    def _all_reduce_otherwise(
-        self, how: int, plan: _Plan, src: Buffer, dst: Buffer, request: Request, end: float
+    @mapped
+    def _all_reduce_as(
+        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
-        fold = plan.fold
-        if self._carry(how, plan) == BY_MESSAGES:
-            op, _, _, ordered = plan.of
-            super().all_reduce(src, dst, op, ordered, request, left(end))
+        end = now() + timeout
+        self._all_reduce_by(self._come(request, timeout), prepared, src, dst, end)
+
+    def _all_reduce_by(
+        self, how: int, prepared: _Prepared, src: Buffer, dst: Buffer, end: float
+    ) -> None:
+        fold, request = prepared.fold, prepared.request
+        how = self._way(how, prepared)
+        if how == BY_MESSAGES:
+            super().all_reduce(request, src, dst, left(end))
             return
         given, out = fold.enter(src, dst), dst.array
         self._fold(
@@ -168,20 +159,18 @@ class Reductions(Carrying):
         fold.leave(out)
 
     @mapped
-    def reduce(
+    def _reduce_as(
         self,
+        request: Request,
+        prepared: _Prepared,
         src: Buffer,
         dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
         timeout: float,
     ) -> None:
-        end = now() + timeout
-        how, fold = self._reduction(request, op, src, ordered, timeout)
+        end, fold = now() + timeout, prepared.fold
+        how = self._carried(prepared, timeout)
         if how == BY_MESSAGES:
-            super().reduce(src, dst, op, root, ordered, request, left(end))
+            super().reduce(request, src, dst, left(end))
             return
         given = fold.enter(src, dst)
         out = None if dst is None else dst.array
@@ -189,27 +178,20 @@ class Reductions(Carrying):
             how, request, end, fold, "Reduce",
             lambda kind: (
                 self._send_or_in_place(given, out, kind), out is not None and spec(out, kind),
-                fold.op, root,
+                fold.op, request.root,
             ),
         )  # fmt: skip
         if out is not None:
             fold.leave(out)
 
     @mapped
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
+    def _reduce_scatter_as(
+        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
-        end = now() + timeout
-        how, fold = self._reduction(request, op, src, ordered, timeout)
+        end, fold, counts = now() + timeout, prepared.fold, request.elements
+        how = self._carried(prepared, timeout)
         if how == BY_MESSAGES:
-            super().reduce_scatter(src, dst, counts, op, ordered, request, left(end))
+            super().reduce_scatter(request, src, dst, left(end))
             return
         given, out = fold.enter(src, None), dst.array
         if np.may_share_memory(given, out):  # which MPI allows in an arrangement of its own only
@@ -231,14 +213,13 @@ class Reductions(Carrying):
             dst.array[:] = out
 
     @mapped
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
+    def _scan_as(
+        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
-        end = now() + timeout
-        # MPI may fold in another order than rank after rank, which floats would show.
-        how, fold = self._reduction(request, op, src, True, timeout)
+        end, fold = now() + timeout, prepared.fold
+        how = self._carried(prepared, timeout)
         if how == BY_MESSAGES:
-            super().scan(src, dst, op, request, left(end))
+            super().scan(request, src, dst, left(end))
             return
         given, out = fold.enter(src, dst), dst.array
         self._fold(

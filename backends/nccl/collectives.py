@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from collective.memory.dtypes import BY_NAME, DType
 from .prototypes import DTYPES, OPS
 
 if TYPE_CHECKING:
+    from collective.contract.backend import Plan
     from collective.contract.work import Work
     from collective.ops import ReduceOp
     from collective.request import Request
@@ -105,217 +107,147 @@ class Collectives(Backend):
     ) -> None:
         """Call ``function(*args, stream)`` of NCCL's, and look after what it enqueues."""
 
-    # -- the host's alone -----------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------
 
     def agree(self, request: Request, timeout: float) -> None:
         self._host.agree(request, timeout)
 
-    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
-        """Return when every rank has called it. It does not wait for work on the GPUs."""
-        return self._host.barrier(request, timeout)
+    def plan(self, request: Request) -> Plan:
+        host, operation = self._host.plan(request), request.operation
+        if operation == "barrier":  # does not wait for work on the GPUs
+            return host
+        on_gpu = partial(getattr(self, f"_enqueue_{operation}"), request)
+        return partial(_where_it_is, host, on_gpu)
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> Work[Any] | None:
-        if not isinstance(src.array, _ndarray):
-            raise UnsupportedError(
-                f"{request}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
-                "communicator, which goes through the host's memory."
-            )
-        return self._host.scan(src, dst, op, request, timeout)
+    def _codes_of(self, request: Request, timeout: float) -> tuple[NcclComm, int, int]:
+        """Return the communicator, and NCCL's codes for the dtype and the operator."""
+        comm, dtype = self._comm or self._open(request, timeout), request.dtype
+        assert dtype is not None
+        codes = self._codes.get((request.op.name, dtype))
+        return comm, *(codes or self._reduction(request.op, dtype, request, timeout))
 
-    # -- reductions -----------------------------------------------------------------------
-
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.all_reduce(src, dst, op, ordered, request, timeout)
-        comm = self._comm or self._open(request, timeout)
-        codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
+    def _enqueue_all_reduce(
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        comm, dtype, op = self._codes_of(request, timeout)
         if src.count:
+            given: Any = src.array
             to: Any = dst.array
             self._enqueue(
-                array, request, timeout,
-                comm.all_reduce, array.address, to.address, src.count, dtype, code,
+                given, request, timeout,
+                comm.all_reduce, given.address, to.address, src.count, dtype, op,
             )  # fmt: skip
-        return None
 
-    def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.reduce(src, dst, op, root, ordered, request, timeout)
-        comm = self._comm or self._open(request, timeout)
-        codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
+    def _enqueue_reduce(
+        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+    ) -> None:
+        comm, dtype, op = self._codes_of(request, timeout)
         if src.count:
             to = 0 if dst is None else dst.address
             self._enqueue(
-                array, request, timeout,
-                comm.reduce, array.address, to, src.count, dtype, code, root,
+                src.array, request, timeout,
+                comm.reduce, src.address, to, src.count, dtype, op, request.root,
             )  # fmt: skip
-        return None
 
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.reduce_scatter(src, dst, counts, op, ordered, request, timeout)
-        comm = self._comm or self._open(request, timeout)
-        codes = self._codes.get((op.name, src.dtype))
-        dtype, code = codes or self._reduction(op, src.dtype, request, timeout)
+    def _enqueue_reduce_scatter(
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        comm, dtype, op = self._codes_of(request, timeout)
         if not src.count:
-            return None
-        to: Any = dst.array
-        if _even(counts):
-            self._enqueue(
-                array, request, timeout,
-                comm.reduce_scatter, array.address, to.address, counts[0], dtype, code,
-            )  # fmt: skip
-        else:
-            self._enqueue(
-                array, request, timeout,
-                comm.reduce_scatter_v, array.address, to.address, counts, dtype, code,
-            )  # fmt: skip
-        return None
+            return
+        counts = request.elements
+        function: Any = comm.reduce_scatter if _even(counts) else comm.reduce_scatter_v
+        lengths = _one_or_all(counts)
+        self._enqueue(
+            src.array, request, timeout, function, src.address, dst.address, lengths, dtype, op
+        )  # fmt: skip
 
-    # -- moves ----------------------------------------------------------------------------
+    def _enqueue_scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+        raise UnsupportedError(
+            f"{request}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
+            "communicator, which goes through the host's memory."
+        )
 
-    def broadcast(
-        self, buffer: Buffer, root: int, request: Request, timeout: float
-    ) -> Work[Any] | None:
-        array: Any = buffer.array
-        if isinstance(array, _ndarray):
-            return self._host.broadcast(buffer, root, request, timeout)
-        comm, nbytes = self._comm or self._open(request, timeout), array.nbytes
+    def _enqueue_broadcast(
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        comm, nbytes = self._comm or self._open(request, timeout), dst.nbytes
         if nbytes:
+            array: Any = dst.array
             at = array.address
-            self._enqueue(array, request, timeout, comm.broadcast, at, at, nbytes, _BYTE, root)
-        return None
-
-    def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = dst.array
-        if isinstance(array, _ndarray):
-            return self._host.scatter(src, dst, counts, root, request, timeout)
-        comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(counts, dst.dtype)
-        if not any(lengths):
-            return None
-        start, to = 0 if src is None else src.address, array.address
-        if _even(lengths):
             self._enqueue(
-                array, request, timeout, comm.scatter, start, to, lengths[0], _BYTE, root
+                array, request, timeout, comm.broadcast, at, at, nbytes, _BYTE, request.root
             )  # fmt: skip
-        else:
-            self._enqueue(array, request, timeout, comm.scatter_v, start, to, lengths, _BYTE, root)
-        return None
 
-    def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.gather(src, dst, counts, root, request, timeout)
+    def _enqueue_scatter(
+        self, request: Request, src: Buffer | None, dst: Buffer, timeout: float
+    ) -> None:
         comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(counts, src.dtype)
-        if not any(lengths):
-            return None
-        start, to = array.address, 0 if dst is None else dst.address
-        if _even(lengths):
-            self._enqueue(array, request, timeout, comm.gather, start, to, lengths[0], _BYTE, root)
-        else:
-            self._enqueue(array, request, timeout, comm.gather_v, start, to, lengths, _BYTE, root)
-        return None
-
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.all_gather(src, dst, counts, request, timeout)
-        comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(counts, src.dtype)
-        if not any(lengths):
-            return None
-        to: Any = dst.array
-        if _even(lengths):
+        lengths = _in_bytes(request.elements, dst.dtype)
+        if any(lengths):
+            function: Any = comm.scatter if _even(lengths) else comm.scatter_v
+            start = 0 if src is None else src.address
             self._enqueue(
-                array, request, timeout,
-                comm.all_gather, array.address, to.address, lengths[0], _BYTE,
+                dst.array, request, timeout,
+                function, start, dst.address, _one_or_all(lengths), _BYTE, request.root,
             )  # fmt: skip
-        else:
-            self._enqueue(
-                array, request, timeout,
-                comm.all_gather_v, array.address, to.address, lengths, _BYTE,
-            )  # fmt: skip
-        return None
 
-    def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
-    ) -> Work[Any] | None:
-        array: Any = src.array
-        if isinstance(array, _ndarray):
-            return self._host.all_to_all(src, dst, send_counts, recv_counts, request, timeout)
+    def _enqueue_gather(
+        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+    ) -> None:
         comm = self._comm or self._open(request, timeout)
-        sends, receives = (_in_bytes(counts, src.dtype) for counts in (send_counts, recv_counts))
-        to: Any = dst.array
+        lengths = _in_bytes(request.elements, src.dtype)
+        if any(lengths):
+            function: Any = comm.gather if _even(lengths) else comm.gather_v
+            to = 0 if dst is None else dst.address
+            self._enqueue(
+                src.array, request, timeout,
+                function, src.address, to, _one_or_all(lengths), _BYTE, request.root,
+            )  # fmt: skip
+
+    def _enqueue_all_gather(
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        comm = self._comm or self._open(request, timeout)
+        lengths = _in_bytes(request.elements, src.dtype)
+        if any(lengths):
+            function: Any = comm.all_gather if _even(lengths) else comm.all_gather_v
+            self._enqueue(
+                src.array, request, timeout,
+                function, src.address, dst.address, _one_or_all(lengths), _BYTE,
+            )  # fmt: skip
+
+    def _enqueue_all_to_all(
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        comm = self._comm or self._open(request, timeout)
+        sends = _in_bytes(request.elements, src.dtype)
+        receives = _in_bytes(request.incoming, src.dtype)
         if request.shape is not None and _even(sends):
             if sends[0]:
                 self._enqueue(
-                    array, request, timeout,
-                    comm.all_to_all, array.address, to.address, sends[0], _BYTE,
+                    src.array, request, timeout,
+                    comm.all_to_all, src.address, dst.address, sends[0], _BYTE,
                 )  # fmt: skip
         elif any(sends) or any(receives):
             self._enqueue(
-                array, request, timeout,
-                comm.all_to_all_v, array.address, sends, to.address, receives, _BYTE,
+                src.array, request, timeout,
+                comm.all_to_all_v, src.address, sends, dst.address, receives, _BYTE,
             )  # fmt: skip
-        return None
+
+
+def _where_it_is(
+    host: Plan, on_gpu: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
+) -> Work[Any] | None:
+    """Have the host plane do what is in the host's memory, and NCCL what is in a GPU's."""
+    buffer = dst if src is None else src
+    assert buffer is not None
+    return (host if isinstance(buffer.array, _ndarray) else on_gpu)(src, dst, timeout)
+
+
+def _one_or_all(lengths: Sequence[int]) -> int | Sequence[int]:
+    """Return the length that all ranks have, or else theirs one by one."""
+    return lengths[0] if _even(lengths) else lengths
 
 
 def _even(counts: Sequence[int]) -> bool:

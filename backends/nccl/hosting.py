@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.contract import registry
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend, Failure, Plan
 from collective.contract.store import Store
 from collective.errors import (
     BackendError,
@@ -64,6 +64,10 @@ class Telling:
         self._told = host
         self._channel = channel
 
+    def plan(self, request: Request) -> Plan:
+        """As of the transport; what is planned tells its failures, too."""
+        return _telling(self._told.plan(request), self._channel)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._told, name)
         if not callable(found):
@@ -107,7 +111,7 @@ class Mail(Store):
         letter = Buffer(np.zeros(_MAIL_BYTES, np.uint8), _UINT8)
         letter.array[: len(value)] = np.frombuffer(value, np.uint8)
         left = max(0.001, self._end - time.monotonic())
-        work = self._host.broadcast(letter, 0, _CONNECT, left)
+        work = self._host.plan(_CONNECT.step(0, "broadcast", root=0))(letter, letter, left)
         if work is not None:
             work.wait()
         return letter.array.tobytes().rstrip(b"\0")

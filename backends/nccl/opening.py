@@ -160,7 +160,7 @@ class Meeting:
         letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
         if host.rank == 0:
             letter.array[:] = np.frombuffer(library.unique_id(), np.uint8)
-        work = host.broadcast(letter, 0, _CONNECT, timeout)
+        work = host.plan(_CONNECT.step(0, "broadcast", root=0))(letter, letter, timeout)
         if work is not None:
             work.wait()
         return letter.array.tobytes()
@@ -191,7 +191,8 @@ class Meeting:
 
 
 def _gather(host: Backend, mine: Buffer, every: Buffer, timeout: float) -> None:
-    work = host.all_gather(mine, every, [mine.count] * host.size, _CONNECT, timeout)
+    collecting = _CONNECT.step(1, "all_gather", elements=[mine.count] * host.size)
+    work = host.plan(collecting)(mine, every, timeout)
     if work is not None:
         work.wait()
 

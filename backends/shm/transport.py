@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collective.algorithms import arithmetic
-from collective.algorithms.arithmetic import Fold, Scale
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE, Backend, Failure
+from collective.contract.backend import ANY_SOURCE, Backend, Failure, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.errors import (
@@ -23,22 +21,22 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.request import Disagreement, Request
 
 from .board import Board
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .peer_memory import PeerMemory
-from .prepared import FLOATING, PREPARED_BYTES, Prepared, one_ufunc, prepare
 from .ring import Receiving, Ring, Sending
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
+from .small import SmallAllReduce, one_ufunc
 from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.contract.backend import Note
+    from collective.contract.work import Work
     from collective.contract.world import World
-    from collective.ops import ReduceOp
+    from collective.request import Request
 
 __all__ = ["ShmBackend"]
 
@@ -47,8 +45,11 @@ Array = np.ndarray[Any, Any]
 _UINT8 = BY_NAME["uint8"]
 _GROUP_TAG = -2
 _PATH_BYTES = 256
-_PREPARABLE = ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-_SMALL_KEPT = 1024
+# From here on what all ranks have in symmetric memory is read in place: below it a copy through
+# the slots costs less than a second wait.
+SYMMETRIC_BYTES = 24 << 10
+# Operations whose input one rank has: others cannot be in symmetric memory too.
+_FROM_ROOT = frozenset({"broadcast", "scatter"})
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
 
 
@@ -83,15 +84,6 @@ class _Wants(NamedTuple):
     adopting: bool
 
 
-class _Small(NamedTuple):
-    """A small reduction, prepared: what it is depends on the call alone."""
-
-    views: list[list[Array]]
-    fold: Fold
-    pre: Scale | None
-    post: Scale | None
-
-
 class ShmBackend(OneSided):
     """Ranks that are processes of one host; see the package's docstring."""
 
@@ -111,12 +103,10 @@ class ShmBackend(OneSided):
         self.peers = PeerMemory(control, self._heap)
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
-        self._source: Array | None = None
         self._parity = 0
         self._wanted = _Wants(single_copy=False, adopting=False)
         self._single_copy = False
         self._rings: dict[tuple[int, int], Ring] = {}
-        self._small: dict[Request, _Small] = {}
         self._board = Board(control)
         self._closed = False
 
@@ -337,61 +327,19 @@ class ShmBackend(OneSided):
         rings = [self._rings[r, self.rank] for r in sources if r != self.rank]
         return Receiving(rings, dst.array.view(np.uint8), tag)
 
-    # -- small reductions -----------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        source = src.array
-        if source.nbytes > SLOT_BYTES or self.size == 1 or not one_ufunc(op, src.dtype):
-            super().all_reduce(src, dst, op, ordered, request, timeout)
-            return
-        # The general path does the same in 3 µs more: it matters below a few KiB only.
-        small = self._small.get(request) or self._prepare_small(request, op, src)
-        control = self._control
-        if control.words[BROKEN]:
-            raise control.failure(request)
-        views = small.views[control.step + 1 & 1]
-        if small.pre is None:
-            views[self.rank][:] = source
-        else:
-            with np.errstate(all="ignore"):
-                small.pre(source, views[self.rank])
-        control.arrive(request, timeout)
-        out = dst.array
-        value = views[0]
-        for view in views[1:]:
-            try:  # noqa: SIM105 - see FLOATING
-                small.fold(value, view, out=out)
-            except FLOATING:
-                pass
-            value = out
-        if small.post is not None:
-            small.post(out, out)
-
-    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Prepared | None:
-        """Return an operation that will be repeated, prepared, or None."""
-        if name not in _PREPARABLE or arguments[0].nbytes < PREPARED_BYTES:
-            return None
-        return prepare(self._heap, self._control, name, arguments[:-1])
-
-    def _prepare_small(self, request: Request, op: ReduceOp, src: Buffer) -> _Small:
-        if len(self._small) >= _SMALL_KEPT:
-            self._small.clear()
-        slots = self._slots_of(src.array.dtype)
-        small = self._small[request] = _Small(
-            [[slot[: src.count] for slot in slots[parity]] for parity in (0, 1)],
-            arithmetic.fold(op, src.dtype),
-            arithmetic.pre(op, src.dtype, self.size),
-            arithmetic.post(op, src.dtype, self.size),
-        )
-        return small
+    def plan(self, request: Request) -> Plan:
+        operation, dtype = request.operation, request.dtype
+        if operation == "all_reduce" and self.size > 1 and request.nbytes < SYMMETRIC_BYTES:
+            assert dtype is not None
+            if one_ufunc(request.op, dtype):
+                return SmallAllReduce(self._control, self._slots_of(dtype.storage), request)
+        general = super().plan(request)
+        if self._single_copy or operation == "barrier":
+            return general
+        messages = functools.partial(getattr(Backend, operation), self, request)
+        return functools.partial(_memory_or_messages, general, messages)
 
     # -- primitives of the collectives ----------------------------------------------------
 
@@ -403,25 +351,41 @@ class ShmBackend(OneSided):
             raise control.failure(request)
         parity = self._parity = control.step + 1 & 1
         self._in_slots = largest <= SLOT_BYTES
-        if self._in_slots:
-            if src is not None:
-                self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
+        if largest < SYMMETRIC_BYTES or (self._in_slots and request.operation in _FROM_ROOT):
+            self._into_slot(src)
             control.arrive(request, timeout)
             return True
-        self._source = src
         words, at = control.words, control.place(self.rank, parity)
         words[at], words[at + 1], words[at + 2] = self._heap.locate(src)
+        symmetric = words[at]
         at += _OUTPUT
         if dst is src:
             words[at : at + 3] = words[at - _OUTPUT : at]
         else:
             words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
+        if self._in_slots and not symmetric:
+            self._into_slot(src)
         control.arrive(request, timeout)
+        if self._in_slots:
+            if self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT)):
+                self._in_slots = False
+                return False
+            # Some are in symmetric memory and some are not: all go through the slots, those of the
+            # step that follows, as the next call may write to these again.
+            if any(words[control.place(rank, parity) + _SOURCE] for rank in range(self.size)):
+                self._parity = parity ^ 1
+                self._into_slot(src)
+                control.sync(timeout)
+            return True
         if not self._single_copy and not (
             self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
         ):
             raise NeedsMessages
         return False
+
+    def _into_slot(self, src: Array | None) -> None:
+        if src is not None:
+            self._slots_of(src.dtype)[self._parity][self.rank][: src.size] = src
 
     def _segment(self, which: int) -> int:
         """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
@@ -444,9 +408,6 @@ class ShmBackend(OneSided):
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
         if self._in_slots:
             return Region(self._slots_of(dtype)[self._parity][rank])
-        if rank == self.rank:
-            assert self._source is not None
-            return Region(self._source)
         return self._peer(_SOURCE, rank, dtype, count)
 
     def _results(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
@@ -509,45 +470,11 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
             ) from error
 
 
-def _with_choice(name: str) -> Callable[..., None]:
-    """Return operation ``name``: prepared if it can be, else general, else over messages.
-
-    Which way it goes has to be the same on all ranks. Prepared calls have other digests,
-    so if some ranks prepared and others did not, or at other places, all of them find out
-    together that they asked for the same and differ in that only, and go the general way.
-    """
-    general, messages = getattr(ShmBackend, name), getattr(Backend, name)
-
-    @functools.wraps(general)
-    def operation(self: ShmBackend, *arguments: Any) -> None:
-        memo = arguments[0].memo if arguments[0] is not None else None
-        try:
-            if memo is not None:
-                prepared = memo.get(name, self)
-                if prepared is self:
-                    prepared = memo[name] = self.prepare(name, arguments)
-                if prepared is not None:
-                    prepared.run(arguments[-1])
-                    return
-            general(self, *arguments)
-        except NeedsMessages:
-            messages(self, *arguments)
-        except Disagreement as difference:
-            if not difference.alike:
-                raise
-            if memo is not None:
-                memo[name] = None  # the same would be found out every time
-            try:
-                general(self, *arguments)
-            except NeedsMessages:
-                messages(self, *arguments)
-        finally:
-            self._source = None  # or it would keep the caller's array, and its segment
-
-    return operation
-
-
-for _name in (
-    "broadcast reduce all_reduce reduce_scatter scan scatter gather all_gather all_to_all"
-).split():
-    setattr(ShmBackend, _name, _with_choice(_name))
+def _memory_or_messages(
+    general: Plan, messages: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
+) -> Work[Any] | None:
+    """Read the peers' memory, or have them send it."""
+    try:
+        return general(src, dst, timeout)
+    except NeedsMessages:
+        return messages(src, dst, timeout)

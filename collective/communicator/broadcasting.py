@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from collective.contract.backend import Failure
-from collective.contract.work import Work
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
@@ -19,7 +17,7 @@ from collective.request import Disagreement, Request, call_site
 from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
-from .plan import Plan
+from .plan import Planned
 
 __all__ = ["Broadcasting"]
 
@@ -43,20 +41,15 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Barrier.
         """
-        plan = self._plans.get("barrier")
-        if plan is None:
-            plan = self._remember("barrier", Plan(Request("barrier"), self._barrier_now))
+        planned = self._plans.get("barrier")
+        if planned is None:
+            planned = self._remember("barrier", self._planned(Request("barrier")))
         seconds = self._seconds(timeout)
 
         def run() -> None:
-            self._carry(plan, None, None, seconds)
+            self._carry(planned, None, None, seconds)
 
         return self._go("barrier", run, async_op)
-
-    def _barrier_now(
-        self, src: None, dst: None, request: Request, seconds: float
-    ) -> Work[Any] | None:
-        return self._backend.barrier(request, seconds)
 
     def broadcast(
         self,
@@ -91,14 +84,6 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
-        again = "broadcast", root
-        plain = timeout is None and not async_op and out is x
-        kept = self._repeated.find(again, x, out) if plain else None
-        if kept is not None:
-            buffer, _, plan = kept
-            known = functools.partial(self._broadcast_known, buffer, plan, self.timeout)
-            self._in_turn("broadcast", known, kept, x)
-            return out
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
         template = out if x is None and out is not None else x
@@ -112,12 +97,11 @@ class Broadcasting(PieceCalls):
             )
         adapter, array, dtype = self._view("broadcast", template)
         key = ("broadcast", dtype, array.shape, root, type(array))
-        plan = self._plans.get(key) or self._remember(
-            key,
-            self._broadcast_plan(
-                Request("broadcast", dtype, array.shape, root=root, device=self._where(array)), root
-            ),
-        )
+        planned = self._plans.get(key)
+        if planned is None:
+            device = self._where(array)
+            request = Request("broadcast", dtype, array.shape, root=root, device=device)
+            planned = self._remember(key, self._planned(request))
         output: Output | None = None
         if self.rank != root or out is not None:
             output = Output("broadcast", out, adapter, array.shape, dtype, array)
@@ -126,11 +110,9 @@ class Broadcasting(PieceCalls):
         else:
             assert output is not None
             buffer = Buffer(output.flat, dtype)
-        if plain:
-            self._repeated.keep(again, x, out, buffer, buffer, plan)
 
         def run() -> Any:
-            self._broadcast_known(buffer, plan, seconds)
+            self._broadcast_known(buffer, planned, seconds)
             if output is None:
                 return x
             if self.rank == root and buffer.array is not output.flat:
@@ -165,10 +147,8 @@ class Broadcasting(PieceCalls):
             buffer.array.view(np.uint8)[:] = inline
         else:
             device = "cuda" if on_gpu else None
-            plan = self._broadcast_plan(
-                Request("broadcast", dtype, shape, root=root, device=device), root
-            )
-            self._carry(plan, buffer, buffer, seconds, alike=False)
+            request = Request("broadcast", dtype, shape, root=root, device=device)
+            self._carry(self._planned(request), buffer, buffer, seconds, alike=False)
         if output is not None:
             found = output.finish()
         else:
@@ -182,14 +162,16 @@ class Broadcasting(PieceCalls):
         self._settle("broadcast", buffer.array, seconds)
         return found
 
-    def _broadcast_known(self, buffer: Buffer, plan: Plan, seconds: float, text: int = 0) -> None:
+    def _broadcast_known(
+        self, buffer: Buffer, planned: Planned, seconds: float, text: int = 0
+    ) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
-        request = plan.request
-        root: int = request.options["root"]
+        request = planned.request
+        root = request.root
         if self._heads:
             inline = self._head(request, buffer, root, seconds, text).inline(buffer.nbytes)
             if inline is None:
-                known = self._broadcast_plan(_to_all(request), root) if text else plan
+                known = self._planned(_to_all(request)) if text else planned
                 self._carry(known, buffer, buffer, seconds, alike=False)
             elif self.rank != root:
                 buffer.array.view(np.uint8)[:] = inline
@@ -197,11 +179,10 @@ class Broadcasting(PieceCalls):
         try:
             if self._agree_sizes or self._enqueues:
                 self._agree(request, seconds)
-            self._carry(plan, buffer, buffer, seconds, alike=False)
+            self._carry(planned, buffer, buffer, seconds, alike=False)
         except Disagreement as difference:
             self._root_header(difference.headers, root)
-            to_all = self._broadcast_plan(_to_all(request), root)
-            self._carry(to_all, buffer, buffer, seconds, alike=False)
+            self._carry(self._planned(_to_all(request)), buffer, buffer, seconds, alike=False)
 
     def _head(
         self,
@@ -232,9 +213,8 @@ class Broadcasting(PieceCalls):
             head.words[:5] = request.digest, buffer.dtype.code, buffer.nbytes, text, ndim
             head.words[5 : 5 + ndim] = request.shape
             head.put(buffer.array)
-        about = self._about(request, "broadcast", root)
-        plan = self._broadcast_plan(about, root)
-        self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
+        about = self._about(request, "broadcast", root, "broadcast")
+        self._carry(about, head.buffer, head.buffer, seconds, alike=False)
         if request is not None and head.words[0] != request.digest:
             theirs = Request("broadcast", *_described(head), root=root)
             message = (
@@ -289,7 +269,7 @@ class Broadcasting(PieceCalls):
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
             device=self._where(leaves[0].rows.array) if leaves else None,
         )  # fmt: skip
-        plan = self._broadcast_plan(request, root)
+        planned = self._planned(request)
 
         def run() -> Any:
             packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None)
@@ -297,7 +277,7 @@ class Broadcasting(PieceCalls):
                 if text.size:
                     packed.array[: text.size] = text
                 pack([array.ravel() for array in arrays], packed.array[text.size :])
-            self._broadcast_known(packed, plan, seconds, text.size)
+            self._broadcast_known(packed, planned, seconds, text.size)
             if outputs is None:
                 return x
             unpack(packed.array[text.size :], [output.flat for output in outputs])
@@ -309,9 +289,7 @@ class Broadcasting(PieceCalls):
 def _to_all(request: Request) -> Request:
     """Return the call as ranks can make it that have passed None."""
     device = request.options.get("device")
-    return Request(
-        "broadcast", request.dtype, request.shape, root=request.options["root"], device=device
-    )
+    return Request("broadcast", request.dtype, request.shape, root=request.root, device=device)
 
 
 def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from collective.errors import (
     RankError,
 )
 from collective.memory import dtypes, nested
-from collective.memory.arrays import Adapter, adapter_like, adapter_of, known_adapter
+from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
@@ -32,8 +32,8 @@ from collective.request import Disagreement, Request, differing
 
 from .listener import Event, Listener
 from .output import Output, same_memory
-from .plan import Plan
-from .repeated import REMEMBERED, Prepared, Repeated
+from .plan import Planned
+from .prepared import PREPARE, PreparedCall
 from .streams import StreamWork, joined, within
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ __all__ = ["Calls", "View"]
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 _UINT8 = dtypes.BY_NAME["uint8"]
+# Distinct calls that are remembered. A program makes some dozens; one whose shapes keep
+# changing must not grow for ever.
+_REMEMBERED = 1024
 
 
 class View(NamedTuple):
@@ -90,7 +93,6 @@ class Calls:
         # not know if the root's array is on a GPU.
         self._heads = self._agree_sizes and not self._agree_first and not apart
         self._plans: dict[Any, Any] = {}
-        self._repeated = Repeated()
         self._lane_name = f"collective-{backend.name}-{backend.rank}"
         self._listeners: tuple[Listener, ...] = ()
         self._lane = Lane(self._lane_name)
@@ -124,6 +126,8 @@ class Calls:
             adapter: that array's.
             others: streams of further arrays of the call's.
         """
+        if async_op is PREPARE:
+            return PreparedCall(what, functools.partial(self._remake, what, run))  # type: ignore[return-value]
         if self._broken is not None:
             run = functools.partial(self._refuse_broken, what)
         elif adapter is not None and self._enqueues and type(near) is not np.ndarray:
@@ -134,6 +138,12 @@ class Calls:
             work = self._lane.submit(what, _with_site(run))
             return work if async_op else work.wait()
         return run()
+
+    def _remake(self, what: str, run: Callable[[], T], async_op: bool) -> T | Work[T]:
+        """Make a prepared call; a communicator that is closed says that it is."""
+        if not self._plans:  # close() has let go of them, and of the transport
+            self._backend.refuse_broken(what)
+        return self._go(what, run, async_op)
 
     def _enqueue(
         self,
@@ -160,29 +170,6 @@ class Calls:
         else:
             self._lane.submit(what, _with_site(enqueue), work)
         return work
-
-    # A call that was made before is taken from what was kept also where others are under way.
-    # Whether they are is a matter of the moment and may differ between ranks; and what one rank
-    # has prepared and another has not is prepared on neither from then on.
-
-    def _repeat(self, kept: Prepared, x: Any, out: Any, async_op: bool) -> Any:
-        """Make a call that was made before, now or in its turn."""
-        src, dst, plan = kept
-        if not async_op and self._lane.idle:
-            self._carry(plan, src, dst, self.timeout)
-            return out
-
-        def run() -> Any:
-            self._carry(plan, src, dst, self.timeout)
-            return out
-
-        return self._go(plan.request.operation, run, async_op, src.array, known_adapter(x))
-
-    def _in_turn(self, what: str, run: Callable[[], T], kept: Prepared, x: Any) -> T | Work[T]:
-        """Run a call that was made before: now, or when those under way are over."""
-        if self._lane.idle:
-            return run()
-        return self._go(what, run, False, kept[0].array, known_adapter(x))
 
     def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
         now = functools.partial(adapter.current_stream, current.device, current)
@@ -236,7 +223,7 @@ class Calls:
 
     def _carry(
         self,
-        plan: Plan,
+        planned: Planned,
         src: Buffer | None,
         dst: Buffer | None,
         seconds: float,
@@ -255,17 +242,19 @@ class Calls:
             MismatchError: the ranks' calls differ, and ``alike``.
             Disagreement: they differ, and not ``alike``.
         """
-        request = plan.request
+        request = planned.request
         if self._listeners and not heard:
-            again = functools.partial(self._carry, plan, src, dst, seconds, alike=alike, heard=True)
-            self._heard(self._event(plan, src, dst), again)
+            again = functools.partial(
+                self._carry, planned, src, dst, seconds, alike=alike, heard=True
+            )
+            self._heard(self._event(planned, src, dst), again)
             return
         recorder = self.recorder
         try:
             if alike and self._agree_first:
                 self._agree(request, seconds)
-            recorder.begin(request, plan.compares)
-            work = plan.method(src, dst, *plan.arguments, request, seconds)
+            recorder.begin(request, planned.compares)
+            work = planned.plan(src, dst, seconds)
             if work is not None:
                 work.wait()
             recorder.end()
@@ -281,9 +270,9 @@ class Calls:
             self._half_done()
             raise
 
-    def _event(self, plan: Plan, src: Buffer | None, dst: Buffer | None) -> Event:
-        request, number = plan.request, self.recorder.started + 1
-        if plan.compares:
+    def _event(self, planned: Planned, src: Buffer | None, dst: Buffer | None) -> Event:
+        request, number = planned.request, self.recorder.started + 1
+        if planned.compares:
             return Event(request.operation, 0, request, number, True)
         lengths = [each.nbytes for each in (src, dst) if each is not None]
         return Event(request.operation, max(lengths, default=request.nbytes), request, number)
@@ -320,21 +309,16 @@ class Calls:
             listener.after(event, None)
         return result
 
-    def _broadcast_plan(self, request: Request, root: int) -> Plan:
-        """Return what broadcasts a buffer: input at the root, output elsewhere."""
-        return Plan(request, self._broadcast_now, root)
-
-    def _broadcast_now(
-        self, src: Buffer, dst: Buffer, root: int, request: Request, seconds: float
-    ) -> Work[Any] | None:
-        return self._backend.broadcast(dst, root, request, seconds)
+    def _planned(self, request: Request) -> Planned:
+        return Planned(request, self._backend.plan(request))
 
     def _agree(self, request: Request, timeout: float) -> None:
-        """Compare ``call`` on all ranks."""
-        self._carry(Plan(request, self._compare, compares=True), None, None, timeout, alike=False)
+        """Compare ``request`` on all ranks."""
 
-    def _compare(self, src: None, dst: None, request: Request, seconds: float) -> None:
-        self._backend.agree(request, seconds)
+        def compare(src: None, dst: None, seconds: float) -> None:
+            self._backend.agree(request, seconds)
+
+        self._carry(Planned(request, compare, compares=True), None, None, timeout, alike=False)
 
     def _sizes(self, request: Request, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``call`` on all ranks; return their headers if they differ."""
@@ -344,13 +328,16 @@ class Calls:
             return difference.headers
         return None
 
-    def _about(self, request: Request | None, what: str, root: int | None) -> Request:
-        """Return the call of a head: like ``call``, and the same on ranks that know less of it."""
+    def _about(
+        self, request: Request | None, what: str, root: int | None, operation: str,
+        elements: Sequence[int] | None = None,
+    ) -> Planned:  # fmt: skip
+        """Return what carries the head of a call, the same on ranks that know less of it."""
         key = "about", what, request, root
-        about: Request | None = self._plans.get(key)
+        about: Planned | None = self._plans.get(key)
         if about is None:
             known = Request(what, root=root) if request is None else request
-            about = self._remember(key, known.comparing(root=root))
+            about = self._remember(key, self._planned(known.comparing(operation, elements)))
         return about
 
     # -- arrays ---------------------------------------------------------------------------
@@ -495,7 +482,7 @@ class Calls:
         return float(timeout)
 
     def _remember(self, key: Any, plan: T) -> T:
-        if len(self._plans) >= REMEMBERED:
+        if len(self._plans) >= _REMEMBERED:
             self._plans.clear()
         self._plans[key] = plan
         return plan

@@ -35,13 +35,19 @@ from .exchanging import Exchanging
 from .grouping import meet
 from .listener import Event, Hook
 from .object_calls import ObjectCalls
-from .plan import Plan
+from .plan import Planned
+from .prepared import PREPARE, PreparedCall, refuse_unfit
 from .reductions import Reductions
-from .repeated import Repeated
 
 __all__ = ["Communicator"]
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+_PLANNED = (
+    "all_reduce", "reduce", "reduce_scatter", "scan", "broadcast", "gather", "all_gather",
+    "scatter", "all_to_all", "barrier",
+)  # fmt: skip
 
 
 class Communicator(Reductions, Exchanging, ObjectCalls):
@@ -154,15 +160,15 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         adapter = self._adapter(like, on_gpu)
         count = int(np.prod(dimensions, dtype=np.int64))
         nbytes = count * kind.itemsize
-        call = Request("empty", kind, dimensions, device="cuda" if on_gpu else None)
+        request = Request("empty", kind, dimensions, device="cuda" if on_gpu else None)
         made: list[Any] = []
 
         def run() -> Any:
-            def allocate(src: None, dst: None, request: Request, seconds: float) -> None:
+            def allocate(src: None, dst: None, seconds: float) -> None:
                 method = self._backend.empty_device if on_gpu else self._backend.empty
                 made.append(method(nbytes, request, seconds))
 
-            self._carry(Plan(call, allocate), None, None, self.timeout)
+            self._carry(Planned(request, allocate), None, None, self.timeout)
             return adapter.wrap(made[0].view(kind.storage).reshape(dimensions), kind)
 
         return self._go("empty", run, False)
@@ -187,14 +193,14 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         Raises:
             MismatchError: lengths differ.
         """
-        call = Request("adopt", None, (nbytes,))
+        request = Request("adopt", None, (nbytes,))
         made: list[Any] = []
 
         def run() -> Any:
-            def share(src: None, dst: None, request: Request, seconds: float) -> None:
+            def share(src: None, dst: None, seconds: float) -> None:
                 made.append(self._backend.adopt(nbytes, move, request, seconds))
 
-            self._carry(Plan(call, share), None, None, self.timeout)
+            self._carry(Planned(request, share), None, None, self.timeout)
             return made[0]
 
         adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
@@ -325,6 +331,38 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         """
         return self.group(range(self.size))
 
+    # -- the same call again and again ----------------------------------------------------
+
+    def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
+        """Prepare a collective call, for loops that make the same one on the same arrays.
+
+        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
+        spares what is found out about arrays and arguments anew in every
+        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way.
+
+        Args:
+            operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
+                ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
+                ``"all_to_all"`` or ``"barrier"``.
+            args, options: as the method takes them, but for ``async_op``, which is given when the
+                call is made. Arrays are contiguous and on the CPU, no structures; what is cut or
+                joined is so along the first axis.
+
+        Raises:
+            InvalidArgumentError: there is no such operation, or the arrays do not fit; and
+                whatever else the method raises before it sends anything.
+        """
+        if operation not in _PLANNED:
+            raise InvalidArgumentError(
+                f"plan: operation {operation!r}; one of {', '.join(_PLANNED)} {self._who}."
+            )
+        if "async_op" in options:
+            raise InvalidArgumentError("plan: async_op is given when the call is made.")
+        x = args[0] if args else options.get("x")
+        refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
+        prepared: PreparedCall = getattr(self, operation)(*args, **options, async_op=PREPARE)
+        return prepared
+
     # -- listening ------------------------------------------------------------------------
 
     def hook(
@@ -383,7 +421,6 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._closed = True
         # What was prepared would go on calling the transport.
         self._plans.clear()
-        self._repeated = Repeated()
         for listener in self._listeners:
             listener.close()
         backend, self._backend = self._backend, _Closed(self._backend, _CLOSED)  # type: ignore[assignment]
@@ -403,7 +440,6 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             "a communicator of their own."
         )
         self._plans.clear()
-        self._repeated = Repeated()
         self._backend = _Closed(self._backend, self._foreign)  # type: ignore[assignment]
 
     def _leave(self) -> None:
@@ -458,6 +494,9 @@ class _Closed:
 
     def refuse_broken(self, where: object) -> NoReturn:
         raise CommunicatorClosedError(f"{where}: {self._why}")
+
+    def plan(self, request: Request) -> NoReturn:
+        self.refuse_broken(request.operation)
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise CommunicatorClosedError(f"{attribute}: {self._why}")

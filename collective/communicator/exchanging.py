@@ -15,7 +15,7 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
-from .plan import Plan
+from .plan import Planned
 from .rows import split_sizes
 
 __all__ = ["Exchanging"]
@@ -59,40 +59,37 @@ class Exchanging(PieceCalls):
         See Also:
             MPI_Alltoallv, ncclAlltoAll.
         """
-        what, method = "all_to_all", self._backend.all_to_all
-        plain = timeout is None and axis == 0 and counts is None and not async_op
-        plain = plain and not self._agree_sizes and out is not None
-        done, differ = self._again(what, x, out) if plain else (False, None)
-        if done:
-            return out
+        what = "all_to_all"
         seconds = self._seconds(timeout)
         nesting = nested.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
-        call = self._piece_call(what, leaves, nesting, None, axis, None, sends)
-        on_gpu = call.options.get("device")
+        planned = self._piece_plan(what, leaves, nesting, None, axis, None, sends)
+        request = planned.request
+        on_gpu = request.options.get("device")
 
         def run() -> Any:
             # What a rank receives is written in the others' headers, or like its own.
-            headers = differ
-            if headers is None:
-                try:
-                    even = [[s[self.rank]] * self.size for s in sends]
-                    if self._agree_first:
-                        self._agree(call, seconds)
-                    elif self._agree_sizes or on_gpu:
-                        told = self._swap(call, packed(), seconds)
-                        if told is not None:
-                            return send(even, call, _told(told, self.rank))
-                    return send(even, call)
-                except Disagreement as difference:
-                    headers = difference.headers
+            even = [[s[self.rank]] * self.size for s in sends]
+            try:
+                if self._agree_first:
+                    self._agree(request, seconds)
+                elif self._agree_sizes or on_gpu:
+                    found = self._swap(request, packed(), seconds)
+                    if found is not None:
+                        joined = functools.partial(_joined, found, request, self.rank)
+                        return send(even, Planned(request, joined))
+                return send(even, planned)
+            except Disagreement as difference:
+                headers = difference.headers
             self._rows_of(headers, len(leaves))
             table = [header["options"]["sizes"] for header in headers]
             receives = [
                 [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
             ]
-            return send(receives, Request(what, sizes=table))
+            incoming = self._lengths(receives, leaves, nesting)
+            agreed = Request(what, sizes=table, elements=request.elements, incoming=incoming)
+            return send(receives, self._planned(agreed))
 
         @functools.cache
         def packed() -> Array:
@@ -107,42 +104,27 @@ class Exchanging(PieceCalls):
                 ]
             )
 
-        def send(receives: list[list[int]], agreed: Request, method: Any = method) -> Any:
+        def send(receives: list[list[int]], agreed: Planned) -> Any:
             if nesting == 0:
-                inner = leaves[0].rows.inner
-                elements = tuple([n * inner for n in c[0]] for c in (sends, receives))
-                return self._move_one(
-                    what, Plan(agreed, method, *elements), leaves[0], sum(receives[0]), None, True,
-                    out, seconds, (what, x) if plain and agreed is call else None,
-                )  # fmt: skip
-            to, coming = (
-                [
-                    sum(n[r] * leaf.rows.inner * leaf.dtype.itemsize
-                        for n, leaf in zip(counts, leaves))
-                    for r in range(self.size)
-                ]
-                for counts in (sends, receives)
-            )  # fmt: skip
+                total = sum(receives[0])
+                return self._move_one(what, agreed, leaves[0], total, None, True, out, seconds)
+            incoming = agreed.request.incoming
             src = Buffer(packed(), UINT8)
-            dst = Buffer.empty(sum(coming), UINT8, src.array)
-            self._carry(Plan(agreed, method, to, coming), src, dst, seconds, alike=False)
-            parts = np.split(dst.array, list(accumulate(coming))[:-1])
+            dst = Buffer.empty(sum(incoming), UINT8, src.array)
+            self._carry(agreed, src, dst, seconds, alike=False)
+            parts = np.split(dst.array, list(accumulate(incoming))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
         return self._go(what, run, async_op, *self._near(leaves))
 
 
-def _told(sources: list[Array], rank: int) -> Any:
-    """Return what stands for the transport where all ranks' pieces have come already."""
-
-    def all_to_all(
-        src: Buffer, dst: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], *rest: Any
-    ) -> None:
-        # The calls are the same, so everybody cuts as this rank does.
-        width = src.dtype.itemsize
-        start = width * sum(send_counts[:rank])
-        pieces = [source[start : start + width * send_counts[rank]] for source in sources]
-        np.concatenate(pieces, out=dst.array.view(np.uint8))
-
-    return all_to_all
+def _joined(
+    sources: list[Array], request: Request, rank: int, src: Buffer, dst: Buffer, seconds: float
+) -> None:
+    """Stand for the transport where all ranks' pieces have come already."""
+    # The calls are the same, so everybody cuts as this rank does.
+    width, counts = src.dtype.itemsize, request.elements
+    start = width * sum(counts[:rank])
+    pieces = [source[start : start + width * counts[rank]] for source in sources]
+    np.concatenate(pieces, out=dst.array.view(np.uint8))

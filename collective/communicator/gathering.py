@@ -16,13 +16,10 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
-from .plan import Plan
+from .plan import Planned
 from .rows import check_counts
 
 __all__ = ["Gathering"]
-
-# Counts by which a call can be known again.
-_LISTS, _INTEGERS = (list, tuple), {int}
 
 
 class Gathering(PieceCalls):
@@ -106,21 +103,6 @@ class Gathering(PieceCalls):
         timeout: float | None,
         async_op: bool,
     ) -> Any:
-        method = self._backend.all_gather if root is None else self._backend.gather
-        plain = timeout is None and axis == 0 and out is not None
-        again: Any = what, root
-        differ = None
-        if counts is not None:
-            plain = plain and type(counts) in _LISTS and set(map(type, counts)) == _INTEGERS
-            again = what, root, *(counts if plain else ())
-            kept = self._repeated.find(again, x, out) if plain else None
-            if kept is not None:
-                return self._repeat(kept, x, out, async_op)
-        else:
-            plain = plain and not async_op and not self._agree_sizes
-            done, differ = self._again(again, x, out) if plain else (False, None)
-            if done:
-                return out
         seconds = self._seconds(timeout)
         nesting = nested.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
@@ -135,8 +117,9 @@ class Gathering(PieceCalls):
                         f"array has {leaf.rows.length} {self._who}."
                     )
             known = [lengths] * len(leaves)
-        call = self._piece_call(what, leaves, nesting, root, axis, counts)
-        on_gpu = call.options.get("device")
+        planned = self._piece_plan(what, leaves, nesting, root, axis, counts)
+        request = planned.request
+        on_gpu = request.options.get("device")
 
         @functools.cache
         def packed() -> Array:
@@ -144,56 +127,46 @@ class Gathering(PieceCalls):
             arrays = [leaf.rows.array.ravel() for leaf in leaves]
             return arrays[0].view(np.uint8) if nesting == 0 else bytes_of(arrays)
 
-        def send(rows: list[list[int]], agreed: Request, method: Any = method) -> Any:
+        def send(rows: list[list[int]], agreed: Planned) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
-            end = () if root is None else (root,)
+            elements = agreed.request.elements
             if nesting == 0:
-                elements = [length * leaves[0].rows.inner for length in rows[0]]
-                plan = Plan(agreed, method, elements, *end)
+                at = sum(elements[: self.rank])
                 return self._move_one(
-                    what, plan, leaves[0], sum(rows[0]), sum(elements[: self.rank]), receives, out,
-                    seconds, (again, x) if plain and agreed is call else None,
-                )  # fmt: skip
-            nbytes = [
-                sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
-                for k in range(self.size)
-            ]
+                    what, agreed, leaves[0], sum(rows[0]), at, receives, out, seconds
+                )
             src = Buffer(packed(), UINT8)
-            dst = Buffer.empty(sum(nbytes), UINT8, src.array) if receives else None
-            self._carry(Plan(agreed, method, nbytes, *end), src, dst, seconds, alike=False)
+            dst = Buffer.empty(sum(elements), UINT8, src.array) if receives else None
+            self._carry(agreed, src, dst, seconds, alike=False)
             if dst is None:
                 return None
-            parts = np.split(dst.array, list(accumulate(nbytes))[:-1])
+            parts = np.split(dst.array, list(accumulate(elements))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, rows)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
         def run() -> Any:
             even = known or [[leaf.rows.length] * self.size for leaf in leaves]
-            headers = differ
-            if headers is None:
-                try:
-                    if self._agree_first:
-                        self._agree(call, seconds)
-                    elif (self._agree_sizes or on_gpu) and known is None:
-                        told = self._swap(call, packed(), seconds)
-                        if told is not None:
-                            return send(even, call, _told(told))
-                    return send(even, call)
-                except Disagreement as difference:
-                    headers = difference.headers
+            try:
+                if self._agree_first:
+                    self._agree(request, seconds)
+                elif (self._agree_sizes or on_gpu) and known is None:
+                    found = self._swap(request, packed(), seconds)
+                    if found is not None:
+                        return send(even, Planned(request, functools.partial(_joined, found)))
+                return send(even, planned)
+            except Disagreement as difference:
+                headers = difference.headers
             if known is not None:
                 self._mismatch(headers)
             rows = self._rows_of(headers, len(leaves))
-            return send(rows, Request(what, sizes=rows, root=root))
+            elements = self._lengths(rows, leaves, nesting)
+            agreed = Request(what, root=root, elements=elements, sizes=rows)
+            return send(rows, self._planned(agreed))
 
         return self._go(what, run, async_op, *self._near(leaves))
 
 
-def _told(pieces: list[Array]) -> Any:
-    """Return what stands for the transport where the pieces have come already."""
-
-    def gather(src: Buffer, dst: Buffer | None, *rest: Any) -> None:
-        if dst is not None:
-            np.concatenate(pieces, out=dst.array.view(np.uint8))
-
-    return gather
+def _joined(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+    """Stand for the transport where the pieces have come already."""
+    if dst is not None:
+        np.concatenate(pieces, out=dst.array.view(np.uint8))

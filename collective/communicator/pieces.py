@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ from collective.errors import DeviceError, DtypeError, InvalidArgumentError, Sha
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
-from collective.request import Disagreement, Request
+from collective.request import Request
 
 from .calls import Array, Calls, View
 from .heads import HEAD_BYTES, Head
 from .output import Output
-from .plan import Plan
+from .plan import Planned
 from .rows import Rows
 from .streams import Near, nearest
 
@@ -45,14 +44,13 @@ class PieceCalls(Calls):
     def _move_one(
         self,
         what: str,
-        plan: Plan,
+        planned: Planned,
         leaf: Leaf,
         total: int,
         at: int | None,
         receives: bool,
         out: Any,
         seconds: float,
-        again: tuple[Any, Any] | None,
     ) -> Any:
         """Move one array, straight from where it is and to where it goes.
 
@@ -60,7 +58,6 @@ class PieceCalls(Calls):
             total: rows of the result.
             at: where this rank's own piece is in the result, if the call may be in place.
             seconds: that it may take.
-            again: the key under which to keep the call, and x.
         """
         rows, dtype = leaf.rows, leaf.dtype
         fits: Exception | None = None
@@ -83,9 +80,7 @@ class PieceCalls(Calls):
             ):
                 source = Buffer(src.copy(), dtype)
             dst = Buffer(target, dtype)
-        if again is not None and dst is not None and fits is None:
-            self._repeated.keep(*again, out, source, dst, plan)
-        self._carry(plan, source, dst, seconds, alike=False)
+        self._carry(planned, source, dst, seconds, alike=False)
         if fits is not None:
             raise fits
         if output is None:
@@ -96,24 +91,6 @@ class PieceCalls(Calls):
     def _near(self, leaves: Sequence[Leaf]) -> Near:
         """Return what the call runs by."""
         return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
-
-    def _again(self, key: Any, x: Any, out: Any) -> tuple[bool, list[Header] | None]:
-        """Repeat a kept call if there is one.
-
-        Returns:
-            Whether that was done; and if the ranks turned out to differ, which the caller
-            takes from there, their headers.
-        """
-        kept = self._repeated.find(key, x, out)
-        if kept is None:
-            return False, None
-        src, dst, plan = kept
-        run = functools.partial(self._carry, plan, src, dst, self.timeout, alike=False)
-        try:
-            self._in_turn(plan.request.operation, run, kept, x)
-        except Disagreement as difference:
-            return False, difference.headers
-        return True, None
 
     def _swap(self, request: Request, payload: Array, seconds: float) -> list[Array] | None:
         """Compare ``call`` on all ranks, and give all of them every rank's bytes if they are few.
@@ -137,16 +114,16 @@ class PieceCalls(Calls):
         head.words[0] = request.digest
         head.put(payload)
         every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
-        about = self._about(request, request.operation, request.options.get("root"))
-        plan = Plan(about, self._backend.all_gather, [HEAD_BYTES] * self.size)
-        self._carry(plan, head.buffer, every, seconds, alike=False)
+        lengths = [HEAD_BYTES] * self.size
+        about = self._about(request, request.operation, request.root, "all_gather", lengths)
+        self._carry(about, head.buffer, every, seconds, alike=False)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
         if any(each.words[0] != request.digest for each in heads):
             self._agree(request, seconds)
         found = [each.inline(payload.size) for each in heads]
         return [each for each in found if each is not None] or None
 
-    def _piece_call(
+    def _piece_plan(
         self,
         what: str,
         leaves: list[Leaf],
@@ -155,26 +132,57 @@ class PieceCalls(Calls):
         axis: int,
         counts: Sequence[int] | None,
         sizes: list[list[int]] | None = None,
-    ) -> Request:
-        """Return the call of pieces whose lengths along ``axis`` may differ."""
+    ) -> Planned:
+        """Return the plan of pieces whose lengths along ``axis`` may differ.
+
+        It is for the case that all ranks have as much as this one, or ``counts`` of it.
+
+        Args:
+            counts: the ranks' lengths along ``axis``, if they are known.
+            sizes: of ``all_to_all``, how many rows of each leaf this rank sends to each.
+        """
         fixed = counts is not None
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
         where = self._where(leaves[0].rows.array) if leaves else None
         key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes), where)
-        call = self._plans.get(key)
-        if call is None:
-            options: dict[str, Any] = {"root": root, "axis": axis or None, "sizes": sizes}
-            options["counts"] = None if counts is None else list(map(int, counts))
-            options["device"] = where
-            if nesting == 0:
-                (dtype, shape), *_ = shapes
-                call = Request(what, dtype, shape, **options)
-            else:
-                names = [[dtype.name, *shape] for dtype, shape in shapes]
-                call = Request(what, leaves=names, nesting=nesting, **options)
-            self._remember(key, call)
-        return call
+        planned: Planned | None = self._plans.get(key)
+        if planned is not None:
+            return planned
+        incoming = None
+        if sizes is not None:
+            elements = self._lengths(sizes, leaves, nesting)
+            even = [[s[self.rank]] * self.size for s in sizes]
+            incoming = self._lengths(even, leaves, nesting)
+        else:
+            rows = [counts or [leaf.rows.length] * self.size for leaf in leaves]
+            elements = self._lengths(rows, leaves, nesting)
+        options: dict[str, Any] = {
+            "axis": axis or None, "sizes": sizes, "elements": elements, "incoming": incoming,
+            "counts": None if counts is None else list(map(int, counts)), "device": where,
+        }  # fmt: skip
+        if nesting == 0:
+            (dtype, shape), *_ = shapes
+            request = Request(what, dtype, shape, root=root, **options)
+        else:
+            names = [[dtype.name, *shape] for dtype, shape in shapes]
+            request = Request(what, root=root, leaves=names, nesting=nesting, **options)
+        return self._remember(key, self._planned(request))
+
+    def _lengths(
+        self, rows: Sequence[Sequence[int]], leaves: Sequence[Leaf], nesting: Any
+    ) -> list[int]:
+        """Return how many elements of one array each rank has, or bytes of a structure.
+
+        Args:
+            rows: of each leaf, each rank's.
+        """
+        if nesting == 0:
+            return [length * leaves[0].rows.inner for length in rows[0]]
+        return [
+            sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, leaves))
+            for k in range(self.size)
+        ]
 
     def _rows_of(self, headers: Sequence[Header], count: int) -> list[list[int]]:
         """Return how many rows of each leaf each rank has; anything else must be equal."""

@@ -1,41 +1,32 @@
-"""What is found out about a call once, so that it can be made again and again."""
+"""A request with what the transport has made of it, so that it can be made again and again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collective.contract.backend import Plan
     from collective.request import Request
 
-__all__ = ["Plan"]
+__all__ = ["Planned"]
 
 
-class Plan:
-    """A call of the transport's without its buffers and its deadline.
-
-    ``plan.method(src, dst, *plan.arguments, plan.request, seconds)`` makes it.
+class Planned:
+    """A request with its plan.
 
     Attributes:
         request: what all ranks have to agree on.
-        method: of the transport.
-        arguments: what it takes between the buffers and the request.
+        plan: makes it, of two buffers and seconds: the transport's, or what stands for it.
         compares: whether the ranks' calls are only compared, and nothing is moved.
         native: whether it takes arrays of GPUs, if they are such, where they are.
     """
 
-    __slots__ = ("arguments", "compares", "method", "native", "request")
+    __slots__ = ("compares", "native", "plan", "request")
 
     def __init__(
-        self,
-        request: Request,
-        method: Callable[..., Any],
-        *arguments: Any,
-        compares: bool = False,
-        native: bool = True,
+        self, request: Request, plan: Plan, *, compares: bool = False, native: bool = True
     ) -> None:
         self.request = request
-        self.method = method
-        self.arguments = arguments
+        self.plan = plan
         self.compares = compares
         self.native = native

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,9 +26,12 @@ from collective.request import Disagreement, Request
 
 from .calls import Array, Calls, View
 from .output import Output
-from .plan import Plan
+from .plan import Planned
 from .rows import Rows, split_sizes
 from .streams import nearest
+
+if TYPE_CHECKING:
+    from collective.contract.backend import Plan
 
 __all__ = ["Reductions"]
 
@@ -78,28 +82,21 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        again = "all_reduce", op, order
-        if timeout is None and out is not None:
-            kept = self._repeated.find(again, x, out)
-            if kept is not None:
-                return self._repeat(kept, x, out, async_op)
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
         adapter, array, dtype = self._view("all_reduce", x)
         shape = array.shape
         key = ("all_reduce", dtype, shape, op, order, type(array))
-        plan = self._plans.get(key) or self._plan(key, None)
-        if not plan.native:
+        planned = self._plans.get(key) or self._reduction(key)
+        if not planned.native:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
         output = Output("all_reduce", out, adapter, shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-        if out is not None:
-            self._repeated.keep(again, x, out, src, dst, plan)
 
         def run() -> Any:
-            self._carry(plan, src, dst, seconds)
+            self._carry(planned, src, dst, seconds)
             return output.finish()
 
         return self._go("all_reduce", run, async_op, array, adapter)
@@ -140,8 +137,8 @@ class Reductions(Calls):
             return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
         adapter, array, dtype = self._view("reduce", x)
         key = ("reduce", dtype, array.shape, op, order, type(array), root)
-        plan = self._plans.get(key) or self._plan(key, root)
-        if not plan.native:
+        planned = self._plans.get(key) or self._reduction(key, root)
+        if not planned.native:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self._seconds(timeout)
         output = None
@@ -153,7 +150,7 @@ class Reductions(Calls):
             dst = src if src.array is output.flat else Buffer(output.flat, dtype)
 
         def run() -> Any:
-            self._carry(plan, src, dst, seconds)
+            self._carry(planned, src, dst, seconds)
             return None if output is None else output.finish()
 
         return self._go("reduce", run, async_op, array, adapter)
@@ -193,8 +190,8 @@ class Reductions(Calls):
             return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
         adapter, array, dtype = self._view("scan", x)
         key = ("scan", dtype, array.shape, op, None, type(array))
-        plan = self._plans.get(key) or self._plan(key, None)
-        if not plan.native:
+        planned = self._plans.get(key) or self._reduction(key)
+        if not planned.native:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         output = Output("scan", out, adapter, array.shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
@@ -202,7 +199,7 @@ class Reductions(Calls):
         seconds = self._seconds(timeout)
 
         def run() -> Any:
-            self._carry(plan, src, dst, seconds)
+            self._carry(planned, src, dst, seconds)
             return output.finish()
 
         return self._go("scan", run, async_op, array, adapter)
@@ -239,11 +236,6 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
-        again = "reduce_scatter", op, order
-        plain = timeout is None and axis == 0 and counts is None and out is not None
-        kept = self._repeated.find(again, x, out) if plain else None
-        if kept is not None:
-            return self._repeat(kept, x, out, async_op)
         if type(x) is not np.ndarray and nested.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
@@ -253,11 +245,11 @@ class Reductions(Calls):
         key = (
             "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
         )  # fmt: skip
-        plan = self._plans.get(key)
-        if plan is None:
+        planned = self._plans.get(key)
+        if planned is None:
             elements = [size * rows.inner for size in sizes]
-            plan = self._plan(key, None, elements, axis=rows.axis, counts=counts)
-        if not plan.native:
+            planned = self._reduction(key, None, elements, axis=rows.axis, counts=counts)
+        if not planned.native:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
             rows = Rows("reduce_scatter", array, axis)
         shape = rows.shape_with(sizes[self.rank])
@@ -266,11 +258,9 @@ class Reductions(Calls):
         src = self._input(rows.array, dtype, output, out, None)
         seconds = self._seconds(timeout)
         dst = Buffer(piece, dtype)
-        if plain:
-            self._repeated.keep(again, x, out, src, dst, plan)
 
         def run() -> Any:
-            self._carry(plan, src, dst, seconds)
+            self._carry(planned, src, dst, seconds)
             rows.restore(piece, output.flat, sizes[self.rank])
             return output.finish()
 
@@ -278,14 +268,14 @@ class Reductions(Calls):
 
     # -- shared ---------------------------------------------------------------------------
 
-    def _plan(
+    def _reduction(
         self,
         key: tuple[Any, ...],
-        root: int | None,
+        root: int | None = None,
         elements: Sequence[int] | None = None,
         **options: Any,
-    ) -> Plan:
-        """Check a reduction, and return what makes it from now on.
+    ) -> Planned:
+        """Check a reduction, and plan it for now and later.
 
         Args:
             key: by which it is known: operation, dtype, shape, op, order, the kind of array, and
@@ -310,30 +300,19 @@ class Reductions(Calls):
             options["device"] = "cuda" if self._enqueues else None
         else:
             self._check_able(what, reducer, dtype)
-        # A factor is each rank's own affair; that there is one is not.
-        name = "premul_sum" if reducer.name == "premul_sum" else str(reducer)
         if options.get("counts") is not None:
             options["counts"] = list(map(int, options["counts"]))
-        request = Request(what, dtype, shape, op=name, order=order, root=root, **options)
-        arguments: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (reducer, ordered),
-            "reduce": (reducer, root, ordered),
-            "reduce_scatter": (elements, reducer, ordered),
-            "scan": (reducer,),
-        }
-        plan = Plan(request, getattr(self._backend, what), *arguments[what], native=native)
+        request = Request(
+            what, dtype, shape, op=reducer, ordered=ordered, root=root, elements=elements, **options
+        )
+        plan = self._backend.plan(request)
         if reducer.function is not None:
-            plan = Plan(request, self._fold, plan, request.at(1), native=native)
-        return self._remember(key, plan)
+            outcome = self._backend.plan(request.step(1, "barrier"))
+            plan = functools.partial(self._fold, plan, outcome)
+        return self._remember(key, Planned(request, plan, native=native))
 
     def _fold(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        fold: Plan,
-        outcome: Request,
-        request: Request,
-        seconds: float,
+        self, fold: Plan, outcome: Plan, src: Buffer, dst: Buffer | None, seconds: float
     ) -> None:
         """Fold with a user's operator, and return when all ranks have.
 
@@ -347,13 +326,13 @@ class Reductions(Calls):
         """
         end = time.monotonic() + seconds
         try:
-            _finish(fold.method(src, dst, *fold.arguments, request, seconds))
+            _finish(fold(src, dst, seconds))
         except (Disagreement, CommunicatorAbortedError):
             raise  # nothing has been folded, or all ranks know why
         except CollectiveError:
             self._half_done()  # it may be the operator's
             raise
-        _finish(self._backend.barrier(outcome, max(0.0, end - time.monotonic())))
+        _finish(outcome(None, None, max(0.0, end - time.monotonic())))
 
     def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
         able = self.capabilities
@@ -387,11 +366,13 @@ class Reductions(Calls):
             count = sum(views[i].array.size for i in members)
             kind = type(views[members[0]].array)
             key = (what, dtype, (count,), op, order, kind, root, str(nesting), str(shapes))
-            plan = self._plans.get(key) or self._plan(key, root, leaves=shapes, nesting=nesting)
-            if not plan.native:
+            planned = self._plans.get(key) or self._reduction(
+                key, root, leaves=shapes, nesting=nesting
+            )
+            if not planned.native:
                 for i in members:
                     views[i] = self._on_the_host(views[i])
-            groups.append((dtype, members, count, plan))
+            groups.append((dtype, members, count, planned))
         outputs: list[Output] | None = None
         if receives:
             outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
@@ -401,18 +382,18 @@ class Reductions(Calls):
             ]
 
         def run() -> Any:
-            for dtype, members, count, plan in groups:
+            for dtype, members, count, planned in groups:
                 arrays = [views[i].array for i in members]
                 # Where nothing is enqueued other ranks may have these on the CPU.
                 on_gpu = self._enqueues and not isinstance(arrays[0], np.ndarray)
                 if on_gpu and what == "all_reduce" and outputs is not None:
                     pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
-                    self._together(pairs, plan, out is None or out is x, seconds)
+                    self._together(pairs, planned, out is None or out is x, seconds)
                     continue
                 src = Buffer.empty(count, dtype, arrays[0])
                 np.concatenate([array.ravel() for array in arrays], out=src.array)
                 dst = src if receives else None
-                self._carry(plan, src, dst, seconds)
+                self._carry(planned, src, dst, seconds)
                 if outputs is not None:
                     start = 0
                     for i, array in zip(members, arrays):
@@ -427,7 +408,7 @@ class Reductions(Calls):
         )
 
     def _together(
-        self, pairs: Sequence[tuple[Array, Output]], plan: Plan, apart: bool, seconds: float
+        self, pairs: Sequence[tuple[Array, Output]], planned: Planned, apart: bool, seconds: float
     ) -> None:
         """All-reduce several arrays of a GPU where they are, started at once.
 
@@ -437,7 +418,7 @@ class Reductions(Calls):
         buffers = []
         for array, output in pairs:
             src = array.ravel()
-            dtype = plan.request.dtype
+            dtype = planned.request.dtype
             assert dtype is not None
             if not apart:
                 src = src.copy()
@@ -445,12 +426,12 @@ class Reductions(Calls):
                 src = output.flat  # in place
             buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
 
-        def start(src: None, dst: None, request: Request, seconds: float) -> None:
+        def start(src: None, dst: None, seconds: float) -> None:
             with self._backend.batch():
                 for source, target in buffers:
-                    plan.method(source, target, *plan.arguments, request, seconds)
+                    planned.plan(source, target, seconds)
 
-        self._carry(Plan(plan.request, start), None, None, seconds)
+        self._carry(Planned(planned.request, start), None, None, seconds)
 
     def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
         if nested.skeleton(out) != nesting:
@@ -480,16 +461,17 @@ class Reductions(Calls):
         sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
         groups = []
         for dtype, members in _by_dtype(views).items():
-            key = (what, dtype, (), op, order, type(views[members[0]].array), axis, *told)
             elements = [sum(sizes[i][r] * rows[i].inner for i in members) for r in range(self.size)]
-            plan = self._plans.get(key) or self._plan(
+            kind, whole = type(views[members[0]].array), (sum(elements),)
+            key = (what, dtype, whole, op, order, kind, axis, *told)
+            planned = self._plans.get(key) or self._reduction(
                 key, None, elements, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )
-            if not plan.native:
+            if not planned.native:
                 for i in members:
                     views[i] = self._on_the_host(views[i])
                     rows[i] = Rows(what, views[i].array, axis)
-            groups.append((dtype, members, elements[self.rank], plan))
+            groups.append((dtype, members, elements[self.rank], planned))
         outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
         outputs = [
             Output(
@@ -499,11 +481,11 @@ class Reductions(Calls):
         ]  # fmt: skip
 
         def run() -> Any:
-            for dtype, members, count, plan in groups:
+            for dtype, members, count, planned in groups:
                 pieces = [rows[i].piece(sizes[i], r) for r in range(self.size) for i in members]
                 src = Buffer(np.concatenate(pieces), dtype)
                 dst = Buffer.empty(count, dtype, src.array)
-                self._carry(plan, src, dst, seconds)
+                self._carry(planned, src, dst, seconds)
                 start = 0
                 for i in members:
                     length = sizes[i][self.rank]

@@ -15,7 +15,6 @@ from collective.request import Request
 
 from .heads import Head
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
-from .plan import Plan
 from .rows import Rows, split_sizes
 
 __all__ = ["Scattering"]
@@ -115,9 +114,8 @@ class Scattering(PieceCalls):
                 mine = Buffer(room, UINT8)
             else:
                 mine = Buffer.empty(nbytes[self.rank], UINT8)
-            agreed = Request(what, root=root, sizes=nbytes)
-            plan = Plan(agreed, self._backend.scatter, nbytes, root)
-            self._carry(plan, packed, mine, seconds, alike=False)
+            agreed = Request(what, root=root, elements=nbytes, sizes=nbytes)
+            self._carry(self._planned(agreed), packed, mine, seconds, alike=False)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
             nesting = options["nesting"]
             found = self._assemble(what, [mine.array], results, kept, out, nesting, x)
@@ -144,14 +142,13 @@ class Scattering(PieceCalls):
         if self.rank == root:
             head.words[0] = text.size
             head.put(text)
-        about = request.comparing(root=root)
-        plan = self._broadcast_plan(about, root)
-        self._carry(plan, head.buffer, head.buffer, seconds, alike=False)
+        about = request.comparing("broadcast")
+        self._carry(self._planned(about), head.buffer, head.buffer, seconds, alike=False)
         told = head.inline(int(head.words[0]))
         if told is None:
             told = np.empty(int(head.words[0]), np.uint8)
             if self.rank == root:
                 told[:] = text
             text_of_root = Buffer(told, UINT8)
-            self._carry(plan, text_of_root, text_of_root, seconds, alike=False)
+            self._carry(self._planned(about), text_of_root, text_of_root, seconds, alike=False)
         return dict(json.loads(told.tobytes()))

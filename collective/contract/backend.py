@@ -3,7 +3,8 @@
 A transport connects ``size`` ranks and moves contiguous memory between them. Two
 methods, :meth:`Backend.send` and :meth:`Backend.recv`, make a complete one: every
 other operation has a default over those two, in :mod:`collective.algorithms`, and a
-transport overrides what it does faster. ``docs/writing-a-backend.md`` is the guide,
+transport overrides what it does faster: the operation's method, or :meth:`Backend.plan`, which
+finds out about a request once. ``docs/writing-a-backend.md`` is the guide,
 ``python -m collective.testing NAME`` the judge.
 
 Rules for every method:
@@ -31,6 +32,7 @@ Rules for every method:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -80,13 +82,17 @@ if TYPE_CHECKING:
     from .work import Work
     from .world import World
 
-__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group", "Note"]
+__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group", "Note", "Plan"]
 
 #: What a rank notes: ``name`` of the communicator and ``number`` of the call there, ``begun`` calls
 #: of each communicator by name, ``header`` as of ``Request.header``, ``made``: where the
 #: communicator was, ``beat``, which grows from note to note, and what this rank has ``found``: the
 #: calls of a circle, each a name and a number, and the text that tells of it; or None.
 Note = Mapping[str, Any]
+
+#: What makes a request: takes its input, where the result goes, and seconds; see
+#: :meth:`Backend.plan`.
+Plan = Callable[[Any, Any, float], "Work[Any] | None"]
 
 #: As ``src`` of a receive: whoever sends first.
 ANY_SOURCE = -1
@@ -254,134 +260,106 @@ class Backend(ABC):
         agreement.agree(self, request, timeout)
 
     def lacking(self, lacks: bool, request: Request, timeout: float) -> list[int]:
-        """Tell all ranks whether this one lacks memory for ``call``; return those that do.
+        """Tell all ranks whether this one lacks memory for ``request``; return those that do.
 
-        The same on every rank. An ``all_gather`` carries it, and compares ``call`` where it does.
+        The same on every rank. An ``all_gather`` carries it, and compares the calls where it does.
         """
         mine = Buffer(np.array([lacks], np.uint8), BY_NAME["uint8"])
         every = Buffer.empty(self.size, BY_NAME["uint8"])
-        work = self.all_gather(mine, every, [1] * self.size, request, timeout)
+        collecting = self.plan(request.step(-1, "all_gather", elements=[1] * self.size))
+        work = collecting(mine, every, timeout)
         if work is not None:
             work.wait()
         return [rank for rank, lacks in enumerate(every.array) if lacks]
 
-    def barrier(self, request: Request, timeout: float) -> Work[Any] | None:
+    def plan(self, request: Request) -> Plan:
+        """Return what makes ``request``: a function of two buffers and the seconds it may take.
+
+        It is kept and called again whenever the same is asked for, so what can be found out
+        about a call is found out here. By default it is the method of that name, which follow.
+        Who calls a transport calls this.
+        """
+        return functools.partial(getattr(self, request.operation), request)
+
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> Work[Any] | None:
         """Return when every rank has called it."""
         barrier.barrier(self, timeout)
         return None
 
     def broadcast(
-        self, buffer: Buffer, root: int, request: Request, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
-        """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank."""
-        broadcast.broadcast(self, buffer, root, timeout)
+        """Copy ``src`` of ``request.root`` into ``dst`` of every other rank.
+
+        On each rank the two are one buffer.
+        """
+        broadcast.broadcast(self, dst, request.root, timeout)
         return None
 
     def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
     ) -> Work[Any] | None:
-        """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
-
-        ``ordered`` asks for ``((x0 op x1) op x2) op …``, element by element.
-        """
-        reduce.reduce(self, src, dst, op, root, ordered, timeout)
+        """Fold the ranks' ``src`` into ``dst`` of ``request.root``; ``dst`` is None elsewhere."""
+        reduce.reduce(self, src, dst, request.op, request.root, request.ordered, timeout)
         return None
 
     def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into every rank's ``dst``."""
-        all_reduce.all_reduce(self, src, dst, op, ordered, timeout)
+        all_reduce.all_reduce(self, src, dst, request.op, request.ordered, timeout)
         return None
 
     def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
-        """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
+        """Fold the ranks' ``src`` and leave ``request.elements[rank]`` elements of it in ``dst``.
 
-        ``src`` holds ``sum(counts)`` elements, rank 0's part first.
+        ``src`` holds all of them, rank 0's piece first.
         """
-        reduce_scatter.reduce_scatter(self, src, dst, counts, op, ordered, timeout)
+        counts, ordered = request.elements, request.ordered
+        reduce_scatter.reduce_scatter(self, src, dst, counts, request.op, ordered, timeout)
         return None
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> Work[Any] | None:
+    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> Work[Any] | None:
         """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
-        scan.scan(self, src, dst, op, timeout)
+        scan.scan(self, src, dst, request.op, timeout)
         return None
 
     def scatter(
-        self,
-        src: Buffer | None,
-        dst: Buffer,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer | None, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
-        """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``."""
-        scatter.scatter(self, src, dst, counts, root, timeout)
+        """Cut ``src`` of ``request.root`` into ``request.elements``; piece ``rank`` is ``dst``."""
+        scatter.scatter(self, src, dst, request.elements, request.root, timeout)
         return None
 
     def gather(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        counts: Sequence[int],
-        root: int,
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
     ) -> Work[Any] | None:
-        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``."""
-        gather.gather(self, src, dst, counts, root, timeout)
+        """Concatenate the ranks' ``src``, of ``request.elements``, in ``dst`` of the root."""
+        gather.gather(self, src, dst, request.elements, request.root, timeout)
         return None
 
     def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
-        """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
+        """Concatenate the ranks' ``src``, of ``request.elements``, in every ``dst``.
 
-        In place: ``src`` may be its own part of ``dst``.
+        In place: ``src`` may be its own piece of ``dst``.
         """
-        all_gather.all_gather(self, src, dst, counts, timeout)
+        all_gather.all_gather(self, src, dst, request.elements, timeout)
         return None
 
     def all_to_all(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        request: Request,
-        timeout: float,
+        self, request: Request, src: Buffer, dst: Buffer, timeout: float
     ) -> Work[Any] | None:
         """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
 
-        ``src`` and ``dst`` do not overlap. ``call`` has a shape only if all ranks have arrays of
-        that shape and cut them alike.
+        The pieces are of ``request.elements`` and ``request.incoming``; ``src`` and ``dst`` do not
+        overlap. ``request`` has a shape only if all ranks have arrays of that shape and cut them
+        alike.
         """
-        all_to_all.all_to_all(self, src, dst, send_counts, recv_counts, timeout)
+        all_to_all.all_to_all(self, src, dst, request.elements, request.incoming, timeout)
         return None
 
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:

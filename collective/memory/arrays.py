@@ -22,7 +22,7 @@ from .dtypes import FOREIGN, DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-__all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array", "known_adapter"]
+__all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array"]
 
 Array = np.ndarray[Any, Any]
 
@@ -91,21 +91,6 @@ class Adapter:
         """
         return stream or device.stream(0)
 
-    def place(self, x: Any) -> Any:
-        """Return address, shape, dtype and layout of an array, to be compared.
-
-        None if they do not say all that a call has to know of it.
-        """
-        return None
-
-    def alias(self, x: Any) -> Any:
-        """Return :meth:`view` of an array on the CPU that has a :meth:`place`, without ``x``.
-
-        The result keeps the memory alive, and not ``x`` itself. None if that cannot be, or if
-        it is not on the CPU.
-        """
-        return None
-
     def used_on(self, x: Any, stream: Stream) -> None:
         """Keep ``x``'s memory from other uses until what is enqueued on ``stream`` is done.
 
@@ -126,7 +111,7 @@ class NumpyAdapter(Adapter):
         self._foreign: dict[str, np.dtype[Any]] = {}
 
     def view(self, x: Any) -> tuple[Array, DType]:
-        dtype = dtypes.from_numpy(x.dtype)
+        dtype = dtypes.BY_NUMPY.get(x.dtype) or dtypes.from_numpy(x.dtype)
         if dtype.storage is not x.dtype and dtype.name in FOREIGN:
             self._foreign[dtype.name] = x.dtype
             return np.asarray(x).view(dtype.storage), dtype
@@ -254,11 +239,6 @@ def adapter_of(x: Any) -> Adapter:
     if found is None:
         found = _by_type[type(x)] = _find(x)
     return found
-
-
-def known_adapter(x: Any) -> Adapter | None:
-    """Return the adapter for ``x`` if one of its type has come by before, else None."""
-    return _by_type.get(type(x))
 
 
 def is_array(x: Any) -> bool:

@@ -26,17 +26,14 @@ class Buffer:
             ``DeviceArray`` where they are in the memory of a GPU.
         dtype: the element type.
         count: the number of elements.
-        memo: where the buffer will be used again, a dict in which a transport keeps what it
-            found out about the memory; else None.
     """
 
-    __slots__ = ("array", "count", "dtype", "memo")
+    __slots__ = ("array", "count", "dtype")
 
     def __init__(self, array: np.ndarray[Any, Any], dtype: DType) -> None:
         self.array = array
         self.dtype = dtype
         self.count = array.size
-        self.memo: dict[Any, Any] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -91,11 +91,6 @@ class CudaArrayAdapter(Adapter):
         memory.used_on(stream)
         return DeviceArray(memory.address, shape, dtype.storage, device, stream, owner=memory)
 
-    def place(self, x: Any) -> Any:
-        if type(x) is not DeviceArray or x._strides is not None or not x.writeable:
-            return None
-        return x.address, x.shape, x.dtype, x.stream.handle
-
     def used_on(self, x: Any, stream: Stream) -> None:
         owner = root_owner(x)
         if isinstance(owner, cuda.Memory):

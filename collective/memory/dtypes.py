@@ -59,7 +59,7 @@ for _name, _storage in FOREIGN.items():
 #: The types by their code on the wire.
 BY_CODE = list(BY_NAME.values())
 
-_BY_NUMPY: dict[np.dtype[Any], DType] = {BY_NAME[n].storage: BY_NAME[n] for n in _NATIVE}
+BY_NUMPY: dict[np.dtype[Any], DType] = {BY_NAME[n].storage: BY_NAME[n] for n in _NATIVE}
 
 
 def named(name: str) -> DType:
@@ -80,12 +80,12 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     Raises:
         DtypeError: strings, objects, records, dates and foreign byte orders cannot travel.
     """
-    found = _BY_NUMPY.get(dtype)
+    found = BY_NUMPY.get(dtype)
     if found is None:
         if dtype.name not in FOREIGN:
             raise DtypeError(
                 f"dtype: {dtype} cannot travel; one of {', '.join(BY_NAME)}. "
                 "Convert with x.astype(...), or send it as an object."
             )
-        found = _BY_NUMPY[dtype] = BY_NAME[dtype.name]
+        found = BY_NUMPY[dtype] = BY_NAME[dtype.name]
     return found

@@ -164,7 +164,7 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     ]
     hear = comm.barrier
     if cause == "send":
-        hear = partial(comm._backend.barrier, Request("barrier"), comm.timeout)
+        hear = partial(comm._backend.barrier, Request("barrier"), None, None, comm.timeout)
     if cause != "leave":
         _outcome(hear)
     if comm.rank == 0 and cause == "send":

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from collective.algorithms.tags import GROUP_TAG
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend, Failure, Plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,6 +162,14 @@ class FaultyBackend(Backend):
             return self._inner.recv(dst, src, tag, timeout)
         return self._after(self._inner.recv, dst, src, tag, timeout)
 
+    def sendrecv(
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    ) -> None:
+        self._after(self._inner.sendrecv, src, to, dst, source, tag, timeout)
+
+    def plan(self, request: Request) -> Plan:
+        return partial(self._after, self._inner.plan(request))
+
     def refuse_broken(self, where: object) -> None:
         self._inner.refuse_broken(where)
 
@@ -212,20 +221,3 @@ class FaultyBackend(Backend):
 
 def _kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _counted(name: str) -> Callable[..., Any]:
-    def operation(self: FaultyBackend, *args: Any) -> Any:
-        self._called()
-        return getattr(self._inner, name)(*args)
-
-    operation.__name__ = name
-    operation.__doc__ = f"Do what is planned, then :meth:`Backend.{name}` of the inner transport."
-    return operation
-
-
-for _name in (
-    "sendrecv barrier broadcast reduce all_reduce reduce_scatter scan scatter gather "
-    "all_gather all_to_all"
-).split():
-    setattr(FaultyBackend, _name, _counted(_name))

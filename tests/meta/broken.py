@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import signal
@@ -29,21 +30,28 @@ def _another(buffer: Buffer, array: np.ndarray[Any, Any]) -> Buffer:
     return Buffer(array, buffer.dtype)
 
 
+def _altered(request: Request, **changes: Any) -> Request:
+    """Return the same request, as all ranks will find, and something else for the transport."""
+    other = copy.copy(request)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
+
+
 class WrongRoot(ThreadsBackend):
     """Broadcasts what the rank after the root has."""
 
-    def broadcast(self, buffer: Buffer, root: int, request: Request, timeout: float) -> None:
-        super().broadcast(buffer, (root + 1) % self.size, request, timeout)
+    def broadcast(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        other = _altered(request, root=(request.root + 1) % self.size)
+        super().broadcast(other, src, dst, timeout)
 
 
 class WrongOrder(ThreadsBackend):
     """Joins the ranks' arrays last rank first."""
 
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> None:
-        super().all_gather(src, dst, counts, request, timeout)
-        pieces = np.split(dst.array.copy(), np.cumsum(counts)[:-1])
+    def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().all_gather(request, src, dst, timeout)
+        pieces = np.split(dst.array.copy(), np.cumsum(request.elements)[:-1])
         dst.array[:] = np.concatenate(pieces[::-1])
 
 
@@ -60,33 +68,16 @@ class LostTail(Loopback):
 class Aliasing(ThreadsBackend):
     """Folds in the input."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().all_reduce(request, src, dst, timeout)
         src.array[:] = dst.array
 
 
 class Stale(ThreadsBackend):
     """Gives the first result again when a call looks the same."""
 
-    def reduce_scatter(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        counts: Sequence[int],
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        super().reduce_scatter(src, dst, counts, op, ordered, request, timeout)
+    def reduce_scatter(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().reduce_scatter(request, src, dst, timeout)
         known = self.__dict__.setdefault("_known", {})
         dst.array[:] = known.setdefault(request.digest, dst.array.copy())
 
@@ -101,54 +92,30 @@ class SwappedTags(Loopback):
 class DroppedRank(ThreadsBackend):
     """Leaves out what the last rank contributes."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == self.size - 1 and self.size > 1:
             src = _another(src, np.zeros_like(src.array))
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+        super().all_reduce(request, src, dst, timeout)
 
 
 class WrongDtype(ThreadsBackend):
     """Folds everything as integers."""
 
-    def reduce(
-        self,
-        src: Buffer,
-        dst: Buffer | None,
-        op: ReduceOp,
-        root: int,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
+    def reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if src.dtype.kind == "f" and src.dtype.name != "bfloat16":
             src = _another(src, src.array.astype(np.int64).astype(src.array.dtype))
-        super().reduce(src, dst, op, root, ordered, request, timeout)
+        super().reduce(request, src, dst, timeout)
 
 
 class Saturating(ThreadsBackend):
     """Adds and multiplies narrow integers as vector units can: what overflows stays at the end."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        narrow = src.dtype.kind in "iu" and src.dtype.itemsize < 4
-        if narrow and op.name in ("sum", "prod"):
-            op = ReduceOp("user", function=_saturated(op.name, src.array.dtype))
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        narrow, name = src.dtype.kind in "iu" and src.dtype.itemsize < 4, request.op.name
+        if narrow and name in ("sum", "prod"):
+            op = ReduceOp("user", function=_saturated(name, src.array.dtype))
+            request = _altered(request, op=op)
+        super().all_reduce(request, src, dst, timeout)
 
 
 def _saturated(name: str, dtype: np.dtype[Any]) -> Any:
@@ -159,26 +126,18 @@ def _saturated(name: str, dtype: np.dtype[Any]) -> Any:
 class Platform(ThreadsBackend):
     """Leaves zeros and NaN to NumPy, which leaves them to the processor and their order."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        function = {"min": np.minimum, "max": np.maximum}.get(op.name)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        function = {"min": np.minimum, "max": np.maximum}.get(request.op.name)
         if function is not None:
-            op = ReduceOp("user", function=function)
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+            request = _altered(request, op=ReduceOp("user", function=function))
+        super().all_reduce(request, src, dst, timeout)
 
 
 class Hanging(ThreadsBackend):
     """Rank 1 never comes out of a barrier."""
 
-    def barrier(self, request: Request, timeout: float) -> None:
-        super().barrier(request, timeout)
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
+        super().barrier(request, src, dst, timeout)
         if self.rank == 1:
             released.wait()
 
@@ -186,34 +145,29 @@ class Hanging(ThreadsBackend):
 class Crashing(ShmBackend):
     """Rank 1's process is killed in all_gather."""
 
-    def all_gather(
-        self, src: Buffer, dst: Buffer, counts: Sequence[int], request: Request, timeout: float
-    ) -> None:
+    def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().all_gather(src, dst, counts, request, timeout)
+        super().all_gather(request, src, dst, timeout)
 
 
 class Raising(ThreadsBackend):
     """Lets an error of the library underneath through."""
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> None:
+    def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == 1:
             raise OSError("the cable is loose")
-        super().scan(src, dst, op, request, timeout)
+        super().scan(request, src, dst, timeout)
 
 
 class Swallowing(ThreadsBackend):
     """Goes on with whatever is there when a user's operator raises."""
 
-    def scan(
-        self, src: Buffer, dst: Buffer, op: ReduceOp, request: Request, timeout: float
-    ) -> None:
+    def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        op = request.op
         if op.function is not None:
-            op = dataclasses.replace(op, function=_or_left(op.function))
-        super().scan(src, dst, op, request, timeout)
+            request = _altered(request, op=dataclasses.replace(op, function=_or_left(op.function)))
+        super().scan(request, src, dst, timeout)
 
 
 def _or_left(function: Any) -> Any:
@@ -229,56 +183,34 @@ def _or_left(function: Any) -> Any:
 class Undivided(ThreadsBackend):
     """Averages without dividing."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        op = as_op("sum") if op.name == "avg" else op
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        if request.op.name == "avg":
+            request = _altered(request, op=as_op("sum"))
+        super().all_reduce(request, src, dst, timeout)
 
 
 class Disordered(Loopback):
     """Folds in whatever order is fastest when rank order was asked for."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        super().all_reduce(src, dst, op, False, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().all_reduce(_altered(request, ordered=False), src, dst, timeout)
 
 
 class Commuting(Loopback):
     """Takes every operator for one that commutes, and folds from the last rank down."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        if op.function is not None:
-            function = op.function
-            op = dataclasses.replace(op, function=lambda a, b: function(b, a))
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        function = request.op.function
+        if function is not None:
+            op = dataclasses.replace(request.op, function=lambda a, b: function(b, a))
+            request = _altered(request, op=op)
+        super().all_reduce(request, src, dst, timeout)
 
 
 class Impatient(ThreadsBackend):
     """Does not wait in a barrier."""
 
-    def barrier(self, request: Request, timeout: float) -> None:
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         pass
 
 
@@ -313,9 +245,9 @@ class Deaf(ThreadsBackend):
 class Laconic(ThreadsBackend):
     """Does not say of a timeout that it is one."""
 
-    def barrier(self, request: Request, timeout: float) -> None:
+    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         try:
-            super().barrier(request, timeout)
+            super().barrier(request, src, dst, timeout)
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError("barrier: no", error.ranks) from error
 
@@ -348,16 +280,8 @@ class SortedGroups(ThreadsBackend):
 class Overrunning(ThreadsBackend):
     """Clears the element after the result, which is somebody else's."""
 
-    def all_reduce(
-        self,
-        src: Buffer,
-        dst: Buffer,
-        op: ReduceOp,
-        ordered: bool,
-        request: Request,
-        timeout: float,
-    ) -> None:
-        super().all_reduce(src, dst, op, ordered, request, timeout)
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().all_reduce(request, src, dst, timeout)
         whole = dst.array.base
         if isinstance(whole, np.ndarray) and whole.dtype == np.uint8:
             start = dst.array.ctypes.data - whole.ctypes.data + dst.nbytes

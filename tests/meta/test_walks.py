@@ -50,8 +50,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (52, 16), "again": (21, 11), "out": (16, 9)}),
-        ("gloo", {"first": (65, 20), "again": (35, 14), "out": (30, 12)}),
+        ("shm", {"first": (56, 16), "again": (18, 9), "out": (21, 9)}),
+        ("gloo", {"first": (69, 20), "again": (32, 13), "out": (34, 13)}),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:

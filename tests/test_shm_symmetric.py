@@ -1,4 +1,4 @@
-"""Calls that are made again on the same views, which shm prepares once and repeats."""
+"""Calls on symmetric memory of shm, which are made in place from 24 KiB up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collective.errors import CollectiveError, MismatchError
 from collective.memory.arrays import adapter_of
 from collective.start.file_store import FileStore
 
-# Above the size from which an operation is prepared, and not a multiple of the sizes.
+# Above the size from which symmetric memory is read in place, and not a multiple of the sizes.
 N = 20_011
 
 
@@ -60,7 +60,7 @@ NAMES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_repeated_call_sees_the_data_of_its_time(shm, size, name):  # noqa: F811
+def test_calls_in_place(shm, size, name):  # noqa: F811
     shm(size, changing_data, name)
 
 
@@ -75,32 +75,8 @@ def even_pieces(comm) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_repeated_all_to_all_of_even_pieces(shm, size):  # noqa: F811
+def test_all_to_all_of_even_pieces(shm, size):  # noqa: F811
     shm(size, even_pieces)
-
-
-def new_views(comm) -> tuple[int, int]:
-    """Drop and make views until an id is used again; the results have to be the new ones'."""
-    memory = comm.empty(4 * N)
-    seen: set[int] = set()
-    reused = 0
-    for step in range(40):
-        start = 16 * (step % 5) if step < 20 else 16 * ((step + comm.rank) % 5)
-        view = memory[start : start + N]
-        view[:] = comm.rank + step
-        reused += id(view) in seen
-        seen.add(id(view))
-        comm.all_reduce(view, out=view)
-        assert (view == sum(r + step for r in range(comm.size))).all(), step
-        del view
-    return reused, len(comm._repeated._views)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_views_with_the_id_of_an_earlier_one_are_not_taken_for_it(shm, size):  # noqa: F811
-    for reused, kept in shm(size, new_views):
-        assert reused > 0, "the test is void: no id came twice"
-        assert kept == 0, "calls on arrays that are gone are still kept"
 
 
 def other_places(comm, kind: str) -> None:
@@ -147,42 +123,6 @@ def test_all_gather_from_its_own_part_of_the_output(shm, size):  # noqa: F811
     shm(size, in_place_gather)
 
 
-def mixed_with_async(comm) -> None:
-    x, y = comm.empty(N)[:], comm.empty(N)[:]
-    for step in range(6):
-        x[:], y[:] = comm.rank + step, comm.rank * 2 + step
-        work = comm.all_reduce(y, out=y, async_op=True)
-        comm.all_reduce(x, out=x)
-        work.wait()
-        assert (x == sum(r + step for r in range(comm.size))).all(), step
-        assert (y == sum(2 * r + step for r in range(comm.size))).all(), step
-
-
-def test_repeated_calls_keep_their_order_with_asynchronous_ones(shm):  # noqa: F811
-    shm(2, mixed_with_async)
-
-
-def changed_shape(comm) -> None:
-    memory = comm.empty((2, N))
-    view = memory[:, :]
-    for shape in ((2, N), (N, 2), (2 * N,), (2, N)):
-        view = view.reshape(shape)
-        view[...] = comm.rank
-        assert comm.all_reduce(view, out=view).shape == shape
-        assert (view == sum(range(comm.size))).all(), shape
-    halves = comm.empty(2 * N, "int64")[:]
-    halves[:] = 1 + comm.rank
-    comm.all_reduce(halves, out=halves)
-    bits = halves.view(np.int32)
-    comm.all_reduce(bits, out=bits)
-    total = sum(1 + r for r in range(comm.size)) * comm.size
-    assert (bits.view(np.int64) == total).all()
-
-
-def test_a_view_that_is_reshaped_or_retyped_is_a_new_call(shm):  # noqa: F811
-    shm(2, changed_shape)
-
-
 def uneven_after_even(comm) -> None:
     x, out = comm.empty(N)[:], comm.empty(comm.size * N)[:]
     x[:] = comm.rank
@@ -217,7 +157,7 @@ def after_a_mismatch(comm) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_repeated_calls_go_on_after_a_mismatch(shm, size):  # noqa: F811
+def test_calls_go_on_after_a_mismatch(shm, size):  # noqa: F811
     shm(size, after_a_mismatch)
 
 
@@ -234,7 +174,7 @@ def scaled_ops(comm) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_repeated_averages_and_factors(shm, size):  # noqa: F811
+def test_averages_and_factors(shm, size):  # noqa: F811
     shm(size, scaled_ops)
 
 

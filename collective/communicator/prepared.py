@@ -1,0 +1,86 @@
+"""A call that is made again and again on the same arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.errors import InvalidArgumentError
+from collective.memory import nested
+from collective.memory.arrays import adapter_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PREPARE", "PreparedCall", "refuse_unfit"]
+
+#: As ``async_op`` of a communicator's method: return the call, prepared, and make none.
+PREPARE: Any = object()
+
+
+class PreparedCall:
+    """One collective call on given arrays; :meth:`Communicator.plan` returns it.
+
+    It keeps the arrays, and works on the memory that they had when it was made: on what is in it
+    whenever it is called.
+    """
+
+    __slots__ = ("_make", "operation")
+
+    def __init__(self, operation: str, make: Callable[[bool], Any]) -> None:
+        self.operation = operation
+        self._make = make
+
+    def __call__(self, *, async_op: bool = False) -> Any:
+        """Make the call.
+
+        Collective, as the call is: the other ranks may make it with or without a plan.
+
+        Args:
+            async_op: return a ``Work`` at once.
+
+        Returns:
+            What the call returns. Without ``out`` it is the same array every time.
+
+        Raises:
+            As the call. CommunicatorClosedError: the communicator was closed meanwhile.
+        """
+        return self._make(async_op)
+
+    def __repr__(self) -> str:
+        return f"<prepared {self.operation}>"
+
+
+def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
+    """Refuse arrays of which a call would work on a copy: it would be of one moment.
+
+    Raises:
+        InvalidArgumentError: a structure, strides, an ``out`` that overlaps ``x``, an ``axis``.
+    """
+    seen: list[Any] = []
+    for name, each in (("x", x), ("out", out)):
+        if each is None:
+            continue
+        if nested.is_tree(each):
+            raise InvalidArgumentError(
+                f"plan: {operation} of a structure; one array. Plan a call for each of them."
+            )
+        array: Any = adapter_of(each).view(each)[0]
+        if not array.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"plan: {operation}: {name} has strides; a contiguous array. Copy it into one, "
+                "and pass that."
+            )
+        if type(array) is not np.ndarray:
+            raise InvalidArgumentError(
+                f"plan: {operation}: {name} is on a GPU; an array on the CPU. Make the call, "
+                "which only enqueues it."
+            )
+        seen.append(array)
+    if len(seen) == 2 and out is not x and np.may_share_memory(seen[0], seen[1]):
+        raise InvalidArgumentError(
+            f"plan: {operation}: out overlaps x; memory of its own, or x itself."
+        )
+    if axis not in (0, -seen[0].ndim if seen else 0):
+        raise InvalidArgumentError(f"plan: {operation}: axis {axis}; the first one.")

@@ -1,0 +1,130 @@
+"""Prepared calls: ``comm.plan(operation, …)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective import Communicator
+from collective.errors import CommunicatorClosedError, InvalidArgumentError, MismatchError
+from collective.testing import run_ranks
+
+CALLS: dict[str, dict[str, Any]] = {
+    "all_reduce": {"op": "max"},
+    "reduce": {"root": 1},
+    "reduce_scatter": {},
+    "scan": {},
+    "broadcast": {"root": 1},
+    "gather": {"root": 0},
+    "all_gather": {},
+    "scatter": {"root": 1},
+    "all_to_all": {},
+}
+TURNS = 3
+
+
+def numbers(rank: int, turn: int) -> np.ndarray[Any, Any]:
+    return np.arange(8.0) * (rank + 1) + 100 * turn
+
+
+def planned_and_plain(comm: Communicator, operation: str) -> list[tuple[Any, Any]]:
+    x = numbers(comm.rank, 0)
+    step = comm.plan(operation, x, **CALLS[operation])
+    found = []
+    for turn in range(TURNS):
+        x[:] = numbers(comm.rank, turn)
+        planned = step()
+        plain = getattr(comm, operation)(numbers(comm.rank, turn), **CALLS[operation])
+        found.append((None if planned is None else planned.copy(), plain))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+@pytest.mark.parametrize("operation", CALLS)
+def test_it_does_what_the_call_does_on_what_is_there_by_then(backend: str, operation: str) -> None:
+    for rank in run_ranks(2, planned_and_plain, operation, backend=backend):
+        for planned, plain in rank:
+            np.testing.assert_array_equal(planned, plain)
+
+
+def test_ranks_with_and_without_a_plan_meet() -> None:
+    def program(comm: Communicator) -> list[float]:
+        x = np.ones(3)
+        step = comm.plan("all_reduce", x, out=x)
+        for _ in range(TURNS):
+            if comm.rank:
+                comm.all_reduce(x, out=x)
+            else:
+                assert step() is x
+        comm.plan("barrier")()
+        return x.tolist()
+
+    assert run_ranks(2, program, backend="threads") == [[2.0**TURNS] * 3] * 2
+
+
+def test_in_the_background_it_has_its_turn() -> None:
+    def program(comm: Communicator) -> list[float]:
+        x, y = np.full(2, comm.rank + 1.0), np.empty(2)
+        step = comm.plan("all_reduce", x, out=y)
+        first = step(async_op=True)
+        second = step(async_op=True)
+        assert first.wait() is y
+        assert second.wait() is y
+        return y.tolist()
+
+    assert run_ranks(2, program, backend="threads") == [[3.0, 3.0]] * 2
+
+
+def test_planning_sends_nothing_and_differences_are_found_by_the_call() -> None:
+    def program(comm: Communicator) -> None:
+        step = comm.plan("all_reduce", np.ones(2 + comm.rank))
+        with pytest.raises(MismatchError, match=r"float64\[2\]"):
+            step()
+
+    run_ranks(2, program, backend="threads")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("all_reduce", {"a": np.ones(2)}), "of a structure; one array"),
+        (("all_reduce", np.ones((4, 4))[:, ::2]), "x has strides"),
+        (("all_gathers", np.ones(2)), "operation 'all_gathers'; one of all_reduce"),
+    ],
+)
+def test_what_would_be_of_one_moment_is_refused(arguments: Any, says: str) -> None:
+    def program(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgumentError, match=says):
+            comm.plan(*arguments)
+
+    run_ranks(1, program, backend="threads")
+
+
+def test_what_the_call_alone_takes_is_refused() -> None:
+    def program(comm: Communicator) -> None:
+        x = np.ones(4)
+        for options, says in (
+            ({"out": x[::-1]}, "out has strides"),
+            ({"async_op": True}, "given when the call is made"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=says):
+                comm.plan("all_reduce", x, **options)
+        with pytest.raises(InvalidArgumentError, match="out overlaps x"):
+            comm.plan("all_reduce", x[:2], out=x[1:3])
+        with pytest.raises(InvalidArgumentError, match="axis 1; the first one"):
+            comm.plan("all_gather", np.ones((2, 2)), axis=1)
+
+    run_ranks(1, program, backend="threads")
+
+
+def test_a_closed_communicator_says_so() -> None:
+    def program(comm: Communicator) -> None:
+        mine = comm.dup()
+        step = mine.plan("all_reduce", np.ones(2))
+        mine.close()
+        with pytest.raises(CommunicatorClosedError, match="all_reduce"):
+            step()
+
+    run_ranks(2, program, backend="threads")
