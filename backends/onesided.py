@@ -110,7 +110,7 @@ class OneSided(Backend):
             self._sync(timeout)
 
     def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
-        fold = _Fold(request.op, src, self.size)
+        fold = _ChunkedFold(request.op, src, self.size)
         source, out = fold.prepare(src.array), dst.array
         count = source.size
         if self._open(request, source, out, source.nbytes, timeout):
@@ -135,7 +135,7 @@ class OneSided(Backend):
         self._sync(timeout)
 
     def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
-        fold = _Fold(request.op, src, self.size)
+        fold = _ChunkedFold(request.op, src, self.size)
         source = fold.prepare(src.array)
         count = source.size
         bounds = pieces.limits(pieces.even(count, self.size))
@@ -157,7 +157,7 @@ class OneSided(Backend):
         self._sync(timeout)
 
     def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
-        fold = _Fold(request.op, src, self.size)
+        fold = _ChunkedFold(request.op, src, self.size)
         source = fold.prepare(src.array)
         stays = self._open(request, source, None, source.nbytes, timeout)
         start = sum(request.elements[: self.rank])
@@ -168,7 +168,7 @@ class OneSided(Backend):
             self._sync(timeout)
 
     def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
-        fold = _Fold(request.op, src, self.rank + 1)
+        fold = _ChunkedFold(request.op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
         out = np.empty_like(dst.array) if in_place else dst.array
@@ -264,7 +264,7 @@ class OneSided(Backend):
         return table
 
 
-class _Fold:
+class _ChunkedFold:
     """One reduction: prepares the input, folds pieces in rank order, finishes them."""
 
     __slots__ = ("_fold", "_post", "_pre")

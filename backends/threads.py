@@ -32,13 +32,13 @@ __all__ = ["ThreadsBackend"]
 Array = np.ndarray[Any, Any]
 
 # Where the threads of one world meet: job -> hub. A hub leaves it when it is full.
-_hubs: dict[str, _Hub] = {}
+_hubs: dict[str, _Shared] = {}
 _hubs_lock = threading.Lock()
 # How often a wait looks for what nobody wakes it for.
 _LOOK_S = 0.5
 
 
-class _Hub:
+class _Shared:
     """What the ranks of one communicator share; ``condition`` guards all of it."""
 
     def __init__(self, size: int) -> None:
@@ -55,7 +55,7 @@ class _Hub:
         self.outputs: list[Array | None] = [None] * size
         self.failure: Failure | None = None
         self.mail: dict[tuple[int, int, int], deque[_Message]] = {}
-        self.groups: dict[tuple[tuple[int, ...], int], _Hub] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], _Shared] = {}
         self.joined: set[int] = set()
 
 
@@ -81,7 +81,7 @@ class ThreadsBackend(OneSided):
         detects_lost_peers=True,
     )
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: _Shared, rank: int) -> None:
         self.rank = rank
         self.size = hub.size
         self._hub = hub
@@ -93,7 +93,7 @@ class ThreadsBackend(OneSided):
     def connect(cls, world: World, timeout: float) -> Self:
         """Meet the other threads of ``world.job``; see :meth:`Backend.connect`."""
         with _hubs_lock:
-            hub = _hubs.setdefault(world.job, _Hub(world.size))
+            hub = _hubs.setdefault(world.job, _Shared(world.size))
         self = cls(hub, world.rank)
         with hub.condition:
             hub.joined.add(world.rank)
@@ -303,14 +303,14 @@ class ThreadsBackend(OneSided):
         with self._hub.condition:
             self.refuse_broken("group")
             self._made[key] = nth = self._made.get(key, 0) + 1
-            hub = self._hub.groups.setdefault((key, nth), _Hub(len(key)))
+            hub = self._hub.groups.setdefault((key, nth), _Shared(len(key)))
             hub.joined.add(self.rank)
             if len(hub.joined) == len(key):
                 del self._hub.groups[key, nth]
         return ThreadsBackend(hub, key.index(self.rank))
 
 
-def _drop(hub: _Hub, rank: int, owner: int) -> None:
+def _drop(hub: _Shared, rank: int, owner: int) -> None:
     """Tell the peers of a rank whose transport was collected that it will not come again."""
     # Without waiting for the lock: this may run in the middle of anything, and waits look again.
     if os.getpid() == owner and not hub.gone[rank]:

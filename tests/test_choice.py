@@ -198,7 +198,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
         dev.mkdir()
         for name in ("null", "nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(count))):
             (dev / name).touch()
-        monkeypatch.setattr(choice.Place, "dev", dev)
+        monkeypatch.setattr(choice.DeviceFiles, "dev", dev)
         monkeypatch.setattr(library, "_in_wheel", lambda: str(here))
 
     return say

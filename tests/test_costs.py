@@ -8,7 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from collective.algorithms import model
-from collective.algorithms.model import ALGORITHMS, Link, Measured, coefficients, fit, operations
+from collective.algorithms.model import (
+    ALGORITHMS,
+    LinkSpeed,
+    Measured,
+    coefficients,
+    fit,
+    operations,
+)
 
 N = 1 << 20
 ALPHA, BETA, GAMMA = 4e-6, 1 / 9e9, 1 / 30e9
@@ -99,7 +106,7 @@ def test_what_was_made_by_the_model_is_found_again(algorithm, alpha, beta, foldi
     assert found.typical < 1e-9
     assert found.r2 == pytest.approx(1)
     counts = coefficients("all_reduce", N, 64, 8, algorithm)
-    far = Link(1e-5, 1 / 12e9)
+    far = LinkSpeed(1e-5, 1 / 12e9)
     expected = counts @ [alpha, beta, *far, gamma]
     assert found.seconds(counts, far) == pytest.approx(expected, rel=1e-6)
     assert found.interval(counts, far) == pytest.approx((expected, expected), rel=1e-6)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from collective.communicator import Communicator
-from collective.communicator.listener import Event
+from collective.communicator.listener import CallEvent
 from collective.errors import MismatchError
 from collective.ops import user_op
 from collective.testing import run_ranks
 
 
-def heard(comm: Communicator, call: Any) -> list[tuple[Event, BaseException | None]]:
+def heard(comm: Communicator, call: Any) -> list[tuple[CallEvent, BaseException | None]]:
     """Make a call; return what was heard of it, after it."""
-    found: list[tuple[Event, BaseException | None]] = []
-    begun: list[Event] = []
+    found: list[tuple[CallEvent, BaseException | None]] = []
+    begun: list[CallEvent] = []
     end = comm.hook(before=begun.append, after=lambda event, error: found.append((event, error)))
     try:
         call(comm)
@@ -85,7 +85,7 @@ def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None
 
 
 def test_messages_tell_their_ends() -> None:
-    def program(comm: Communicator) -> Event:
+    def program(comm: Communicator) -> CallEvent:
         other = 1 - comm.rank
         message = (
             (lambda comm: comm.send(np.ones(2), other, tag=5))
@@ -124,7 +124,7 @@ def test_an_operator_of_the_programs_is_one_call() -> None:
 
 def test_what_is_compared_first_is_heard_of_within() -> None:
     def program(comm: Communicator) -> list[tuple[str, bool]]:
-        begun: list[Event] = []
+        begun: list[CallEvent] = []
         comm.hook(before=begun.append)
         comm.all_reduce(np.ones(2))
         return [(event.operation, event.compares) for event in begun]
@@ -135,7 +135,7 @@ def test_what_is_compared_first_is_heard_of_within() -> None:
 
 def test_nothing_is_heard_of_after_the_end() -> None:
     def program(comm: Communicator) -> int:
-        found: list[Event] = []
+        found: list[CallEvent] = []
         end = comm.hook(before=found.append)
         comm.barrier()
         end()
@@ -147,7 +147,7 @@ def test_nothing_is_heard_of_after_the_end() -> None:
 
 def test_a_hook_that_raises_is_the_calls_error() -> None:
     def program(comm: Communicator) -> float:
-        def before(event: Event) -> None:
+        def before(event: CallEvent) -> None:
             raise ValueError("not now")
 
         end = comm.hook(before=before)

@@ -121,10 +121,10 @@ def test_configuration_begins_as_the_headers_struct(header: str) -> None:
         "int": ctypes.c_int,
         "const char": ctypes.c_char_p,
     }
-    ours = [(name, kind) for name, kind in prototypes.Config._fields_]
+    ours = [(name, kind) for name, kind in prototypes.NcclConfig._fields_]
     assert [(name, kinds[kind]) for name, kind in declared][: len(ours)] == ours
     config = prototypes.new_config(blocking=0)
-    assert config.size == ctypes.sizeof(prototypes.Config)
+    assert config.size == ctypes.sizeof(prototypes.NcclConfig)
     assert config.magic == constant(header, "NCCL_API_MAGIC")
     assert config.blocking == 0
     assert (config.minCTAs, config.netName) == (-(2**31), None)

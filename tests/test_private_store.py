@@ -19,25 +19,25 @@ from collective.contract.secret import Secret
 from collective.errors import RendezvousError
 from collective.start import private_store
 from collective.start.private_store import PrivateStore
-from collective.start.rendezvous import Place
+from collective.start.rendezvous import Address
 from tests.hosts import ROOT
 from tests.test_monitor import FAR
 
 SECRET = Secret(bytes(range(32)))
 
 
-def free_address() -> Place:
+def free_address() -> Address:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Place("127.0.0.1", probe.getsockname()[1], "a test")
+        return Address("127.0.0.1", probe.getsockname()[1], "a test")
 
 
-def store(where: Place, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
+def store(where: Address, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
     return PrivateStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
 
 
 @pytest.fixture
-def where() -> Iterator[Place]:
+def where() -> Iterator[Address]:
     """An address at which this process serves."""
     address = free_address()
     with contextlib.closing(store(address, serve=True)) as first:
@@ -45,31 +45,31 @@ def where() -> Iterator[Place]:
         yield address
 
 
-def asks(where: Place) -> Link:
+def asks(where: Address) -> Link:
     """Return a link of a rank that then says what no store says."""
     return connect(f"{where.host} {where.port}", SECRET.key("store"), FAR)
 
 
-def holds_its_value(where: Place) -> bool:
+def holds_its_value(where: Address) -> bool:
     with contextlib.closing(store(where)) as another:
         return another.get("key", time.monotonic() + FAR) == b"value"
 
 
-def test_ranks_read_what_others_publish(where: Place) -> None:
+def test_ranks_read_what_others_publish(where: Address) -> None:
     assert holds_its_value(where)
 
 
-def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Place) -> None:
+def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Address) -> None:
     with contextlib.closing(store(where, serve=True)) as again:
         assert again.try_get("key") == b"value"
 
 
-def test_another_secret_is_not_served_at_the_same_address(where: Place) -> None:
+def test_another_secret_is_not_served_at_the_same_address(where: Address) -> None:
     with pytest.raises(RendezvousError, match=r"another secret.*Set another port"):
         store(where, serve=True, secret=Secret(bytes(32)))
 
 
-def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Place) -> None:
+def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Address) -> None:
     wanted = rf"{where} \(a test\) is not rank 0 of this job: .*COLLECTIVE_SECRET_FILE"
     with pytest.raises(RendezvousError, match=wanted):
         store(where, secret=Secret(bytes(32)), timeout=0.3)
@@ -77,7 +77,7 @@ def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Place) -> 
 
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = Place("127.0.0.1", other.getsockname()[1], "a test")
+        address = Address("127.0.0.1", other.getsockname()[1], "a test")
         with pytest.raises(RendezvousError, match=r"in use.*COLLECTIVE_STORE=tcp://HOST:PORT"):
             store(address, serve=True)
 
@@ -92,7 +92,7 @@ def test_a_port_in_use_is_named() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
-    where: Place, words: dict[str, object]
+    where: Address, words: dict[str, object]
 ) -> None:
     with contextlib.closing(asks(where)) as link:
         link.send(words)
@@ -101,7 +101,7 @@ def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
     assert holds_its_value(where)
 
 
-def test_ten_thousand_random_strings(where: Place) -> None:
+def test_ten_thousand_random_strings(where: Address) -> None:
     """No exception escapes in the server's thread, and ranks connect meanwhile."""
     chance = random.Random(9)
     for number in range(10_000):
@@ -112,13 +112,13 @@ def test_ten_thousand_random_strings(where: Place) -> None:
     assert holds_its_value(where)
 
 
-def test_a_connection_that_broke_is_made_again(where: Place) -> None:
+def test_a_connection_that_broke_is_made_again(where: Address) -> None:
     with contextlib.closing(store(where)) as rank:
         rank._link.cut()
         assert rank.try_get("key") == b"value"
 
 
-def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Place) -> None:
+def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Address) -> None:
     with contextlib.closing(store(where)) as rank:
         # A question whose answer nobody waits for.
         rank._link.send({"kind": "get", "key": "key", "number": -1})
@@ -127,8 +127,8 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Place) -> 
 
 SERVER = """
     import sys
-    from tests.test_private_store import Place, store
-    served = store(Place("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
+    from tests.test_private_store import Address, store
+    served = store(Address("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
     served.set("ready", b"")
     assert "torch" not in sys.modules
     sys.stdin.read()

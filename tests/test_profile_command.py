@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from collective.algorithms.model import ALGORITHMS, Link, Measured, coefficients
+from collective.algorithms.model import ALGORITHMS, LinkSpeed, Measured, coefficients
 from collective.errors import ConfigError
 from collective.testing import run_ranks
 from collective.tools.cli.main import main
@@ -148,7 +148,7 @@ def figures():
 
 
 def test_a_prediction_is_the_sum_of_what_a_step_does():
-    outlook = predict(steps_of(), 2, figures(), [64], Link(1e-5, 1 / 12e9), 8)
+    outlook = predict(steps_of(), 2, figures(), [64], LinkSpeed(1e-5, 1 / 12e9), 8)
     assert outlook.fits[0].algorithm == "ring"
     (one,) = [p for p in outlook.predictions[0] if p.algorithm == "ring"]
     far = 126 * (1e-5 + (1 << 20) / 64 / 12e9) + 63 / 64 * (1 << 20) * 3e-11
@@ -177,7 +177,7 @@ def test_hiding_ends_where_there_is_no_time_to_compute():
     # 0.4 ms of 0.5 ms are hidden now, and there are 2 ms of computing.
     hiding = steps_of(sync=0.0001, waiting=0.0, background=0.0005, hidden=0.0004, window=0.002,
                       calls=[("all_reduce", 1 << 20, 1)])  # fmt: skip
-    slow = Link(1e-3, 1e-9)
+    slow = LinkSpeed(1e-3, 1e-9)
     outlook = predict(hiding, 2, figures(), [2, 64], slow, 1)
     (one,) = [p for p in outlook.predictions[1] if p.algorithm == outlook.fits[0].algorithm]
     total = one.moving + outlook.excess

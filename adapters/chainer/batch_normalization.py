@@ -80,7 +80,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         wanted = chainer.config.enable_backprop and any(
             isinstance(each, chainer.Variable) and each.requires_grad for each in (x, gamma, beta)
         )
-        joined = _Joined(self.comm, x.array, axes, gamma.dtype, wanted)
+        joined = _JoinedStatistics(self.comm, x.array, axes, gamma.dtype, wanted)
         if not chainer.config.in_recomputing:
             decay = self.decay
             if finetune:
@@ -106,7 +106,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
             )
         return tuple(axes)
 
-    def _track(self, joined: _Joined, decay: float) -> None:
+    def _track(self, joined: _JoinedStatistics, decay: float) -> None:
         """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
         if not joined.count:
             return
@@ -116,7 +116,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
             kept += ((1 - decay) * new).reshape(kept.shape).astype(kept.dtype)
 
 
-class _Joined:
+class _JoinedStatistics:
     """Statistics of the ranks' batches as one.
 
     Attributes:
@@ -152,7 +152,7 @@ class _Joined:
 class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
     """``(x - mean) / sqrt(var + eps) · gamma + beta``, where mean and var are of all ranks' x."""
 
-    def __init__(self, joined: _Joined, eps: float) -> None:
+    def __init__(self, joined: _JoinedStatistics, eps: float) -> None:
         self._joined = joined
         self._eps = eps
 

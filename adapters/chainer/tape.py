@@ -12,15 +12,15 @@ import chainer.functions as F
 import numpy as np
 
 from collective.errors import DtypeError, InvalidArgumentError
-from collective.training.differentiable import Step, check_op
+from collective.training.differentiable import CollectiveStep, check_op
 
 __all__ = ["Tape", "bare", "module_of"]
 
 
-class _Node(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
+class _GraphNode(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
     """A collective on one variable, the first input; the last is a token without a value."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: CollectiveStep) -> None:
         super().__init__()
         self._step = step
 
@@ -34,7 +34,7 @@ class _Node(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
         return (module_of(x).zeros((), x.dtype) if found is None else found,)
 
 
-class _Linear(_Node):
+class _Linear(_GraphNode):
     """A collective that is linear in the ranks' arrays: nothing has to be kept for backward."""
 
     def backward(self, indexes: Any, grad_outputs: Any) -> Any:
@@ -50,7 +50,7 @@ class _Linear(_Node):
         return found, None
 
 
-class _Fold(_Node):
+class _Nonlinear(_GraphNode):
     """A collective whose derivative depends on the ranks' arrays."""
 
     def forward(self, inputs: Any) -> Any:
@@ -88,7 +88,7 @@ class Tape:
     """Chainer's graph, as :class:`collective.training.differentiable.Tape` describes it."""
 
     @staticmethod
-    def record(step: Step, x: Any, near: Any = None) -> Any:
+    def record(step: CollectiveStep, x: Any, near: Any = None) -> Any:
         """Run a step as a node of the graph, wherever gradients are enabled.
 
         Args:
@@ -104,7 +104,7 @@ class Tape:
         token = chainer.Variable(module_of(near if x is None else x).zeros((), np.float32))
         # Of the nodes that are ready, Chainer's backward takes the one of the highest rank.
         token.node._rank = _next_rank(0 if x is None else x.rank)
-        node = (_Fold if step.keeps else _Linear)(step)
+        node = (_Nonlinear if step.keeps else _Linear)(step)
         (found,) = node.apply((token,) if x is None else (x, token))
         return found
 

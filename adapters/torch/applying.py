@@ -43,7 +43,7 @@ def parallel_apply(
         Exception: the first replica's that raised one, of its type and with its traceback,
             after all have ended; its text begins with the replica's number and device.
     """
-    calls = _Calls(modules, inputs, kwargs, devices)
+    calls = _ModuleCalls(modules, inputs, kwargs, devices)
     if len(modules) == 1:
         return [calls.run(0)]
     results: list[Any] = [None] * len(modules)
@@ -74,7 +74,7 @@ def parallel_apply(
     return results
 
 
-class _Calls:
+class _ModuleCalls:
     """What is to be called: modules, arguments and devices."""
 
     def __init__(

@@ -195,7 +195,7 @@ class PrefetchLoader:
         return len(self.loader)  # type: ignore[arg-type]  # its TypeError is the right one
 
     def __iter__(self) -> Iterator[Any]:
-        copies = _Copies(self.device) if self.device.type == "cuda" else None
+        copies = _DeviceCopies(self.device) if self.device.type == "cuda" else None
         prepare: Callable[[Any], Any] = copies.start if copies else self._moved
         # Here, so that what it draws for its workers' seeds is drawn in the caller's order.
         feed = _Feed(iter(self.loader), prepare, self.ahead)
@@ -270,7 +270,7 @@ def _fill(
     items.put((False, error))
 
 
-class _Copies:
+class _DeviceCopies:
     """Copies to a GPU, on a stream beside the consumer's."""
 
     def __init__(self, device: torch.device) -> None:

@@ -19,10 +19,10 @@ from .untraced import untraced
 
 __all__ = [
     "LOSES_WORKS",
-    "Answer",
-    "Joined",
+    "FutureCall",
+    "GroupWork",
+    "JoinedCalls",
     "Queue",
-    "Task",
     "call_site",
     "called_by_torch",
     "in_backward",
@@ -40,7 +40,7 @@ LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # tupl
 _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-class Task(Work[Any]):
+class FutureCall(Work[Any]):
     """A call in the background that tells a future when it is over.
 
     Args:
@@ -83,7 +83,7 @@ class Task(Work[Any]):
 
 
 @untraced
-class Answer(_Base):  # type: ignore[misc]
+class GroupWork(_Base):  # type: ignore[misc]
     """A call of torch.distributed's: over, or in the background.
 
     Args:
@@ -156,7 +156,7 @@ class Answer(_Base):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future whose value are the tensors that are written to."""
         devices: list[Any] = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
-        if isinstance(self._work, Task):
+        if isinstance(self._work, FutureCall):
             future = self._work.future(devices)
             return future if in_backward() == -1 else _checked(future)
         if self._future is None:
@@ -180,14 +180,14 @@ class Answer(_Base):  # type: ignore[misc]
 
 
 @untraced
-class Joined(Answer):
+class JoinedCalls(GroupWork):
     """Several calls as one.
 
     Args:
         answers: the calls.
     """
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[GroupWork]) -> None:
         super().__init__([tensor for answer in answers for tensor in answer._tensors])
         self._answers = answers
 
@@ -239,7 +239,7 @@ class Queue:
 
     def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
         """Run a call after those made before, in the background."""
-        task, site = Task(what, value), call_site()
+        task, site = FutureCall(what, value), call_site()
 
         def turn() -> Any:
             self._inside.thread = True
@@ -278,7 +278,7 @@ def called_by_torch() -> bool:
     return frame.f_globals is vars(dist.distributed_c10d)
 
 
-def native(answer: Answer) -> Any:
+def native(answer: GroupWork) -> Any:
     """Return an answer as a work of C++'s own, with a result or a RuntimeError and nothing else."""
     make: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
     future = answer.get_future()

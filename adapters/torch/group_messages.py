@@ -16,16 +16,16 @@ from collective.contract.backend import ANY_SOURCE
 from collective.errors import CollectiveTimeoutError
 
 from . import group_calls
-from .futures import Answer, Queue
+from .futures import GroupWork, Queue
 
-__all__ = ["Messages"]
+__all__ = ["GroupMessages"]
 
 Tensor = torch.Tensor
 # Queues that are kept; each may have a thread for some seconds.
 _QUEUES = 64
 
 
-class Messages:
+class GroupMessages:
     """Sends and receives in the background.
 
     A rank may send to itself, as programs do that treat all ranks alike: no transport carries
@@ -41,28 +41,28 @@ class Messages:
         self._guard = threading.Lock()
         self._own: dict[int, queue.SimpleQueue[Tensor]] = {}
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> Answer:
+    def send(self, tensor: Tensor, dst: int, tag: int) -> GroupWork:
         """Start to send a tensor to rank ``dst``."""
         comm = self._comm
         if tensor.is_cuda:
-            return Answer([tensor], comm.send(tensor, dst, tag=tag, async_op=True))
+            return GroupWork([tensor], comm.send(tensor, dst, tag=tag, async_op=True))
         if dst == comm.rank:
             self._own_of(tag).put(tensor.detach().clone())
-            return Answer([tensor])
+            return GroupWork([tensor])
         run = partial(group_calls.send, comm, tensor, dst, tag)
         return self._start("send", dst, tag, tensor, run)
 
-    def recv(self, tensor: Tensor, src: int, tag: int) -> Answer:
+    def recv(self, tensor: Tensor, src: int, tag: int) -> GroupWork:
         """Start to receive a tensor from rank ``src``."""
         comm = self._comm
         if tensor.is_cuda:
-            return Answer([tensor], comm.recv(tensor, src, tag=tag, async_op=True), source=src)
+            return GroupWork([tensor], comm.recv(tensor, src, tag=tag, async_op=True), source=src)
         run = partial(group_calls.recv, comm, tensor, src, tag)
         if src == comm.rank:
             run = partial(self._recv_own, tensor, tag)
         return self._start("recv", src, tag, tensor, run, source=src)
 
-    def recv_any(self, tensor: Tensor, tag: int) -> Answer:
+    def recv_any(self, tensor: Tensor, tag: int) -> GroupWork:
         """Start to receive a tensor from another rank, whoever sends first."""
         status = Status()
         run = partial(group_calls.recv, self._comm, tensor, ANY_SOURCE, tag, status)
@@ -81,7 +81,7 @@ class Messages:
         tensor: Tensor,
         run: Callable[[], Any],
         **source: Any,
-    ) -> Answer:
+    ) -> GroupWork:
         with self._guard:
             key = direction, peer, tag
             turns = self._queues.get(key)
@@ -92,7 +92,7 @@ class Messages:
                 name = f"collective-torch-{direction}-{peer}-{tag}"
                 turns = self._queues[key] = Queue(name, self._comm.timeout)
             work = turns.start(f"{direction}(tag={tag})", run, [tensor])
-        return Answer([tensor], work, **source)
+        return GroupWork([tensor], work, **source)
 
     def _own_of(self, tag: int) -> queue.SimpleQueue[Tensor]:
         return self._own.setdefault(tag, queue.SimpleQueue())

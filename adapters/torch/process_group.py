@@ -18,9 +18,17 @@ from collective.communicator import Communicator
 from collective.errors import UnsupportedError
 
 from . import group_calls
-from .futures import LOSES_WORKS, Answer, Joined, Queue, called_by_torch, in_backward, native
+from .futures import (
+    LOSES_WORKS,
+    GroupWork,
+    JoinedCalls,
+    Queue,
+    called_by_torch,
+    in_backward,
+    native,
+)
 from .group_arguments import listed, op_of, options_of, root_of, seconds_of
-from .group_messages import Messages
+from .group_messages import GroupMessages
 from .refusing import register
 from .staged import Staging
 from .untraced import untraced
@@ -60,9 +68,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._names = {"name": "", "description": "undefined"}
         self._store = store
         self._queue = Queue(f"collective-torch-{comm.rank}", comm.timeout)
-        self._messages = Messages(comm)
+        self._messages = GroupMessages(comm)
         self._staging = Staging(comm)
-        self._together: list[Answer] | None = None
+        self._together: list[GroupWork] | None = None
         self._refusing = register(self, comm.rank, comm.size)
 
     def __repr__(self) -> str:
@@ -79,7 +87,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         opts: Any,
         value: Any = None,
         now: bool = False,
-    ) -> Answer:
+    ) -> GroupWork:
         """Make a call: at once, or in the background.
 
         Args:
@@ -98,23 +106,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             answer = self._enqueue(what, run, tensors, asynchronous)
         elif asynchronous:
             held = list(tensors) if value is None else value
-            answer = Answer(tensors, self._queue.start(what, run, held))
+            answer = GroupWork(tensors, self._queue.start(what, run, held))
         else:
             self._queue.run(what, run)
-            answer = Answer(tensors)
+            answer = GroupWork(tensors)
         return self._noted(answer)
 
-    def _noted(self, answer: Answer) -> Answer:
+    def _noted(self, answer: GroupWork) -> GroupWork:
         if self._together is not None:
             self._together.append(answer)
         if LOSES_WORKS and not called_by_torch():
-            lasting: Answer = native(answer)
+            lasting: GroupWork = native(answer)
             return lasting
         return answer
 
     def _enqueue(
         self, what: str, run: Callable[[], None], tensors: Sequence[Tensor], asynchronous: bool
-    ) -> Answer:
+    ) -> GroupWork:
         """Make a call on tensors of a GPU, which runs beside the caller's stream or in it."""
         device, events = tensors[0].device, []
         current = torch.cuda.current_stream(device)
@@ -131,11 +139,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 events.append(stream.record_event())
 
         self._queue.run(what, beside)
-        return Answer(tensors, event=events[0] if asynchronous else None)
+        return GroupWork(tensors, event=events[0] if asynchronous else None)
 
     # -- reductions -----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         (tensor,), op, opts = listed(tensors), op_of(opts), options_of(opts, timeout)
         # DDP's buckets, and what its hooks reduce: on shared memory it is over before a thread
         # would have woken up, and an error comes out of backward() as it is.
@@ -147,11 +155,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             "all_reduce", self._staging.all_reduce, tensor, op, tensors=[tensor], opts=opts, now=now
         )
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Answer:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
         run = group_calls.all_reduce_together
         return self._start("all_reduce", run, tensors, op_of(opts), tensors=tensors, opts=opts)
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Answer:
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> GroupWork:
         (tensor,), root = listed(tensors), root_of(opts)
         op, opts = op_of(opts if op is None else op), options_of(opts, timeout)
         run = group_calls.reduce
@@ -159,13 +169,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         (output,), op, opts = listed(outputs), op_of(opts), options_of(opts, timeout)
         pieces = inputs if isinstance(inputs[0], Tensor) else inputs[0]
         run = group_calls.reduce_scatter
         return self._start("reduce_scatter", run, output, pieces, op, tensors=[output], opts=opts)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Answer:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> GroupWork:
         run = group_calls.reduce_scatter_single
         return self._start(
             "reduce_scatter", run, output, tensor, op_of(opts), tensors=[output], opts=opts
@@ -173,7 +183,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         op = op_of(opts)
 
         def run(comm: Communicator, seconds: float | None) -> None:
@@ -184,14 +194,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # -- moves ------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         (tensor,), root, opts = listed(tensors), root_of(opts), options_of(opts, timeout)
         run = group_calls.broadcast
         return self._start("broadcast", run, tensor, root, tensors=[tensor], opts=opts)
 
     def allgather(
         self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         (tensor,), opts = listed(tensors), options_of(opts, timeout)
         pieces = outputs if isinstance(outputs[0], Tensor) else outputs[0]
         run = group_calls.all_gather
@@ -201,7 +211,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         def run(comm: Communicator, seconds: float | None) -> None:
             # torch has one list a rank, with all of its tensors.
             for pieces, tensor in zip(zip(*outputs), tensors):
@@ -210,20 +220,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         flat = [tensor for pieces in outputs for tensor in pieces]
         return self._start("all_gather", run, tensors=flat, opts=opts)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Answer:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> GroupWork:
         run = group_calls.all_gather_single
         return self._start("all_gather", run, output, tensor, tensors=[output], opts=opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         def run(comm: Communicator, seconds: float | None) -> None:
             for output, tensor in zip(outputs, tensors):
                 group_calls.all_gather_single(comm, output, tensor, seconds)
 
         return self._start("all_gather", run, tensors=outputs, opts=opts)
 
-    def gather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
+    def gather(
+        self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
         (tensor,), root, opts = listed(tensors), root_of(opts), options_of(opts, timeout)
         pieces = outputs if not outputs or isinstance(outputs[0], Tensor) else outputs[0]
         run = group_calls.gather
@@ -231,7 +243,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             "gather", run, pieces, tensor, root, tensors=[*pieces] or [tensor], opts=opts
         )
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Answer:
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
         (output,), root, opts = listed(outputs), root_of(opts), options_of(opts, timeout)
         pieces = inputs if not inputs or isinstance(inputs[0], Tensor) else inputs[0]
         run = group_calls.scatter
@@ -239,7 +253,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Answer:
+    ) -> GroupWork:
         run = group_calls.all_to_all
         return self._start("all_to_all", run, outputs, inputs, tensors=outputs, opts=opts)
 
@@ -251,7 +265,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
         timeout: Any = None,
-    ) -> Answer:
+    ) -> GroupWork:
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         opts, run = options_of(opts, timeout), group_calls.all_to_all_single
         return self._start("all_to_all", run, output, tensor, *splits, tensors=[output], opts=opts)
@@ -265,7 +279,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Answer:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> GroupWork:
         def run(comm: Communicator, seconds: float | None) -> None:
             comm.barrier(timeout=seconds)
 
@@ -287,15 +301,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Answer:
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> GroupWork:
         (tensor,) = listed(tensors)
         return self._noted(self._messages.send(tensor, dst, tag))
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Answer:
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> GroupWork:
         (tensor,) = listed(tensors)
         return self._noted(self._messages.recv(tensor, src, tag))
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Answer:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> GroupWork:
         (tensor,) = listed(tensors)
         return self._noted(self._messages.recv_any(tensor, tag))
 
@@ -342,9 +356,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> Answer:
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
         answers, self._together = self._together or [], None
-        return Joined(answers)
+        return JoinedCalls(answers)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.comm.timeout = timeout.total_seconds()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collective.errors import DtypeError, InvalidArgumentError
-from collective.training.differentiable import Step, check_op
+from collective.training.differentiable import CollectiveStep, check_op
 
 __all__ = ["Tape"]
 
@@ -18,7 +18,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """A collective that is linear in the ranks' tensors: nothing has to be kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, x: Any, token: Any) -> Any:
+    def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
         ctx.step = step
         ctx.like = None if x is None else (x.shape, x.device, x.dtype)
         return _or_delegate(step.forward(x), x)
@@ -34,11 +34,11 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return None, found.reshape(shape), None
 
 
-class _Fold(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+class _Nonlinear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """A collective whose derivative depends on the ranks' tensors."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, x: Any, token: Any) -> Any:
+    def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
         y = _or_delegate(step.forward(x), x)
         ctx.step = step
         ctx.save_for_backward(x, y)
@@ -58,11 +58,11 @@ class Tape:
     """Autograd, as :class:`collective.training.differentiable.Tape` describes it."""
 
     @staticmethod
-    def record(step: Step, x: torch.Tensor | None, near: Any = None) -> torch.Tensor:
+    def record(step: CollectiveStep, x: torch.Tensor | None, near: Any = None) -> torch.Tensor:
         """Run a step as a node of the graph, wherever gradients are enabled."""
         # The token makes it one even if x requires no gradient: other ranks' tensors may.
         token = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        node: Any = _Fold if step.keeps else _Linear
+        node: Any = _Nonlinear if step.keeps else _Linear
         found: torch.Tensor = node.apply(step, x, token)
         return found
 

@@ -19,7 +19,7 @@ import torch
 
 from collective.errors import BackendError
 
-from .engine import CUT_TAG, Meeting, cut, device, process_group, seconds
+from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
@@ -90,7 +90,7 @@ class Connector:
     def _attempt(self, name: str, threads: int, listening: Any) -> tuple[Any, list[str]]:
         """Return a process group, and why some ranks have to connect anew."""
         rank, size = self._channel.rank, self._channel.size
-        meeting = Meeting(self._channel, f"addresses {name}", self._wait_for)
+        meeting = AddressStore(self._channel, f"addresses {name}", self._wait_for)
         group, flaw = None, ""
         try:
             left = max(0.0, self._end - time.monotonic())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # What is used of it is not in its type stubs.
 _dist: Any = torch.distributed
 
-__all__ = ["CUT_TAG", "Meeting", "cut", "device", "ended", "process_group", "seconds"]
+__all__ = ["CUT_TAG", "AddressStore", "cut", "device", "ended", "process_group", "seconds"]
 
 #: The tag of the receive that :func:`cut` posts; nobody sends to it.
 CUT_TAG = 2**31 - 1
@@ -112,7 +112,7 @@ def _let_it_queue(known: set[str]) -> None:
         time.sleep(0.001)  # it has not given itself its name yet
 
 
-class Meeting(_dist.Store):  # type: ignore[misc]
+class AddressStore(_dist.Store):  # type: ignore[misc]
     """What Gloo takes for a store: each rank offers its address, and reads the others'.
 
     Args:
@@ -152,7 +152,7 @@ class Meeting(_dist.Store):  # type: ignore[misc]
 
 
 def process_group(
-    meeting: Meeting, rank: int, size: int, listening: Any, threads: int, timeout: float
+    meeting: AddressStore, rank: int, size: int, listening: Any, threads: int, timeout: float
 ) -> Any:
     """Return a process group, connected to those of the other ranks.
 

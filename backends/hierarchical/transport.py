@@ -114,7 +114,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 size=len(places.local),
                 local_rank=places.place,
                 local_size=len(places.local),
-                store=_Mail(outer, places, end),
+                store=_HostStore(outer, places, end),
                 address="127.0.0.1",
                 comm=None,
             )
@@ -288,7 +288,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         return levels.told(self.channel, error, where, timeout, awaited)
 
 
-class _Mail(Store):
+class _HostStore(Store):
     """A store for the ranks of one host, on the outer transport.
 
     One rank, the first, publishes one thing, where its segment is: it is sent to the others.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.memory.dtypes import DType
     from collective.ops import ReduceOp
 
-__all__ = ["Fold", "Slot", "being_made", "making", "prepare", "slot"]
+__all__ = ["MpiFold", "Slot", "being_made", "making", "prepare", "slot"]
 
 Array = np.ndarray[Any, Any]
 
@@ -98,7 +98,7 @@ def prepare(module: Any) -> None:
 
 
 @contextlib.contextmanager
-def slot(fold: Fold, turn: Callable[[], None]) -> Iterator[Slot]:
+def slot(fold: MpiFold, turn: Callable[[], None]) -> Iterator[Slot]:
     """Take a slot for a reduction by ``fold``; call ``turn()`` while there is none.
 
     Raises:
@@ -148,7 +148,7 @@ def making(turn: Callable[[], None]) -> Iterator[None]:
             being_made -= 1
 
 
-class Fold:
+class MpiFold:
     """A reduction, prepared for one operator and dtype.
 
     Attributes:

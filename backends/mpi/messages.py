@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
     from collective.memory.buffer import Buffer
 
-__all__ = ["MOST_BYTES", "Messages"]
+__all__ = ["MOST_BYTES", "MpiMessages"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -39,7 +39,7 @@ _LONG_BYTES = 64 << 10
 _EAGER_BYTES = 2 << 10
 
 
-class Messages:
+class MpiMessages:
     """Sends and receives on one MPI communicator.
 
     MPI promises tags up to 32767 only, and implementations stop at 2**29 or so. A message

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
     from collective.request import Request
 
-__all__ = ["Moves"]
+__all__ = ["MpiMoves"]
 
 
-class Moves(Carrying):
+class MpiMoves(Carrying):
     """The moving part of the transport."""
 
     @mapped

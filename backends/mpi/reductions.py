@@ -15,7 +15,7 @@ from .arrival import BLOCKING, BY_MESSAGES, POLLED
 from .carrying import Carrying, left, mapped, now, pause, spec
 from .datatypes import Deviations
 from .errors import explained
-from .folds import Fold, slot
+from .folds import MpiFold, slot
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
     from collective.request import Request
 
-__all__ = ["Reductions"]
+__all__ = ["MpiReductions"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 _SLOW_FOLD_BYTES = 1 << 20
 
 
-class _Prepared:
+class _PreparedFold:
     """How a reduction is carried out.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Prepared:
 
     __slots__ = ("by_messages", "fold", "plain", "request")
 
-    def __init__(self, request: Request, fold: Fold, most: int) -> None:
+    def __init__(self, request: Request, fold: MpiFold, most: int) -> None:
         op, dtype = request.op, request.dtype
         assert dtype is not None
         self.request = request
@@ -61,7 +61,7 @@ class _Prepared:
         self.plain = not self.by_messages and not fold.pre and not fold.post and bool(fold.type)
 
 
-class Reductions(Carrying):
+class MpiReductions(Carrying):
     """The folding part of the transport.
 
     Attributes:
@@ -78,18 +78,18 @@ class Reductions(Carrying):
             return super().plan(request)
         dtype = request.dtype
         assert dtype is not None
-        fold = Fold(self._mpi, request.op, dtype, self.size, self.unlike)
-        prepared = _Prepared(request, fold, self._most)
+        fold = MpiFold(self._mpi, request.op, dtype, self.size, self.unlike)
+        prepared = _PreparedFold(request, fold, self._most)
         if prepared.plain and request.operation == "all_reduce":
             return partial(self._all_reduce_plainly, request, prepared)
         return partial(getattr(self, f"_{request.operation}_as"), request, prepared)
 
-    def _carried(self, prepared: _Prepared, timeout: float) -> int:
+    def _carried(self, prepared: _PreparedFold, timeout: float) -> int:
         """Wait for all ranks; return how they carry the reduction out."""
         return self._way(self._come(prepared.request, timeout), prepared)
 
     @staticmethod
-    def _way(how: int, prepared: _Prepared) -> int:
+    def _way(how: int, prepared: _PreparedFold) -> int:
         # In the background other threads work with MPI, and in MPICH a function of ours
         # must not be called then: see folds.py.
         if prepared.by_messages or (how == POLLED and prepared.fold.function is not None):
@@ -97,7 +97,7 @@ class Reductions(Carrying):
         return how
 
     def _fold(
-        self, how: int, request: Request, end: float, fold: Fold, name: str,
+        self, how: int, request: Request, end: float, fold: MpiFold, name: str,
         specify: Callable[[Any], tuple[Any, ...]],
     ) -> None:  # fmt: skip
         """Have MPI do the reduction ``name`` with the arguments that ``specify(type)`` gives."""
@@ -110,7 +110,7 @@ class Reductions(Carrying):
     # -- operations -----------------------------------------------------------------------
 
     def _all_reduce_plainly(
-        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end = now() + timeout
         try:
@@ -138,13 +138,13 @@ class Reductions(Carrying):
 
     @mapped
     def _all_reduce_as(
-        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end = now() + timeout
         self._all_reduce_by(self._come(request, timeout), prepared, src, dst, end)
 
     def _all_reduce_by(
-        self, how: int, prepared: _Prepared, src: Buffer, dst: Buffer, end: float
+        self, how: int, prepared: _PreparedFold, src: Buffer, dst: Buffer, end: float
     ) -> None:
         fold, request = prepared.fold, prepared.request
         how = self._way(how, prepared)
@@ -162,7 +162,7 @@ class Reductions(Carrying):
     def _reduce_as(
         self,
         request: Request,
-        prepared: _Prepared,
+        prepared: _PreparedFold,
         src: Buffer,
         dst: Buffer | None,
         timeout: float,
@@ -186,7 +186,7 @@ class Reductions(Carrying):
 
     @mapped
     def _reduce_scatter_as(
-        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end, fold, counts = now() + timeout, prepared.fold, request.elements
         how = self._carried(prepared, timeout)
@@ -214,7 +214,7 @@ class Reductions(Carrying):
 
     @mapped
     def _scan_as(
-        self, request: Request, prepared: _Prepared, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end, fold = now() + timeout, prepared.fold
         how = self._carried(prepared, timeout)

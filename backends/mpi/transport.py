@@ -20,10 +20,10 @@ from .carrying import left, mapped, now, pause
 from .datatypes import Deviations, deviations, of_flags
 from .errors import explained
 from .folds import making, prepare
-from .messages import Messages
-from .moves import Moves
+from .messages import MpiMessages
+from .moves import MpiMoves
 from .polling import settle
-from .reductions import Reductions
+from .reductions import MpiReductions
 from .watchdog import watch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ __all__ = ["MpiBackend"]
 Array = np.ndarray[Any, Any]
 
 
-class MpiBackend(Moves, Reductions):
+class MpiBackend(MpiMoves, MpiReductions):
     """Ranks of one MPI communicator; see the package's docstring."""
 
     name = "mpi"
@@ -53,7 +53,7 @@ class MpiBackend(Moves, Reductions):
     def __init__(self, module: Any, comm: Any, channel: Channel, unlike: Deviations) -> None:
         comm.Set_errhandler(module.ERRORS_RETURN)
         super().__init__(module, comm, channel, unlike)
-        self._messages = Messages(module, comm, channel)
+        self._messages = MpiMessages(module, comm, channel)
         self._closed = False
         watch(self._blocking)
         library.enrol(self)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from collective.errors import CommunicatorAbortedError
 
-from .enqueue import Group
+from .enqueue import CallGroup
 from .joining import IN_PROGRESS, STEP_S, Poll, in_thread, initialise
 from .library import Library
 from .prototypes import NO_COLOR, SHRINK_ABORT, new_config
@@ -319,6 +319,6 @@ class NcclComm(Resources):
         return raw
 
 
-def group(comms: Sequence[NcclComm]) -> Group:
+def group(comms: Sequence[NcclComm]) -> CallGroup:
     """Return a ``with`` body whose calls, on several communicators, start when it ends."""
-    return Group(comms)
+    return CallGroup(comms)

@@ -19,10 +19,10 @@ from types import TracebackType
 from .library import Library
 from .prototypes import ITEMSIZES
 
-__all__ = ["Calls", "Group"]
+__all__ = ["CallGroup", "NcclCalls"]
 
 
-class Calls:
+class NcclCalls:
     """What a communicator enqueues. :class:`~.engine.NcclComm` says how one comes and goes.
 
     Attributes:
@@ -62,9 +62,9 @@ class Calls:
         """Return whether a result code that is not success means "in progress", or raise."""
         raise NotImplementedError
 
-    def group(self) -> Group:
+    def group(self) -> CallGroup:
         """Return a ``with`` body whose calls start together, when it ends."""
-        return Group([self])
+        return CallGroup([self])
 
     def group_start(self) -> None:
         """Begin a group without a ``with`` body; :meth:`group_end` has to follow."""
@@ -246,7 +246,7 @@ def _parts(start: int, counts: Sequence[int], dtype: int) -> Iterator[tuple[int,
         start += count * itemsize
 
 
-class Group:
+class CallGroup:
     """Calls that start together: at the end of the ``with`` body, also of one that raises.
 
     What was called before the body raised is started nevertheless, since NCCL cannot take it
@@ -259,11 +259,11 @@ class Group:
 
     __slots__ = ("_comms", "pending")
 
-    def __init__(self, comms: Sequence[Calls]) -> None:
+    def __init__(self, comms: Sequence[NcclCalls]) -> None:
         self._comms = comms
         self.pending = False
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> CallGroup:
         begun = []
         try:
             for comm in self._comms:

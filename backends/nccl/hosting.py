@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
     from collective.contract.world import World
 
-__all__ = ["Mail", "Telling", "breaker", "host_plane"]
+__all__ = ["BroadcastStore", "Telling", "breaker", "host_plane"]
 
 _UINT8 = BY_NAME["uint8"]
 _MAIL_BYTES = 4096
@@ -91,7 +91,7 @@ def _telling(method: Callable[..., Any], channel: Channel) -> Callable[..., Any]
     return call
 
 
-class Mail(Store):
+class BroadcastStore(Store):
     """A store of one thing, on a transport that stands: rank 0 has it, and all others get it."""
 
     def __init__(self, host: Backend, end: float) -> None:

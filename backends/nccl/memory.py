@@ -33,7 +33,7 @@ __all__ = ["Blocks"]
 _PAGE = 4096
 
 
-class _Block:
+class _DeviceBlock:
     """One piece of memory: where it is, and how it is given back."""
 
     def __init__(self, comm: NcclComm, device: Device, nbytes: int) -> None:
@@ -93,8 +93,8 @@ class Blocks:
         self._watch = watch
         self._streams = streams
         self._lock = threading.Lock()
-        self._out: list[_Block] = []
-        self._dropped: list[tuple[_Block, list[Event]]] = []
+        self._out: list[_DeviceBlock] = []
+        self._dropped: list[tuple[_DeviceBlock, list[Event]]] = []
         watch.chores.append(self._sweep)
 
     def allocate(
@@ -114,11 +114,11 @@ class Blocks:
             AllocationError: some rank's GPU has not that much; on every rank.
         """
         stream = device.stream(0)
-        block: _Block | None = None
+        block: _DeviceBlock | None = None
         problem: CollectiveError | None = None
         if nbytes:
             try:
-                block = _Block(comm, device, nbytes)
+                block = _DeviceBlock(comm, device, nbytes)
             except (AllocationError, BackendError) as error:
                 problem = error
         try:
@@ -142,7 +142,7 @@ class Blocks:
         weakref.finalize(owner, self._drop, block).atexit = False
         return DeviceArray(block.address, (nbytes,), np.uint8, device, stream, owner=owner)
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: _DeviceBlock) -> None:
         """Free a block when what is enqueued has been done. Called by whatever thread."""
         events = []
         own = self._streams()

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from .engine import NcclComm
 
-__all__ = ["Messages"]
+__all__ = ["NcclMessages"]
 
 _INT64 = BY_NAME["int64"]
 _UINT8 = 1  # ncclUint8
@@ -124,7 +124,7 @@ class _Direction:
             self.condition.notify_all()
 
 
-class _Call:
+class _MessageCall:
     """A call: what it is called in errors, its deadline, the caller's stream and its peers."""
 
     __slots__ = ("end", "peers", "stream", "timeout", "where")
@@ -145,7 +145,7 @@ class _Call:
 Open = Callable[[int, int, object, float], "NcclComm"]
 
 
-class Messages:
+class NcclMessages:
     """Sends and receives memory of GPUs; see the module's docstring."""
 
     def __init__(self, host: Backend, channel: Channel, watch: Watch, open_pair: Open) -> None:
@@ -160,14 +160,14 @@ class Messages:
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         """Send ``src``; its stream may change it afterwards."""
-        call = _Call(f"send(tag={tag})", timeout, src.stream, (dst,))
+        call = _MessageCall(f"send(tag={tag})", timeout, src.stream, (dst,))
         self._wait_for_stream(call)
         self._send(src, dst, tag, call)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         """Receive ``dst``, which its stream may read afterwards; return the source."""
         peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
-        call = _Call(f"recv(tag={tag})", timeout, dst.stream, peers)
+        call = _MessageCall(f"recv(tag={tag})", timeout, dst.stream, peers)
         self._wait_for_stream(call)
         return self._recv(dst, src, tag, call)
 
@@ -181,7 +181,7 @@ class Messages:
             dst.stream.wait_for(src.stream)
             return
         where, peers = f"sendrecv(tag={tag})", (to, source)
-        going, coming = (_Call(where, timeout, each.stream, peers) for each in (src, dst))
+        going, coming = (_MessageCall(where, timeout, each.stream, peers) for each in (src, dst))
         self._wait_for_stream(going)
         self._wait_for_stream(coming)
         lane = self._lanes.pop() if self._lanes else Lane("collective-nccl-sendrecv")
@@ -213,7 +213,7 @@ class Messages:
 
     # -- the host's part ------------------------------------------------------------------
 
-    def _send(self, src: Buffer, dst: int, tag: int, call: _Call) -> None:
+    def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
         noted, granted = _tags(tag)
         grant = _words(0)
         with self._inside(call):
@@ -224,7 +224,7 @@ class Messages:
             direction = self._direction(self._rank, dst)
             self._issue(direction, int(grant.array[0]), src, call)
 
-    def _recv(self, dst: Buffer, src: int, tag: int, call: _Call) -> int:
+    def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
         noted, granted = _tags(tag)
         note = _words(0)
         with self._inside(call):
@@ -239,7 +239,7 @@ class Messages:
         return source
 
     @contextlib.contextmanager
-    def _inside(self, call: _Call) -> Iterator[None]:
+    def _inside(self, call: _MessageCall) -> Iterator[None]:
         """Send or receive something on the host that is a step of ``call``."""
         try:
             yield
@@ -247,7 +247,7 @@ class Messages:
             told = levels.told(self._channel, error, call.where, call.timeout, call.peers)
             raise told or error from error
 
-    def _wait_for_stream(self, asked: _Call) -> None:
+    def _wait_for_stream(self, asked: _MessageCall) -> None:
         """Wait until the caller's stream has got to this call."""
         self._channel.check(asked.where, asked.peers, any_of=True)
         if asked.stream.query():
@@ -268,7 +268,7 @@ class Messages:
                 )
         event.release()
 
-    def _check_length(self, note: Buffer, dst: Buffer, source: int, asked: _Call) -> None:
+    def _check_length(self, note: Buffer, dst: Buffer, source: int, asked: _MessageCall) -> None:
         nbytes = int(note.array[0])
         if nbytes != dst.nbytes:
             text = (
@@ -289,7 +289,9 @@ class Messages:
 
     # -- NCCL's part ----------------------------------------------------------------------
 
-    def _issue(self, direction: _Direction, number: int, buffer: Buffer, call: _Call) -> None:
+    def _issue(
+        self, direction: _Direction, number: int, buffer: Buffer, call: _MessageCall
+    ) -> None:
         """Put a message that has its number on its stream, in its turn."""
         wait = self._channel.wait(call.where, call.left(), (direction.peer,))
         wait.timeout = call.timeout  # what its error tells
@@ -299,7 +301,7 @@ class Messages:
         self._enqueue(direction, buffer, call, wait)
         direction.end_turn()
 
-    def _open(self, direction: _Direction, asked: _Call) -> None:
+    def _open(self, direction: _Direction, asked: _MessageCall) -> None:
         try:
             comm = self._open_pair(*direction.pair, asked.where, asked.left())
         except (BackendUnavailableError, DeviceError):
@@ -313,7 +315,9 @@ class Messages:
         direction.stream = asked.stream.device.new_stream()
         direction.comm = comm
 
-    def _enqueue(self, direction: _Direction, buffer: Buffer, call: _Call, wait: Wait) -> None:
+    def _enqueue(
+        self, direction: _Direction, buffer: Buffer, call: _MessageCall, wait: Wait
+    ) -> None:
         comm, stream, watch = direction.comm, direction.stream, self._watch
         assert comm is not None
         assert stream is not None

@@ -17,7 +17,7 @@ __all__ = [
     "OPS",
     "RESULTS",
     "UNDEFINED",
-    "Config",
+    "NcclConfig",
     "Prototype",
     "UniqueId",
     "new_config",
@@ -83,7 +83,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-class Config(ctypes.Structure):
+class NcclConfig(ctypes.Structure):
     """The leading fields of ``ncclConfig_t``.
 
     The struct grows at its end. A library reads as many bytes as the one that is given has
@@ -105,13 +105,13 @@ class Config(ctypes.Structure):
     )
 
 
-def new_config(**fields: Any) -> Config:
+def new_config(**fields: Any) -> NcclConfig:
     """Return a configuration that leaves to NCCL what ``fields`` do not name."""
-    config = Config()
-    for name, kind in Config._fields_:
+    config = NcclConfig()
+    for name, kind in NcclConfig._fields_:
         if kind is ctypes.c_int:
             setattr(config, name, UNDEFINED)
-    config.size = ctypes.sizeof(Config)
+    config.size = ctypes.sizeof(NcclConfig)
     config.magic = _MAGIC
     config.version = _CONFIG_VERSION
     for name, value in fields.items():

@@ -10,7 +10,7 @@ import numpy as np
 from collective.algorithms.arithmetic import float32_to_bfloat16
 from collective.memory.dtypes import DType
 
-from .enqueue import Calls
+from .enqueue import NcclCalls
 from .joining import Poll
 from .library import Library
 from .prototypes import SCALAR_ON_HOST, WINDOW_SYMMETRIC
@@ -28,7 +28,7 @@ def patient() -> None:
     """Look at nothing, and wait for as long as it takes."""
 
 
-class Resources(Calls):
+class Resources(NcclCalls):
     """A communicator's operators and memory.
 
     Attributes:

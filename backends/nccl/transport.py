@@ -37,9 +37,9 @@ from collective.errors import (
 from .batching import Batch
 from .collectives import Collectives
 from .engine import NcclComm
-from .hosting import Mail, Telling, breaker, host_plane
+from .hosting import BroadcastStore, Telling, breaker, host_plane
 from .memory import Blocks
-from .messages import Messages
+from .messages import NcclMessages
 from .opening import Meeting
 from .watch import Asked, Pending, Watch, failure_of
 
@@ -102,7 +102,7 @@ class NcclBackend(Collectives, Monitored):
         self._sides: dict[Any, Stream] = {}
         self._closed = False
         self._watch = Watch(channel)
-        self._messages = Messages(host, channel, self._watch, self._open_pair)
+        self._messages = NcclMessages(host, channel, self._watch, self._open_pair)
         self._blocks = Blocks(self._watch, weakref.WeakMethod(self._streams))
         if not told:
             channel.on_failure.append(breaker(host, channel))
@@ -122,7 +122,7 @@ class NcclBackend(Collectives, Monitored):
             if isinstance(host, Monitored):
                 channel = host.channel
             else:
-                here = replace(world, store=Mail(host, end))
+                here = replace(world, store=BroadcastStore(host, end))
                 channel = Monitor.start(here, max(0.001, end - _now())).channel
             return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
         except BaseException:

@@ -50,7 +50,7 @@ _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
 
 
-class Watch(Protocol):
+class Monitoring(Protocol):
     """What a channel asks of the monitor whose link it shares.
 
     Attributes:
@@ -91,7 +91,7 @@ class Channel:
         on_failure: called, in whatever thread, when ``failure`` has been set.
     """
 
-    def __init__(self, monitor: Watch, name: str, members: tuple[int, ...]) -> None:
+    def __init__(self, monitor: Monitoring, name: str, members: tuple[int, ...]) -> None:
         self.name = name
         self.members = members
         self.rank = members.index(monitor.rank)

@@ -57,7 +57,7 @@ class NeedsMessages(Exception):
     """Raised on all ranks when peers' memory cannot be read here: use send and recv."""
 
 
-class _Remote(Region):
+class _RemoteRegion(Region):
     """Ordinary memory of a peer, fetched in one copy by the kernel."""
 
     __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
@@ -403,7 +403,7 @@ class ShmBackend(OneSided):
             mapped = self._heap.view(number, rank, offset, dtype, count)
             if mapped is not None:
                 return Region(mapped)
-        return _Remote(self, rank, address, dtype.itemsize)
+        return _RemoteRegion(self, rank, address, dtype.itemsize)
 
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
         if self._in_slots:

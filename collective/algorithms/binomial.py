@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Node", "node"]
+__all__ = ["TreeNode", "node"]
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """A position in the tree.
 
     Attributes:
@@ -27,7 +27,7 @@ class Node(NamedTuple):
     children: list[tuple[int, int]]
 
 
-def node(position: int, size: int) -> Node:
+def node(position: int, size: int) -> TreeNode:
     """Return ``position`` in the tree of ``size``."""
     reach = position & -position or size
     children = []
@@ -36,4 +36,4 @@ def node(position: int, size: int) -> Node:
         children.append((position + step, min(position + 2 * step, size)))
         step *= 2
     parent = position - reach if position else None
-    return Node(parent, min(position + reach, size), children)
+    return TreeNode(parent, min(position + reach, size), children)

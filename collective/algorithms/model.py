@@ -24,7 +24,7 @@ import numpy as np
 __all__ = [
     "ALGORITHMS",
     "Fit",
-    "Link",
+    "LinkSpeed",
     "Measured",
     "Vector",
     "coefficients",
@@ -38,7 +38,7 @@ _ALPHA, _BETA, _FAR_ALPHA, _FAR_BETA, _GAMMA = range(5)
 _DRAWS = 200
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """What connects two ranks.
 
     Attributes:
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
     seconds: float
 
 
-class Place(NamedTuple):
+class Arrangement(NamedTuple):
     """How ranks lie on hosts: ``per_host`` on each, numbered host by host."""
 
     ranks: int
@@ -96,36 +96,36 @@ def _counts(
     return np.array([near, near_bytes, far, far_bytes, folded], float)
 
 
-def _rounds(place: Place, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
+def _rounds(place: Arrangement, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
     """Rounds in which every rank sends to the next: those between hosts set the pace."""
     if place.hosts > 1:
         return _counts(far=rounds, far_bytes=rounds * nbytes, folded=folded)
     return _counts(near=rounds, near_bytes=rounds * nbytes, folded=folded)
 
 
-def _ring(place: Place, n: float) -> Vector:
+def _ring(place: Arrangement, n: float) -> Vector:
     p = place.ranks
     return _rounds(place, 2 * (p - 1), n / p, n * (p - 1) / p)
 
 
-def _climb(place: Place, n: float, folds: bool) -> Vector:
+def _climb(place: Arrangement, n: float, folds: bool) -> Vector:
     """Once up or down a binomial tree."""
     near, far = place.levels
     return _counts(near, near * n, far, far * n, (near + far) * n * folds)
 
 
-def _tree(place: Place, n: float) -> Vector:
+def _tree(place: Arrangement, n: float) -> Vector:
     return _climb(place, n, True) + _climb(place, n, False)
 
 
-def _beyond_a_power_of_two(place: Place, n: float) -> Vector:
+def _beyond_a_power_of_two(place: Arrangement, n: float) -> Vector:
     """Ranks beyond a power of two hand in what they have first, and get the result last."""
     if place.ranks & (place.ranks - 1) == 0:
         return _counts()
     return _rounds(place, 2, n, n)
 
 
-def _doubling(place: Place, n: float) -> Vector:
+def _doubling(place: Arrangement, n: float) -> Vector:
     near, far = place.stages
     # All ranks of a host send to other hosts at once, and share what connects it.
     shared = min(place.ranks, place.per_host)
@@ -133,7 +133,7 @@ def _doubling(place: Place, n: float) -> Vector:
     return counts + _beyond_a_power_of_two(place, n)
 
 
-def _rabenseifner(place: Place, n: float) -> Vector:
+def _rabenseifner(place: Arrangement, n: float) -> Vector:
     near, far = place.stages
     shared = min(place.ranks, place.per_host)
     inside, all_of_it = 1 - 0.5**near, 1 - 0.5 ** (near + far)
@@ -143,15 +143,15 @@ def _rabenseifner(place: Place, n: float) -> Vector:
     return counts + _beyond_a_power_of_two(place, n)
 
 
-def _hierarchical(place: Place, n: float) -> Vector:
+def _hierarchical(place: Arrangement, n: float) -> Vector:
     """Fold on each host by a ring, across the hosts by Rabenseifner's, and hand it round."""
     inside = min(place.ranks, place.per_host)
-    counts = _ring(Place(inside, inside), n)
-    return counts + _rabenseifner(Place(place.hosts, 1), n) if place.hosts > 1 else counts
+    counts = _ring(Arrangement(inside, inside), n)
+    return counts + _rabenseifner(Arrangement(place.hosts, 1), n) if place.hosts > 1 else counts
 
 
 #: The ways to all-reduce: counts for ``n`` bytes at a place.
-ALGORITHMS: Mapping[str, Callable[[Place, float], Vector]] = {
+ALGORITHMS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
     "ring": _ring,
     "tree": _tree,
     "recursive doubling": _doubling,
@@ -160,12 +160,12 @@ ALGORITHMS: Mapping[str, Callable[[Place, float], Vector]] = {
 }
 
 
-def _piecewise(place: Place, n: float, folds: bool = False) -> Vector:
+def _piecewise(place: Arrangement, n: float, folds: bool = False) -> Vector:
     p = place.ranks
     return _rounds(place, p - 1, n / p, n * (p - 1) / p * folds)
 
 
-def _halved(place: Place, n: float) -> Vector:
+def _halved(place: Arrangement, n: float) -> Vector:
     """Once up or down a binomial tree, of which each level carries half as much."""
     near, far = place.levels
     p, inside = place.ranks, min(place.ranks, place.per_host)
@@ -174,7 +174,7 @@ def _halved(place: Place, n: float) -> Vector:
 
 
 # The other operations, as the same literature and collective.algorithms do them.
-_OTHERS: Mapping[str, Callable[[Place, float], Vector]] = {
+_OTHERS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
     "send": lambda place, n: _rounds(place, 1, n),
     "broadcast": lambda place, n: _climb(place, n, False),
     "reduce": lambda place, n: _climb(place, n, True),
@@ -209,7 +209,7 @@ def coefficients(op: str, nbytes: float, ranks: int, per_host: int, algorithm: s
     """
     if ranks < 2:
         return _counts()
-    place = Place(ranks, per_host)
+    place = Arrangement(ranks, per_host)
     return (
         ALGORITHMS[algorithm](place, nbytes) if op == "all_reduce" else _OTHERS[op](place, nbytes)
     )
@@ -230,7 +230,7 @@ class Fit:
     """
 
     algorithm: str
-    link: Link
+    link: LinkSpeed
     gamma: float
     separate: bool
     errors: Vector
@@ -247,11 +247,11 @@ class Fit:
         """The largest relative error, with its sign."""
         return float(self.errors[np.argmax(np.abs(self.errors))])
 
-    def seconds(self, counts: Vector, far: Link | None = None) -> float:
+    def seconds(self, counts: Vector, far: LinkSpeed | None = None) -> float:
         """Return what ``counts`` of :func:`coefficients` cost; ``far`` connects hosts."""
         return float(counts @ _prices(np.array([*self.link, self.gamma]), far))
 
-    def interval(self, counts: Vector, far: Link | None = None) -> tuple[float, float]:
+    def interval(self, counts: Vector, far: LinkSpeed | None = None) -> tuple[float, float]:
         """Return between what the cost lies with 90 %, if the model holds.
 
         By the residual bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap",
@@ -263,7 +263,7 @@ class Fit:
         return max(0.0, float(low)), max(0.0, float(high))
 
 
-def _prices(near: Vector, far: Link | None) -> Vector:
+def _prices(near: Vector, far: LinkSpeed | None) -> Vector:
     alpha, beta, gamma = near
     return np.array([alpha, beta, *(far or (alpha, beta)), gamma])
 
@@ -308,7 +308,7 @@ def fit(measured: Sequence[Measured], algorithm: str) -> Fit:
     varied = float(np.sum((logs - logs.mean()) ** 2))
     r2 = 1 - float(np.sum((model - logs) ** 2)) / varied if varied else 0.0
     alpha, beta, gamma = map(float, prices)
-    return Fit(algorithm, Link(alpha, beta), gamma, separate, errors, r2, drawn)
+    return Fit(algorithm, LinkSpeed(alpha, beta), gamma, separate, errors, r2, drawn)
 
 
 def _independent(rows: Vector) -> bool:

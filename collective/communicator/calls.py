@@ -30,7 +30,7 @@ from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
 from collective.request import Disagreement, Request, differing
 
-from .listener import Event, Listener
+from .listener import CallEvent, Listener
 from .output import Output, same_memory
 from .plan import Planned
 from .prepared import PREPARE, PreparedCall
@@ -270,12 +270,12 @@ class Calls:
             self._half_done()
             raise
 
-    def _event(self, planned: Planned, src: Buffer | None, dst: Buffer | None) -> Event:
+    def _event(self, planned: Planned, src: Buffer | None, dst: Buffer | None) -> CallEvent:
         request, number = planned.request, self.recorder.started + 1
         if planned.compares:
-            return Event(request.operation, 0, request, number, True)
+            return CallEvent(request.operation, 0, request, number, True)
         lengths = [each.nbytes for each in (src, dst) if each is not None]
-        return Event(request.operation, max(lengths, default=request.nbytes), request, number)
+        return CallEvent(request.operation, max(lengths, default=request.nbytes), request, number)
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every call from now on, in the order in which listeners came.
@@ -294,7 +294,7 @@ class Calls:
     def _forget(self, listener: Listener) -> None:
         self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def _heard(self, event: Event, run: Callable[[], T]) -> T:
+    def _heard(self, event: CallEvent, run: Callable[[], T]) -> T:
         """Make a call of which listeners hear."""
         listeners = self._listeners
         for listener in listeners:

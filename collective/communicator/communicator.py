@@ -33,7 +33,7 @@ from collective.request import Request
 
 from .exchanging import Exchanging
 from .grouping import meet
-from .listener import Event, Hook
+from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
 from .plan import Planned
 from .prepared import PREPARE, PreparedCall, refuse_unfit
@@ -367,8 +367,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
 
     def hook(
         self,
-        before: Callable[[Event], Any] | None = None,
-        after: Callable[[Event, BaseException | None], Any] | None = None,
+        before: Callable[[CallEvent], Any] | None = None,
+        after: Callable[[CallEvent, BaseException | None], Any] | None = None,
     ) -> Callable[[], None]:
         """Have functions called around every call that reaches the transport.
 

@@ -47,7 +47,7 @@ def meet(backend: Backend, members: Sequence[int], timeout: float) -> None:
     end = time.monotonic() + timeout
     note = _note(members, shortage(backend.descriptors(members)))
     leader, *others = sorted(members)
-    mail = _Mail(backend, end)
+    mail = _MemberMail(backend, end)
     try:
         if backend.rank != leader:
             mail.send(note, leader, _NOTE_BYTES)
@@ -108,7 +108,7 @@ def _digest(members: Sequence[int]) -> str:
     return hashlib.blake2b(repr(list(members)).encode(), digest_size=16).hexdigest()
 
 
-class _Mail:
+class _MemberMail:
     """JSON of a fixed length, between the members."""
 
     def __init__(self, backend: Backend, end: float) -> None:

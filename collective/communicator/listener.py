@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collective.contract.work import Lane
     from collective.request import Request
 
-__all__ = ["Event", "Heard", "Hook", "Listener"]
+__all__ = ["CallEvent", "Hook", "Listened", "Listener"]
 
 
-class Event(NamedTuple):
+class CallEvent(NamedTuple):
     """One call, as it is about to reach the transport.
 
     Attributes:
@@ -38,7 +38,7 @@ class Event(NamedTuple):
     tag: int | None = None
 
 
-class Heard(Protocol):
+class Listened(Protocol):
     """What a listener knows of the communicator that it listens to."""
 
     rank: int
@@ -56,16 +56,16 @@ class Heard(Protocol):
 class Listener:
     """Hears of everything, and does nothing about it."""
 
-    def before(self, event: Event) -> None:
+    def before(self, event: CallEvent) -> None:
         """A call begins."""
 
-    def after(self, event: Event, error: BaseException | None) -> None:
+    def after(self, event: CallEvent, error: BaseException | None) -> None:
         """It is over: ``error`` is what it raised."""
 
     def arrives(self, nbytes: int) -> None:
         """The first part of a message has come, and with it how long it is."""
 
-    def group(self, child: Heard, ranks: Sequence[int]) -> None:
+    def group(self, child: Listened, ranks: Sequence[int]) -> None:
         """A communicator among ``ranks`` was made of this one."""
 
     def close(self) -> None:
@@ -86,16 +86,16 @@ class Hook(Listener):
 
     def __init__(
         self,
-        before: Callable[[Event], Any] | None,
-        after: Callable[[Event, BaseException | None], Any] | None,
+        before: Callable[[CallEvent], Any] | None,
+        after: Callable[[CallEvent, BaseException | None], Any] | None,
     ) -> None:
         self._before = before
         self._after = after
 
-    def before(self, event: Event) -> None:
+    def before(self, event: CallEvent) -> None:
         if self._before is not None:
             self._before(event)
 
-    def after(self, event: Event, error: BaseException | None) -> None:
+    def after(self, event: CallEvent, error: BaseException | None) -> None:
         if self._after is not None:
             self._after(event, error)

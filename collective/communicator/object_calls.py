@@ -13,13 +13,13 @@ from collective.errors import InvalidArgumentError
 from . import objects
 from .broadcasting import Broadcasting
 from .gathering import Gathering
-from .point_to_point import PointToPoint
+from .point_to_point import MessageCalls
 from .scattering import Scattering
 
 __all__ = ["ObjectCalls"]
 
 
-class ObjectCalls(Broadcasting, Scattering, Gathering, PointToPoint):
+class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
     """The part of a communicator for objects.
 
     By default an object is plain data: None, bool, int, float, complex, str, bytes, list,

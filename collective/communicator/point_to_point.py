@@ -25,11 +25,11 @@ from collective.memory.buffer import Buffer
 from . import objects
 from .calls import Calls, _with_site
 from .heads import Head
-from .listener import Event
+from .listener import CallEvent
 from .output import Output
 from .streams import within
 
-__all__ = ["PointToPoint", "Status"]
+__all__ = ["MessageCalls", "Status"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
 # Every message begins with a head: kind, dtype code, bytes, dimensions, shape. What does not
@@ -64,7 +64,7 @@ class Status:
         return f"Status(source={self.source})"
 
 
-class PointToPoint(Calls):
+class MessageCalls(Calls):
     """The part of a communicator for messages between two ranks."""
 
     def send(
@@ -278,7 +278,7 @@ class PointToPoint(Calls):
         if self._broken is not None:
             run, adapter = partial(self._refuse_broken, f"{operation}(tag={tag})"), None
         if self._listeners:
-            run = partial(self._heard, Event(operation, nbytes, dst=dst, src=src, tag=tag), run)
+            run = partial(self._heard, CallEvent(operation, nbytes, dst=dst, src=src, tag=tag), run)
         if not async_op and not self._busy(key):
             return run()
         lane = self._lanes.get(key)
@@ -438,7 +438,7 @@ def _arriving(what: str, head: Head) -> list[int]:
     """Return the numbers of a head that a peer sent.
 
     Raises:
-        CollectiveError: they are not what :meth:`PointToPoint._message` writes.
+        CollectiveError: they are not what :meth:`MessageCalls._message` writes.
     """
     words: list[int] = head.words.tolist()
     kind, code, nbytes, ndim = words[:4]

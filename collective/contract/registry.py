@@ -12,13 +12,13 @@ from collective.install import hint
 
 from .backend import Backend
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Entry", "find", "names", "require"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Registered", "find", "names", "require"]
 
 #: Third parties register under this entry-point group: name -> "module:Class".
 ENTRY_POINTS = "collective.backends"
 
 
-class Entry(NamedTuple):
+class Registered(NamedTuple):
     """A transport that is known by its name.
 
     Attributes:
@@ -32,15 +32,15 @@ class Entry(NamedTuple):
     stands_on: tuple[str, ...] = ()
 
 
-BUILT_IN: dict[str, Entry] = {
-    "gloo": Entry("collective.backends.gloo:GlooBackend", hint("torch"), ("torch",)),
-    "hierarchical": Entry(
+BUILT_IN: dict[str, Registered] = {
+    "gloo": Registered("collective.backends.gloo:GlooBackend", hint("torch"), ("torch",)),
+    "hierarchical": Registered(
         "collective.backends.hierarchical:HierarchicalBackend", hint("torch"), ("torch", "mpi4py")
     ),
-    "mpi": Entry("collective.backends.mpi:MpiBackend", hint("mpi"), ("mpi4py",)),
-    "nccl": Entry("collective.backends.nccl:NcclBackend", hint("nccl")),
-    "shm": Entry("collective.backends.shm:ShmBackend", hint()),
-    "threads": Entry("collective.backends.threads:ThreadsBackend", hint()),
+    "mpi": Registered("collective.backends.mpi:MpiBackend", hint("mpi"), ("mpi4py",)),
+    "nccl": Registered("collective.backends.nccl:NcclBackend", hint("nccl")),
+    "shm": Registered("collective.backends.shm:ShmBackend", hint()),
+    "threads": Registered("collective.backends.threads:ThreadsBackend", hint()),
 }
 
 
@@ -87,15 +87,15 @@ def require(name: str) -> None:
         )
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> Registered:
     if ":" in name:
-        return Entry(name, "")
+        return Registered(name, "")
     if name in BUILT_IN:
         return BUILT_IN[name]
     for point in _entry_points():
         if point.name == name:
             distribution = point.dist.name if point.dist else ""
-            return Entry(point.value, f"pip install {distribution}".strip())
+            return Registered(point.value, f"pip install {distribution}".strip())
     known = names()
     near = difflib.get_close_matches(name, known, 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""

@@ -99,7 +99,7 @@ class Copy2D(Structure):
         super().__init__(src_type=_UNIFIED, dst_type=_UNIFIED)
 
 
-class _Answer(threading.local):
+class _ContextPointer(threading.local):
     """Where the driver writes the thread's context."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Driver:
             setattr(self, name, _function(library, name, arguments, path))
         library = _open(path, ctypes.PyDLL)
         self.cuCtxGetCurrent = _function(library, "cuCtxGetCurrent", (c_void_p,), path)
-        self._answer = _Answer()
+        self._answer = _ContextPointer()
         self._primary: dict[int, int] = {}
         self._lock = threading.Lock()
         code = self.cuInit(0)

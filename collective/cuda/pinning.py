@@ -27,7 +27,7 @@ _KEPT = 1 << 28
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 
 
-class _Pool:
+class _FreeBlocks:
     """Unused blocks by their size."""
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class _Pool:
             return found
 
 
-_pool = _Pool()
+_pool = _FreeBlocks()
 
 
-class _Block:
+class _PinnedBlock:
     """A block in use: NumPy's base of the array over it."""
 
     __slots__ = ("__array_interface__", "_address", "_driver", "_nbytes")
@@ -104,7 +104,7 @@ def pinned(nbytes: int) -> np.ndarray[Any, Any]:
     size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes <= LARGEST else nbytes
     address = _pool.take(size) or _allocate(driver, size)
     if address:
-        return np.asarray(_Block(driver, address, size, nbytes))
+        return np.asarray(_PinnedBlock(driver, address, size, nbytes))
     try:
         return np.empty(nbytes, np.uint8)
     except MemoryError as error:
@@ -118,7 +118,7 @@ def is_pinned(array: np.ndarray[Any, Any]) -> bool:
     base: Any = array
     while type(base) is np.ndarray:
         base = base.base
-    return type(base) is _Block
+    return type(base) is _PinnedBlock
 
 
 def _allocate(driver: Driver, nbytes: int) -> int:

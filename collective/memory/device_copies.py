@@ -57,7 +57,7 @@ class PlainSpace(Space):
     def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Enqueue a copy of elements on ``dst.in_force``."""
         axes = list(zip(dst.shape, dst.strides, src.strides))
-        copies = _Copies(dst.itemsize, dst.device.max_pitch, dst.in_force)
+        copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.in_force)
         copies.elements(dst.address, src.address, axes)
 
 
@@ -67,7 +67,7 @@ PLAIN = PlainSpace()
 Axis = tuple[int, int, int]
 
 
-class _Copies:
+class _RowCopies:
     """A copy of elements as few copies of rows."""
 
     def __init__(self, itemsize: int, max_pitch: int, stream: Stream) -> None:

@@ -48,7 +48,7 @@ class Choice(NamedTuple):
         return self.options.get("host", self.name)
 
 
-class Place:
+class DeviceFiles:
     """Where the system shows its devices; the tests have one of their own."""
 
     dev = Path("/dev")
@@ -99,7 +99,7 @@ def choose(settled: Config, host: str = "") -> Choice:
 def gpus() -> int:
     """Return how many NVIDIA GPUs this process is shown, as far as files and settings tell."""
     try:
-        there = sum(bool(re.fullmatch(r"nvidia\d+", each)) for each in os.listdir(Place.dev))
+        there = sum(bool(re.fullmatch(r"nvidia\d+", each)) for each in os.listdir(DeviceFiles.dev))
     except OSError:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -74,7 +74,7 @@ class _Told(NamedTuple):
 
 
 def _collective(environ: Environ) -> Launched | None:
-    told = _Variables("collective", environ)
+    told = _Environment("collective", environ)
     if not told.any("COLLECTIVE_RANK", "COLLECTIVE_SIZE"):
         return None
     rank, size = told.number("COLLECTIVE_RANK"), told.number("COLLECTIVE_SIZE")
@@ -88,7 +88,7 @@ def _collective(environ: Environ) -> Launched | None:
 
 
 def _torchrun(environ: Environ) -> Launched | None:
-    told = _Variables("torchrun", environ)
+    told = _Environment("torchrun", environ)
     if not told.any("RANK", "WORLD_SIZE"):
         return None
     rank, size = told.number("RANK"), told.number("WORLD_SIZE")
@@ -106,7 +106,7 @@ def _torchrun(environ: Environ) -> Launched | None:
 
 
 def _openmpi(environ: Environ) -> Launched | None:
-    told = _Variables("openmpi", environ)
+    told = _Environment("openmpi", environ)
     if not told.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         return None
     return told.launched(
@@ -121,7 +121,7 @@ def _openmpi(environ: Environ) -> Launched | None:
 def _hydra(environ: Environ) -> Launched | None:
     """MPICH and Intel MPI share a process manager and its variables."""
     uuid = environ.get("I_MPI_HYDRA_UUID")
-    told = _Variables("intelmpi" if uuid else "mpich", environ)
+    told = _Environment("intelmpi" if uuid else "mpich", environ)
     if not told.any("PMI_RANK", "PMI_SIZE"):
         return None
     if "SLURM_STEP_ID" in environ and not told.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
@@ -143,7 +143,7 @@ def _slurm(environ: Environ) -> Launched | None:
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= 0xFFFFFFF0 or "SLURM_PROCID" not in environ:
         return None
-    told = _Variables("slurm", environ)
+    told = _Environment("slurm", environ)
     of_step = "SLURM_STEP_NUM_TASKS" in environ
     return told.launched(
         told.number("SLURM_PROCID"),
@@ -164,7 +164,7 @@ _READERS: tuple[Callable[[Environ], Launched | None], ...] = (
 )
 
 
-class _Variables:
+class _Environment:
     """One launcher's variables, and the errors about them."""
 
     def __init__(self, launcher: str, environ: Environ) -> None:
@@ -213,7 +213,7 @@ class _Variables:
         return Launched(self.launcher, *place, job, hosts)
 
 
-def _slurm_tasks_here(told: _Variables) -> _Told:
+def _slurm_tasks_here(told: _Environment) -> _Told:
     """Return this node's entry of a list such as ``4(x2),3``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = told.environ.get(name, "")

@@ -183,12 +183,12 @@ class _Address(ctypes.Structure):
     )
 
 
-class _Entry(ctypes.Structure):
+class _InterfaceAddress(ctypes.Structure):
     """The struct ifaddrs of <ifaddrs.h>, up to the address."""
 
 
-_Entry._fields_ = (
-    ("next", ctypes.POINTER(_Entry)),
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_Address)),
@@ -198,7 +198,7 @@ _Entry._fields_ = (
 def _entries() -> Iterator[tuple[str, int, str]]:
     """Yield name, flags and an IP address or an empty text, for every entry of the list."""
     libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
+    first = ctypes.POINTER(_InterfaceAddress)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -20,7 +20,7 @@ from collective.contract.store import Store
 from collective.contract.world import Tls
 from collective.errors import RendezvousError
 
-from .rendezvous import Place
+from .rendezvous import Address
 from .tcp import listen, reach
 
 __all__ = ["PrivateStore"]
@@ -52,7 +52,7 @@ class PrivateStore(Store):
 
     def __init__(
         self,
-        place: Place,
+        place: Address,
         secret: Secret,
         *,
         serve: bool,
@@ -168,7 +168,7 @@ class _Values:
         """Do nothing: it comes again, or its job fails."""
 
 
-def _serve(place: Place, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
+def _serve(place: Address, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
     """Serve at ``place``, unless this process does so already."""
     where = place.host, place.port
     if where in _serving:

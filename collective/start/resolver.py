@@ -25,7 +25,7 @@ from .file_store import FileStore
 from .launchers import MPI_LAUNCHERS, Launched
 from .network import address_of, address_toward, is_loopback, own_address
 from .private_store import PrivateStore
-from .rendezvous import Place, from_environment, from_url
+from .rendezvous import Address, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
 from .tcp_store import TcpStore
@@ -59,7 +59,7 @@ def build(config: Config) -> World:
         secret = secret.within(_name(config))
     elif _is_open(config, place):
         warn_of_open(config, str(place))
-    ours = _Ours(config, secret, certificates.resolve(config))
+    ours = _Offer(config, secret, certificates.resolve(config))
     job, store = _meeting(ours, launched, place)
     return World(
         config.rank,
@@ -127,7 +127,7 @@ def name_libraries(config: Config) -> None:
         native.switch(config.native == "on")
 
 
-def _place(config: Config, launched: Launched | None) -> Place | None:
+def _place(config: Config, launched: Launched | None) -> Address | None:
     """Return the address at which the ranks meet, if one was agreed on."""
     if config.store is not None:
         place = from_url(config.store) if config.store.startswith("tcp:") else None
@@ -150,7 +150,7 @@ def _place(config: Config, launched: Launched | None) -> Place | None:
     return place
 
 
-class _Ours(NamedTuple):
+class _Offer(NamedTuple):
     """What this rank brings to where the ranks meet."""
 
     config: Config
@@ -158,7 +158,7 @@ class _Ours(NamedTuple):
     tls: Tls | None
 
 
-def _meeting(ours: _Ours, launched: Launched | None, place: Place | None) -> tuple[str, Store]:
+def _meeting(ours: _Offer, launched: Launched | None, place: Address | None) -> tuple[str, Store]:
     """Return the job's name and its store."""
     config = ours.config
     job = launched.job if launched else None
@@ -192,7 +192,7 @@ def _over_mpi(config: Config) -> bool:
     return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
 
 
-def _across_hosts(ours: _Ours, place: Place | None) -> Store:
+def _across_hosts(ours: _Offer, place: Address | None) -> Store:
     """Return the store of ranks on several hosts."""
     config = ours.config
     if _over_mpi(config):
@@ -240,7 +240,7 @@ def _name(config: Config) -> str:
     return str(launched.job) if launched and known else "by hand"
 
 
-def _is_open(config: Config, place: Place | None) -> bool:
+def _is_open(config: Config, place: Address | None) -> bool:
     """Return whether ranks of several hosts meet where anybody can write who gets there.
 
     A directory is of one user, and MPI's ranks are those that mpiexec has connected.
@@ -270,7 +270,7 @@ def warn_of_open(config: Config, where: str) -> None:
         )
 
 
-def _tcp(ours: _Ours, place: Place) -> Store:
+def _tcp(ours: _Offer, place: Address) -> Store:
     config = ours.config
     spans_hosts, serve = config.local_size < config.size, config.rank == 0
     if ours.secret is not None and not place.served:
@@ -288,7 +288,7 @@ def _tcp(ours: _Ours, place: Place) -> Store:
     )
 
 
-def _address(config: Config, place: Place | None) -> str:
+def _address(config: Config, place: Address | None) -> str:
     """Return where ranks of other hosts reach this one."""
     if config.local_size == config.size:
         return "127.0.0.1"

@@ -9,7 +9,7 @@ import time
 from collective.errors import RendezvousError
 
 from .network import interfaces, is_loopback
-from .rendezvous import Place
+from .rendezvous import Address
 
 __all__ = ["CONNECT_S", "listen", "reach"]
 
@@ -18,7 +18,7 @@ CONNECT_S = 3.0
 _RETRY_S = 0.1
 
 
-def listen(place: Place, spans_hosts: bool) -> socket.socket | None:
+def listen(place: Address, spans_hosts: bool) -> socket.socket | None:
     """Return a socket that listens at ``place`` and nowhere else; None if the port is in use.
 
     Args:
@@ -54,7 +54,7 @@ def listen(place: Place, spans_hosts: bool) -> socket.socket | None:
     ) from refusal
 
 
-def _resolve(place: Place) -> list[tuple[socket.AddressFamily, str]]:
+def _resolve(place: Address) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -66,7 +66,7 @@ def _resolve(place: Place) -> list[tuple[socket.AddressFamily, str]]:
     return [(family, str(address[0])) for family, *_, address in found]
 
 
-def reach(place: Place, deadline: float, timeout: float) -> str:
+def reach(place: Address, deadline: float, timeout: float) -> str:
     """Wait until somebody listens at ``place`` and return the address that answers.
 
     TCPStore could wait as well, but writes pages to standard error meanwhile.

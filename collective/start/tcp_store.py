@@ -25,7 +25,7 @@ from collective.contract.store import Store
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint
 
-from .rendezvous import Place
+from .rendezvous import Address
 from .tcp import CONNECT_S, listen, reach
 
 __all__ = ["TcpStore"]
@@ -64,7 +64,7 @@ class TcpStore(Store):
     """
 
     def __init__(
-        self, place: Place, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
+        self, place: Address, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
     ) -> None:
         self._place = place
         self._prefix = prefix
@@ -74,7 +74,7 @@ class TcpStore(Store):
             _serving[place.host, place.port] = served = _serve(kind, place, spans_hosts)
             keep_in_children(served)
         address = reach(place, deadline, timeout)
-        self._calls = _Calls()
+        self._calls = _CallThread()
         weakref.finalize(self, self._calls.end)
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         try:
@@ -154,7 +154,7 @@ class TcpStore(Store):
             ) from error
 
 
-class _Calls:
+class _CallThread:
     """Makes calls in a thread of its own: a server that is cut off may never answer them."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def _tcp_store() -> Any:
 # -- serving -------------------------------------------------------------------------------
 
 
-def _serve(kind: Any, place: Place, spans_hosts: bool) -> Any:
+def _serve(kind: Any, place: Address, spans_hosts: bool) -> Any:
     listener = listen(place, spans_hosts)
     port = place.port
     # multi_tenant: the program's own init_process_group may serve the same port, which then

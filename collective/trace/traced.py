@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from collective.communicator import Communicator
-from collective.communicator.listener import Event, Heard, Listener
+from collective.communicator.listener import CallEvent, Listened, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
 from collective.request import Disagreement, Request, call_site
@@ -37,7 +37,7 @@ class TracedCalls(Listener):
         ranks: how its ranks are numbered in the trace.
     """
 
-    def __init__(self, comm: Heard, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: Listened, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
         self._tracer = tracer
         self._name = name
         self._ranks = list(ranks)
@@ -48,7 +48,7 @@ class TracedCalls(Listener):
         self._title = f"calls in the background ({comm.backend}, {name})"
         comm.listen(self)
 
-    def before(self, event: Event) -> None:
+    def before(self, event: CallEvent) -> None:
         if event.request is None:
             self._begin_message(event)
         elif event.compares:
@@ -56,7 +56,7 @@ class TracedCalls(Listener):
         else:
             self._tracer.begin(event.operation, self._category, self._told(event))
 
-    def after(self, event: Event, error: BaseException | None) -> None:
+    def after(self, event: CallEvent, error: BaseException | None) -> None:
         if isinstance(error, Disagreement):
             self._tracer.end('"differ":true')  # found out as intended, before anything was moved
         elif error is not None:
@@ -67,7 +67,7 @@ class TracedCalls(Listener):
     def arrives(self, nbytes: int) -> None:
         self._tracer.instant("message arrives", "message", f'"bytes":{nbytes}')
 
-    def group(self, child: Heard, ranks: Sequence[int]) -> None:
+    def group(self, child: Listened, ranks: Sequence[int]) -> None:
         members = tuple(map(int, ranks))
         number = self._groups[members] = self._groups.get(members, 0) + 1
         name = f"{self._name}/{_members(members)}#{number}"
@@ -80,7 +80,7 @@ class TracedCalls(Listener):
         track = None if messages else self._tracer.track(self._title)
         return _TracedLane(name, self._tracer, track)
 
-    def _begin_message(self, event: Event) -> None:
+    def _begin_message(self, event: CallEvent) -> None:
         told: dict[str, Any] = {"comm": self._name}
         told |= {name: end for name, end in (("dst", event.dst), ("src", event.src))
                  if end is not None}  # fmt: skip
@@ -88,7 +88,7 @@ class TracedCalls(Listener):
         text += f',"bytes":{event.nbytes}' * (event.nbytes >= 0)
         self._tracer.begin(event.operation, "message", f'{text},"site":{self._site()}')
 
-    def _told(self, event: Event) -> str:
+    def _told(self, event: CallEvent) -> str:
         """Return what is said of a call."""
         request = event.request
         assert request is not None

@@ -16,8 +16,8 @@ from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
 
 __all__ = [
-    "Step", "Tape", "all_gather", "all_reduce", "all_to_all", "broadcast", "check_op", "gather",
-    "recv", "reduce", "reduce_scatter", "scatter", "send",
+    "CollectiveStep", "Tape", "all_gather", "all_reduce", "all_to_all", "broadcast", "check_op",
+    "gather", "recv", "reduce", "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
 
 #: The ops whose derivatives do not depend on the arrays, and those whose do.
@@ -25,7 +25,7 @@ LINEAR, FOLDS = ("sum", "avg"), ("prod", "min", "max")
 
 
 @dataclass(frozen=True)
-class Step:
+class CollectiveStep:
     """One call.
 
     Attributes:
@@ -49,7 +49,7 @@ class Tape(Protocol):
     def check(self, what: str, x: Any, op: str = "sum") -> None:
         """Refuse what is none of the framework's, or not differentiated."""
 
-    def record(self, step: Step, x: Any, near: Any = None) -> Any:
+    def record(self, step: CollectiveStep, x: Any, near: Any = None) -> Any:
         """Run a step as a node; ``near`` says of what kind it is where ``x`` is None."""
 
     def bare(self, x: Any) -> Any:
@@ -104,8 +104,8 @@ def all_reduce(tape: Tape, x: Any, comm: Communicator, op: str) -> Any:
         return all_reduce(tape, g, comm, "sum") * _partial(tape, x, y, comm, op)
 
     if op in LINEAR:
-        return tape.record(Step(forward, adjoint), x)
-    return tape.record(Step(forward, backward, keeps=True), x)
+        return tape.record(CollectiveStep(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
 def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: str) -> Any:
@@ -127,8 +127,8 @@ def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: str) -> Any:
         return both[0] * _partial(tape, x, tape.bare(both[1]), comm, op)
 
     if op in LINEAR:
-        return tape.record(Step(forward, adjoint), x)
-    return tape.record(Step(forward, backward, keeps=True), x)
+        return tape.record(CollectiveStep(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
 def reduce_scatter(
@@ -153,8 +153,8 @@ def reduce_scatter(
         return both[0].reshape(x.shape) * _partial(tape, x, folded, comm, op)
 
     if op in LINEAR:
-        return tape.record(Step(forward, adjoint), x)
-    return tape.record(Step(forward, backward, keeps=True), x)
+        return tape.record(CollectiveStep(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
 def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: str) -> Any:
@@ -189,7 +189,7 @@ def _broadcast(tape: Tape, template: Any, comm: Communicator, root: int, x: Any,
     def adjoint(g: Any) -> Any:
         return reduce(tape, g, comm, root, "sum")
 
-    return tape.record(Step(forward, adjoint, comm.rank == root), x, near)
+    return tape.record(CollectiveStep(forward, adjoint, comm.rank == root), x, near)
 
 
 def _spread(tape: Tape, g: Any, comm: Communicator, root: int, room: Callable[[], Any]) -> Any:
@@ -213,7 +213,7 @@ def all_gather(
     def adjoint(g: Any) -> Any:
         return reduce_scatter(tape, g, comm, "sum", axis, lengths())
 
-    return tape.record(Step(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, adjoint), x)
 
 
 def gather(
@@ -230,7 +230,7 @@ def gather(
         # Off the root g only ties the scatter to the graph, and says on which device.
         return scatter(tape, g, comm, root, axis, lengths(), None)
 
-    return tape.record(Step(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, adjoint), x)
 
 
 def scatter(
@@ -256,7 +256,7 @@ def scatter(
     def adjoint(g: Any) -> Any:
         return gather(tape, g, comm, root, axis, None)
 
-    return tape.record(Step(forward, adjoint, comm.rank == root), x, near)
+    return tape.record(CollectiveStep(forward, adjoint, comm.rank == root), x, near)
 
 
 def all_to_all(
@@ -281,7 +281,7 @@ def all_to_all(
             receives.extend(comm.all_to_all(integers(sends)).tolist())
         return all_to_all(tape, g, comm, axis, receives, sends)
 
-    return tape.record(Step(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, adjoint), x)
 
 
 class _Lengths:
@@ -320,7 +320,7 @@ def send(tape: Tape, x: Any, dst: int, comm: Communicator, tag: int) -> Any:
     def adjoint(g: Any) -> Any:
         return recv(tape, comm, dst, tag, g, g)
 
-    return tape.record(Step(forward, adjoint), x)
+    return tape.record(CollectiveStep(forward, adjoint), x)
 
 
 def recv(tape: Tape, comm: Communicator, src: int, tag: int, like: Any, after: Any) -> Any:
@@ -346,4 +346,4 @@ def recv(tape: Tape, comm: Communicator, src: int, tag: int, like: Any, after: A
     def adjoint(g: Any) -> Any:
         return send(tape, g, src, comm, tag)
 
-    return tape.record(Step(forward, adjoint, False), after, near)
+    return tape.record(CollectiveStep(forward, adjoint, False), after, near)

@@ -10,10 +10,10 @@ from .objects import ANY_TAG
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["MpiComm", "ObjectCalls"]
+__all__ = ["MpiComm", "MpiObjectCalls"]
 
 
-class ObjectCalls(Protocol):
+class MpiObjectCalls(Protocol):
     """What is asked of a communicator of ChainerMN's: its calls on objects."""
 
     comm: Communicator
@@ -52,7 +52,7 @@ class MpiComm:
         comm: whose ranks they are.
     """
 
-    def __init__(self, comm: ObjectCalls) -> None:
+    def __init__(self, comm: MpiObjectCalls) -> None:
         self._comm = comm
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ def running() -> bool:
     return _running
 
 
-class _Loader(importlib.abc.InspectLoader):
+class _ProgramLoader(importlib.abc.InspectLoader):
     """Load a program for a process that imports it to find what is defined there.
 
     Args:
@@ -86,7 +86,7 @@ class _ProgramSpec(importlib.machinery.ModuleSpec):
 
     def __init__(self, path: str, module: str | None) -> None:
         name = _PREFIX + json.dumps([path, module]).encode().hex()
-        super().__init__(name, _Loader(path, module), origin=path)
+        super().__init__(name, _ProgramLoader(path, module), origin=path)
         self._package = module.rpartition(".")[0] if module else ""
 
     @property

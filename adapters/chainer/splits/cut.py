@@ -20,10 +20,10 @@ from chainer.function_node import FunctionNode
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
 
-__all__ = ["Cut", "ForwardPass", "LinkNames", "intercepting", "names"]
+__all__ = ["Cut", "CutPass", "LinkNames", "intercepting", "names"]
 
 
-class ForwardPass(Protocol):
+class CutPass(Protocol):
     """Where functions go that are given a cut variable.
 
     Attributes:
@@ -45,7 +45,7 @@ class ForwardPass(Protocol):
 class _Current(threading.local):
     """Whose functions of parameters of which this rank has a piece are taken, in this thread."""
 
-    session: ForwardPass | None = None
+    session: CutPass | None = None
 
 
 _current = _Current()
@@ -97,9 +97,7 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
         shape, dtype: of the whole.
     """
 
-    def __init__(
-        self, value: Value, session: ForwardPass, shape: Sequence[int], dtype: Any
-    ) -> None:
+    def __init__(self, value: Value, session: CutPass, shape: Sequence[int], dtype: Any) -> None:
         # An array of this shape without memory: Chainer looks at its shape and dtype only.
         nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
         super().__init__(nothing, requires_grad=False)
@@ -168,7 +166,7 @@ class _Interception:
 _interception = _Interception()
 
 
-def _session_of(inputs: Any) -> ForwardPass | None:
+def _session_of(inputs: Any) -> CutPass | None:
     """Return the forward pass that a function of ``inputs`` belongs to."""
     for x in inputs:
         if isinstance(x, Cut):
@@ -179,7 +177,7 @@ def _session_of(inputs: Any) -> ForwardPass | None:
 
 
 @contextlib.contextmanager
-def _current_session(session: ForwardPass | None) -> Iterator[None]:
+def _current_session(session: CutPass | None) -> Iterator[None]:
     outer, _current.session = _current.session, session
     try:
         yield
@@ -188,7 +186,7 @@ def _current_session(session: ForwardPass | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepting(link: chainer.Link, session: ForwardPass) -> Iterator[None]:
+def intercepting(link: chainer.Link, session: CutPass) -> Iterator[None]:
     """Give functions of cut variables to the forward passes that these belong to.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 from collective.adapters.chainer import functional
 from collective.adapters.chainer.tape import Tape, module_of
 from collective.communicator import Communicator
-from collective.training.differentiable import Step as Node
+from collective.training.differentiable import CollectiveStep
 from collective.training.splits.blocks import Step, Value
 from collective.training.splits.exchanges import Exchanges
 from collective.training.splits.over_ranks import OverRanks
@@ -128,7 +128,7 @@ class VariableExchanges(Variables, Exchanges):
         found: tuple[Any, ...] = _Used(comm).apply(tuple(arrays))
         return found
 
-    def record(self, node: Node, array: Any) -> Any:
+    def record(self, node: CollectiveStep, array: Any) -> Any:
         return Tape.record(node, array)
 
     def join_bare(self, arrays: Sequence[Any], dimension: int) -> Any:

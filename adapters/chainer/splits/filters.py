@@ -12,7 +12,7 @@ import chainer.links as L
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.training.splits.filters import Filters, Layer
+from collective.training.splits.filters import FilterLayer, Filters
 
 __all__ = ["LinkFilters"]
 
@@ -118,13 +118,15 @@ def _names(link: chainer.Link) -> dict[int, list[str]]:
     return {id(parameter): alike[id(parameter.array)] for _, parameter in every}
 
 
-def _described(name: str, link: Any) -> Layer:
+def _described(name: str, link: Any) -> FilterLayer:
     if link.W.array is None:
         raise InvalidArgumentError(
             f"Split: filters='own': {name} has no weights yet. Call the link once before, or say "
             "how many channels it reads."
         )
-    return Layer(name, link.W, link.b, getattr(link, "groups", 1), isinstance(link, _TRANSPOSED))
+    return FilterLayer(
+        name, link.W, link.b, getattr(link, "groups", 1), isinstance(link, _TRANSPOSED)
+    )
 
 
 def _cut(parameter: Any, dimension: int, rows: range) -> None:

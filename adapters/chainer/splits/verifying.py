@@ -10,7 +10,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective.memory import nested
-from collective.training.splits.report import Difference, MemoryReport, Verification
+from collective.training.splits.report import LayerDifference, MemoryReport, Verification
 
 from .cut import Cut
 from .kept import Kept, bytes_kept
@@ -90,11 +90,11 @@ def verify(split: Computed, x: Any, args: Sequence[Any], tolerance: float) -> Ve
     np.random.set_state(state)
     (outputs_, gradients, _), (split_outputs, split_gradients, joined) = outcomes
     found = [
-        Difference(name, "output", _relative(a, b))
+        LayerDifference(name, "output", _relative(a, b))
         for (name, a), (_, b) in zip(outputs_, split_outputs, strict=True)
     ]
     found += [
-        Difference(name, "gradient", _relative(gradient, split_gradients[name]))
+        LayerDifference(name, "gradient", _relative(gradient, split_gradients[name]))
         for name, gradient in gradients.items()
     ]
     return Verification(tuple(found), tolerance, joined)

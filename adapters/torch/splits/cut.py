@@ -19,10 +19,10 @@ from collective.memory import nested
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
 
-__all__ = ["Cut", "ForwardPass", "names", "running"]
+__all__ = ["Cut", "CutPass", "names", "running"]
 
 
-class ForwardPass(Protocol):
+class CutPass(Protocol):
     """Where functions go that are given a cut tensor."""
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,7 +50,7 @@ class Cut(torch.Tensor):
     """Stands for a tensor that is cut; made by :meth:`Session.cut`."""
 
     value: Value
-    session: ForwardPass
+    session: CutPass
 
     @classmethod
     def __torch_function__(

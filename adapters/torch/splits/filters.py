@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.memory import nested
-from collective.training.splits.filters import Filters, Layer, Share
+from collective.training.splits.filters import FilterLayer, Filters, Share
 
 __all__ = ["ModuleFilters", "Watching"]
 
@@ -83,13 +83,15 @@ def _memory(parameter: torch.Tensor) -> int:
     return id(parameter) if has_none or not parameter.numel() else parameter.data_ptr()
 
 
-def _described(name: str, layer: Any) -> Layer:
+def _described(name: str, layer: Any) -> FilterLayer:
     weight, bias = layer.weight, layer.bias
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in (weight, bias)):
         raise InvalidArgumentError(
             f"Split: filters='own': {name} has no weights yet. Call the module once before."
         )
-    return Layer(name, weight, bias, getattr(layer, "groups", 1), isinstance(layer, _TRANSPOSED))
+    return FilterLayer(
+        name, weight, bias, getattr(layer, "groups", 1), isinstance(layer, _TRANSPOSED)
+    )
 
 
 def _cut(parameter: torch.Tensor, dimension: int, rows: range) -> None:

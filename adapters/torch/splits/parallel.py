@@ -11,7 +11,7 @@ import torch
 from collective.adapters.torch import functional
 from collective.adapters.torch.tape import Tape
 from collective.communicator import Communicator
-from collective.training.differentiable import Step as Node
+from collective.training.differentiable import CollectiveStep
 from collective.training.splits.blocks import Value
 from collective.training.splits.exchanges import Exchanges
 from collective.training.splits.over_ranks import OverRanks
@@ -42,7 +42,7 @@ class TensorExchanges(Tensors, Exchanges):
         found: tuple[Tensor, ...] = apply(comm, *arrays)
         return found
 
-    def record(self, node: Node, array: Tensor) -> Tensor:
+    def record(self, node: CollectiveStep, array: Tensor) -> Tensor:
         return Tape.record(node, array)
 
     def join_bare(self, arrays: Sequence[Tensor], dimension: int) -> Tensor:

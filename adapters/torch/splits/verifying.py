@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from collective.memory import nested
-from collective.training.splits.report import Difference, MemoryReport, Verification
+from collective.training.splits.report import LayerDifference, MemoryReport, Verification
 
 from .cut import Cut
 from .kept import Kept
@@ -81,11 +81,11 @@ def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) ->
         outcomes.append((outputs, gradients, joined))
     (outputs, gradients, _), (split_outputs, split_gradients, joined) = outcomes
     found = [
-        Difference(name, "output", _relative(a, b))
+        LayerDifference(name, "output", _relative(a, b))
         for (name, a), (_, b) in zip(outputs, split_outputs, strict=True)
     ]
     found += [
-        Difference(name, "gradient", _relative(gradient, split_gradients[name]))
+        LayerDifference(name, "gradient", _relative(gradient, split_gradients[name]))
         for name, gradient in gradients.items()
     ]
     return Verification(tuple(found), tolerance, joined)

@@ -13,7 +13,7 @@ from . import steps as finding
 from .events import IN_CALLS, RankTrace, Slice
 from .intervals import Intervals
 
-__all__ = ["Operation", "Profile", "StepTimes", "bus_factor", "profile"]
+__all__ = ["OperationCost", "Profile", "StepTimes", "bus_factor", "profile"]
 
 # Who waits for whom.
 _FROM_ROOT = {"broadcast", "scatter"}
@@ -27,7 +27,7 @@ _MEMORY = {"empty", "adopt"}
 
 
 @dataclass
-class Operation:
+class OperationCost:
     """What the calls of one kind cost.
 
     Attributes:
@@ -117,7 +117,7 @@ class Profile:
     about: dict[str, Any]
     ranks: int
     seconds: float
-    operations: list[Operation]
+    operations: list[OperationCost]
     steps: StepTimes | None
     clock_error: float
 
@@ -138,10 +138,10 @@ def profile(traces: Sequence[RankTrace]) -> Profile:
         for t in traces
     }
     matched = _matched(traces)
-    operations: dict[str, Operation] = {}
+    operations: dict[str, OperationCost] = {}
     waits: dict[int, list[tuple[float, float]]] = {t.rank: [] for t in traces}
     for (_, _, name), made in matched.items():
-        operation = operations.setdefault(name, Operation(name))
+        operation = operations.setdefault(name, OperationCost(name))
         _add(operation, made, waits, blocked)
     for messages in _messages(traces):
         operations[messages.name] = messages
@@ -176,7 +176,7 @@ def _awaited(call: Slice, made: dict[int, Slice]) -> float:
 
 
 def _add(
-    operation: Operation,
+    operation: OperationCost,
     made: dict[int, Slice],
     waits: dict[int, list[tuple[float, float]]],
     blocked: Mapping[int, Intervals],
@@ -207,15 +207,15 @@ def _add(
         operation.late[max(made, key=lambda rank: made[rank].start)] += 1
 
 
-def _messages(traces: Sequence[RankTrace]) -> Iterable[Operation]:
+def _messages(traces: Sequence[RankTrace]) -> Iterable[OperationCost]:
     """Yield what messages between two ranks cost: nothing tells waiting from moving there."""
-    found: dict[str, Operation] = {}
+    found: dict[str, OperationCost] = {}
     taken: dict[str, Counter[int]] = {}
     for trace in traces:
         for call in trace.slices:
             if call.name not in _MESSAGES or call.category != "message":
                 continue
-            operation = found.setdefault(call.name, Operation(call.name))
+            operation = found.setdefault(call.name, OperationCost(call.name))
             operation.calls += 1
             operation.nbytes += call.args.get("bytes", 0)
             operation.failed += not call.over or "error" in call.args

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from collective.algorithms.model import (
     ALGORITHMS,
     Fit,
-    Link,
+    LinkSpeed,
     Measured,
     Vector,
     coefficients,
@@ -71,7 +71,7 @@ class Outlook:
     fits: list[Fit]
     measured: int
     rank_counts: list[int]
-    far: Link | None
+    far: LinkSpeed | None
     per_host: int | None
     left_out: list[str]
     here: float
@@ -80,7 +80,7 @@ class Outlook:
     predictions: list[list[Prediction]]
 
 
-def to_link(text: str) -> Link:
+def to_link(text: str) -> LinkSpeed:
     """Return what ``"10us,12GB/s"`` says: the time of an empty message, and bytes a second.
 
     Raises:
@@ -96,7 +96,7 @@ def to_link(text: str) -> Link:
     seconds, rate = float(match[1]) * _TIME[match[2]], float(match[3]) * _RATE[match[4]]
     if rate <= 0:
         raise ValueError(f"{text!r}; a rate above 0")
-    return Link(seconds, 1 / rate)
+    return LinkSpeed(seconds, 1 / rate)
 
 
 def predict(
@@ -104,7 +104,7 @@ def predict(
     ranks: int,
     measured: Sequence[Measured],
     wanted: Sequence[int],
-    far: Link | None = None,
+    far: LinkSpeed | None = None,
     per_host: int | None = None,
 ) -> Outlook:
     """Extrapolate a step to other numbers of ranks.

@@ -13,9 +13,9 @@ from rich.table import Table
 from collective.algorithms.model import ALGORITHMS
 from collective.tools.show import rate_name, size_name, table, time_name
 
-from .measure import Operation, Profile, StepTimes
+from .measure import OperationCost, Profile, StepTimes
 from .predict import Outlook
-from .verdict import Verdict, judge
+from .verdict import Payoff, judge
 
 __all__ = ["as_json", "show"]
 
@@ -62,7 +62,7 @@ def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
         _show_outlook(console, outlook)
 
 
-def _operations(operations: Iterable[Operation]) -> Table:
+def _operations(operations: Iterable[OperationCost]) -> Table:
     header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
     rows = []
     for one in operations:
@@ -117,7 +117,7 @@ def _notes(found: Profile) -> Iterable[str]:
         )
 
 
-def _show_steps(console: Console, steps: StepTimes, verdict: Verdict) -> None:
+def _show_steps(console: Console, steps: StepTimes, verdict: Payoff) -> None:
     spread = ""
     if len(steps.comp_by_rank) > 1:
         spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"

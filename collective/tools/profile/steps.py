@@ -10,7 +10,7 @@ import numpy as np
 
 from .events import RankTrace, Slice
 
-__all__ = ["Steps", "find"]
+__all__ = ["TrainingSteps", "find"]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 # A program has steps if there are this many boundaries of them.
@@ -23,7 +23,7 @@ _LONGEST = 2048
 _MATTERS = 0.01
 
 
-class Steps(NamedTuple):
+class TrainingSteps(NamedTuple):
     """The steps of all ranks.
 
     Attributes:
@@ -37,7 +37,7 @@ class Steps(NamedTuple):
     guessed: bool = False
 
 
-def find(traces: Sequence[RankTrace]) -> Steps | None:
+def find(traces: Sequence[RankTrace]) -> TrainingSteps | None:
     """Return the steps: as the program marks them, by its gradients, or by repeated calls.
 
     Returns:
@@ -52,7 +52,7 @@ def find(traces: Sequence[RankTrace]) -> Steps | None:
         marks = [np.array(trace.steps.get(by, ())) for trace in traces]
         fewest = min(map(len, marks))
         if fewest >= _FEWEST:
-            return Steps([one[:fewest] for one in marks], how)
+            return TrainingSteps([one[:fewest] for one in marks], how)
     return _repeated(traces)
 
 
@@ -61,7 +61,7 @@ def _signature(call: Slice) -> tuple[Any, ...]:
     return call.name, args.get("dtype"), args.get("bytes"), args.get("comm"), args.get("site")
 
 
-def _repeated(traces: Sequence[RankTrace]) -> Steps | None:
+def _repeated(traces: Sequence[RankTrace]) -> TrainingSteps | None:
     calls = traces[0].calls()
     moved: Counter[Any] = Counter()
     for call in calls:
@@ -83,7 +83,7 @@ def _repeated(traces: Sequence[RankTrace]) -> Steps | None:
     name, dtype, nbytes, _, site = typical
     of = f" of {nbytes:,} bytes ({dtype})" if nbytes else ""
     every = f", every {in_period} of it" * (in_period > 1)
-    return Steps(
+    return TrainingSteps(
         [np.array([end[key] for key in chosen]) for end in ends],
         f"the repeated {name}{of} at {site}{every}",
         guessed=True,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from .measure import StepTimes
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Payoff", "judge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Payoff:
     """What the criterion says of the ranks that there were.
 
     Attributes:
@@ -36,11 +36,11 @@ class Verdict:
     doubled_limit: float
 
 
-def judge(steps: StepTimes, ranks: int) -> Verdict:
+def judge(steps: StepTimes, ranks: int) -> Payoff:
     """Apply the criterion to what was measured."""
     comp, sync = steps.comp, steps.sync
     ratio = sync / comp if comp > 0 else float("inf")
     efficiency = comp / (comp + sync) if comp + sync > 0 else 1.0
     # (T_comp + T_sync(2R)) / 2R < (T_comp + T_sync(R)) / R
     limit = comp + 2 * sync
-    return Verdict(ranks, ratio, ratio < ranks - 1, ranks * efficiency, efficiency, limit)
+    return Payoff(ranks, ratio, ratio < ranks - 1, ranks * efficiency, efficiency, limit)

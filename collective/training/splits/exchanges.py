@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
-from collective.training.differentiable import Step as Node
+from collective.training.differentiable import CollectiveStep
 
 from .serial import Arrays
 from .windows import exchange
@@ -73,7 +73,7 @@ class Exchanges(Arrays, ABC):
         """Return whole arrays, whose gradients are the sums of the ranks', in one call."""
 
     @abstractmethod
-    def record(self, node: Node, array: Any) -> Any:
+    def record(self, node: CollectiveStep, array: Any) -> Any:
         """Make a node of the graph."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Exchanges(Arrays, ABC):
 
     def added(self, array: Any, comm: Communicator) -> Any:
         """Return the sum of the ranks' arrays; its gradient is that of each."""
-        return self.record(Node(lambda x: comm.all_reduce(x), lambda g: g), array)
+        return self.record(CollectiveStep(lambda x: comm.all_reduce(x), lambda g: g), array)
 
     def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
         """Return this rank's rows of a whole array; the gradients are gathered."""
@@ -109,7 +109,7 @@ class Exchanges(Arrays, ABC):
         def backward(g: Any) -> Any:
             return self.joined(g, comm, dimension, counts)
 
-        return self.record(Node(forward, backward), array)
+        return self.record(CollectiveStep(forward, backward), array)
 
     def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
         """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
@@ -120,7 +120,7 @@ class Exchanges(Arrays, ABC):
         def backward(g: Any) -> Any:
             return self.cut(g, comm, dimension, counts)
 
-        return self.record(Node(forward, backward), array)
+        return self.record(CollectiveStep(forward, backward), array)
 
     def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
         """Return the rows that this rank needs of the ranks' arrays; the gradients go back."""
@@ -131,7 +131,7 @@ class Exchanges(Arrays, ABC):
         def backward(g: Any) -> Any:
             return self._returned(g, comm, dimension, halo)
 
-        return self.record(Node(forward, backward), array)
+        return self.record(CollectiveStep(forward, backward), array)
 
     def _returned(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
         """Return what is the gradient of :meth:`exchanged` for this one."""
@@ -142,7 +142,7 @@ class Exchanges(Arrays, ABC):
         def backward(h: Any) -> Any:
             return self.exchanged(h, comm, dimension, halo)
 
-        return self.record(Node(forward, backward), array)
+        return self.record(CollectiveStep(forward, backward), array)
 
     def _extended(self, x: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
         """Return the rows that this rank needs, its own between those of others."""

@@ -24,13 +24,13 @@ from collective.errors import ShapeError, UnsupportedError
 
 from .windows import pieces
 
-__all__ = ["ALONG", "COLUMNS", "ROWS", "Filters", "Layer", "Share", "arrange"]
+__all__ = ["ALONG", "COLUMNS", "ROWS", "FilterLayer", "Filters", "Share", "arrange"]
 
 COLUMNS, ROWS, ALONG = "columns", "rows", "along"
 
 
 @dataclass(frozen=True)
-class Layer:
+class FilterLayer:
     """A convolution, a transposed one or a dense layer.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layer:
         return int(shape[1] * self.groups if self.transposed else shape[0])
 
 
-def arrange(layers: Sequence[Layer], ranks: int) -> list[str | None]:
+def arrange(layers: Sequence[FilterLayer], ranks: int) -> list[str | None]:
     """Say how each layer is cut: ``COLUMNS``, ``ROWS``, ``ALONG``, or None, which leaves it whole.
 
     Whole are those with fewer channels than ranks, and groups of several channels.
@@ -121,14 +121,14 @@ class Filters:
     def __init__(self, group: Communicator) -> None:
         self.group = group
         self._shares: dict[int, Share] = {}
-        self._layouts: dict[tuple[int, int], tuple[str, Layer]] = {}
+        self._layouts: dict[tuple[int, int], tuple[str, FilterLayer]] = {}
 
     def take(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[FilterLayer],
         names: Mapping[int, Sequence[str]],
         cut: Callable[[Any, int, range], None],
-    ) -> list[Layer]:
+    ) -> list[FilterLayer]:
         """Keep of the layers' parameters this rank's pieces.
 
         Args:
@@ -232,7 +232,7 @@ class Filters:
         )
 
 
-def _dimensions(layer: Layer, layout: str) -> list[tuple[Any, int]]:
+def _dimensions(layer: FilterLayer, layout: str) -> list[tuple[Any, int]]:
     """Return a layer's parameters that are cut, and along which dimension."""
     outputs = int(layer.transposed)
     found = [(layer.weight, {COLUMNS: outputs, ROWS: 1 - outputs, ALONG: 0}[layout])]
@@ -241,10 +241,10 @@ def _dimensions(layer: Layer, layout: str) -> list[tuple[Any, int]]:
     return found
 
 
-class _Running(threading.local):
+class _Active(threading.local):
     """Whose model this thread computes."""
 
     filters: Filters | None = None
 
 
-_running = _Running()
+_running = _Active()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from collective.errors import BackendUnavailableError
 
-__all__ = ["Difference", "MemoryReport", "Verification"]
+__all__ = ["LayerDifference", "MemoryReport", "Verification"]
 
 # What a piece that is computed again is called among the layers.
 _PIECE = "one piece, again"
@@ -90,7 +90,7 @@ def _mib(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayerDifference:
     """How far one result of a split module is from the whole one's.
 
     Attributes:
@@ -114,12 +114,12 @@ class Verification:
         joined: the calls that took whole arrays.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[LayerDifference, ...]
     tolerance: float
     joined: tuple[str, ...] = ()
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> LayerDifference | None:
         """The first result that differs."""
         return next(
             (each for each in self.differences if not each.relative <= self.tolerance), None
