@@ -9,12 +9,10 @@ the other, of the difference, with twice its standard error; it has to stay belo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,9 @@ from pathlib import Path
 import numpy as np
 
 import collective
+from collective.launch.outcome import RanksFailedError
+from collective.launch.process_starter import ProcessStarter
+from collective.launch.ranks import FunctionJob, Participant, Ranks
 from collective.tools.bench.machine import Observer
 from collective.tools.bench.startline import StartLine
 from collective.tools.show import add_outputs, print_table, write
@@ -35,9 +36,11 @@ _SIDES = ("without", "with")
 # -- in the ranks -------------------------------------------------------------------------------
 
 
-def work(folder: Path, rank: int, ranks: int, pairs: int, ports: Sequence[int]) -> None:
-    """Be a rank: connect in turns; rank 0 writes the seconds of each side."""
-    line = StartLine(folder / "startline", rank, ranks)
+def connect(
+    participant: Participant, folder: Path, ranks: int, pairs: int, ports: Sequence[int]
+) -> dict[str, list[float]]:
+    """Be a rank: connect in turns; return the seconds of each side."""
+    line = StartLine(folder / "startline", participant.rank, ranks)
     turns: dict[str, list[float]] = {side: [] for side in _SIDES}
     for pair in range(pairs + 1):
         # Neither is always the second, and the first pair is not counted: it starts the stores.
@@ -47,45 +50,45 @@ def work(folder: Path, rank: int, ranks: int, pairs: int, ports: Sequence[int]) 
             line.wait()
             start = time.perf_counter()
             comm = collective.init(
-                "gloo", rank=rank, size=ranks, local_rank=0, local_size=1, interface="lo",
-                store=f"tcp://127.0.0.1:{ports[number]}", insecure="on", **secret,
+                "gloo", rank=participant.rank, size=ranks, local_rank=0, local_size=1,
+                interface="lo", store=f"tcp://127.0.0.1:{ports[number]}", insecure="on", **secret,
             )  # fmt: skip
             took = time.perf_counter() - start
             slowest = float(comm.all_reduce(np.array([took]), op="max")[0])
             comm.close()
             if pair:
                 turns[side].append(slowest)
-    if rank == 0:
-        (folder / "turns").write_text(json.dumps(turns))
+    return turns
 
 
 # -- outside ------------------------------------------------------------------------------------
 
 
-def _free_ports() -> list[str]:
+def _free_ports() -> tuple[int, int]:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
-        return [str(each.getsockname()[1]) for each in (one, other)]
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
-    """Return the seconds of each turn, by side."""
-    with tempfile.TemporaryDirectory(prefix="connect-") as folder:
+    """Return the seconds of each turn, by side.
+
+    Raises:
+        RanksFailedError: a rank has failed.
+    """
+    for name in [name for name in os.environ if name.startswith("COLLECTIVE_")]:
+        del os.environ[name]  # who starts the command may be of a launch
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with (
+        tempfile.TemporaryDirectory(prefix="connect-") as folder,
+        Ranks(ranks, ProcessStarter()) as started,
+    ):
         StartLine.create(Path(folder) / "startline", ranks)
-        command = [sys.executable, str(Path(__file__).resolve()), "--ranks", str(ranks)]
-        command += ["--pairs", str(pairs), "--work", folder, *_free_ports()]
-        # Who starts the command may be of a launch.
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
-        kept["OMP_NUM_THREADS"] = "1"
-        started = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=kept) for rank in range(ranks)
-        ]
-        try:
-            if any(process.wait() for process in started):
-                raise SystemExit("connect: a rank has failed")
-        finally:
-            for process in started:
-                process.kill()
-        turns: dict[str, list[float]] = json.loads((Path(folder) / "turns").read_text())
+        job = FunctionJob(connect, (Path(folder), ranks, pairs, _free_ports()))
+        outcomes = started.run(job, 1800.0)
+        failure = RanksFailedError.of(outcomes, ranks)
+        if failure is not None:
+            raise failure
+    turns: dict[str, list[float]] = outcomes[0].value
     return turns
 
 
@@ -114,13 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--pairs", type=int, default=40, metavar="N", help="default: 40")
     add_outputs(parser)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.work is not None:
-        folder, *ports = options.work
-        work(Path(folder), options.rank, options.ranks, options.pairs, [int(p) for p in ports])
-        return 0
     observer = Observer()
     turns = measure(options.ranks, options.pairs)
     about = observer.machine()

@@ -97,9 +97,11 @@ def mpirun(
     return done
 
 
-def run_alone(python: str, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    python: str, script: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``script`` in a process that no launcher started."""
-    done = _run([python, "-c", script], environment)
+    done = _run([python, "-c", script, *arguments], environment)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
     return done
 

@@ -29,6 +29,7 @@ from collective.tools.doctor import mpi as doctor_mpi
 from collective.tools.doctor import probe as doctor_probe
 from collective.tools.doctor.problems import problems
 from tests.launches import ROOT, Launches, launches
+from tests.mpi_launches import launch_of, needs, run_alone
 
 __all__ = ["launches"]  # a fixture
 
@@ -156,6 +157,21 @@ def test_two_ranks_try_what_works(doctor: Doctor) -> None:
         if name != "nccl" or len(report["gpus"]["devices"]) > 1:
             assert bool(transport["works"]) == ("trial" in transport)
     assert re.search(r"shm +works; two ranks all-reduce 8 B in", text(report))
+
+
+@needs("openmpi")  # which counts cores, refuses root and leaves files
+def test_two_ranks_try_mpi(doctor: Doctor) -> None:
+    python = Path(launch_of("openmpi").python)
+    question = f"trial mpi {python.with_name('mpiexec')}"
+    script = (
+        "import json, sys; from collective.tools.doctor.probe import ask; "
+        "print(json.dumps(ask(sys.argv[1:], 80.0)))"
+    )
+    done = run_alone(str(python), script, question, TMPDIR=str(doctor.launches.temporary))
+    facts, error, late = json.loads(done.stdout)[question]
+    assert (error, late) == ("", False)
+    assert facts["bandwidth"] > 0
+    assert list(doctor.launches.temporary.iterdir()) == [], "files were left behind"
 
 
 def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> None:

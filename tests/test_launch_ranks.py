@@ -6,10 +6,10 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from collective.errors import BackendUnavailableError
 from collective.launch.command_starter import Command, CommandStarter
 from collective.launch.outcome import Outcome, RankDiedError, RankHungError, RemoteError
 from collective.launch.process_starter import ProcessStarter
-from collective.launch.ranks import Job, Participant, Ranks, Starter
+from collective.launch.ranks import FunctionJob, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,20 +52,8 @@ def processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield made
 
 
-@dataclass(frozen=True)
-class Do(Job):
-    """Calls a function of this module with a rank."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-
-    def run(self, participant: Participant) -> Any:
-        __tracebackhide__ = True
-        return self.function(participant, *self.args)
-
-
 def run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
-    found = ranks.run(Do(function, args), **{"timeout": 60.0, **options})
+    found = ranks.run(FunctionJob(function, args), **{"timeout": 60.0, **options})
     return [found[rank] for rank in range(2)]
 
 
@@ -194,9 +182,20 @@ def test_ranks_may_write_more_than_a_pipe_holds() -> None:
         assert [outcome.value for outcome in run(ranks, printing)] == [0, 1]
 
 
+def test_ranks_call_back_wherever_temporary_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with Ranks(2, CommandStarter(2, by_hand)) as ranks:
+        assert [outcome.value[0] for outcome in run(ranks, who)] == [0, 1]
+    assert list(folder.iterdir()) == []
+
+
 def test_what_cannot_be_sent_is_told(processes: Ranks) -> None:
     with pytest.raises(TypeError, match="top of a module"):
-        processes.run(Do(lambda one: 1), 60.0)
+        processes.run(FunctionJob(lambda one: 1), 60.0)
     for outcome in run(processes, lock):
         assert isinstance(outcome.error, RemoteError)
         assert "the result, a lock" in str(outcome.error)

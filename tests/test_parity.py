@@ -30,7 +30,7 @@ from collective.tools.parity.cases import (
     reduces,
 )
 from collective.tools.parity.frameworks import framework, unavailable
-from collective.tools.parity.runner import Outcome, Plan, run
+from collective.tools.parity.runner import CaseResult, Plan, run
 from collective.tools.parity.transports import survey
 from tests.test_reduction import NAN, extreme
 
@@ -122,12 +122,12 @@ def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> No
     assert (abs(narrow - high - low) / ulp(x + y, "float64")).max() > 1e6
 
 
-def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[Outcome]:
+def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[CaseResult]:
     given: dict[str, Any] = {
         "frameworks": ["numpy"], "operations": OPERATIONS, "ops": OPS, "dtypes": DTYPES,
         "shapes": ["scalar", "empty", "odd", "strided"], "seed": 5,
     }  # fmt: skip
-    found: list[Outcome] = []
+    found: list[CaseResult] = []
     run(
         Plan(transports=survey([backend]), sizes=sizes, timeout=30.0, **(given | options)),
         found.append,
@@ -136,7 +136,7 @@ def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[Outco
     return found
 
 
-def wrong(found: list[Outcome]) -> list[str]:
+def wrong(found: list[CaseResult]) -> list[str]:
     return [each.text for each in found if each.status != "passed"]
 
 

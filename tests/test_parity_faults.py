@@ -10,7 +10,7 @@ import pytest
 from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
 from collective.tools.parity.cases import OPERATIONS
-from collective.tools.parity.runner import Outcome, Plan, run
+from collective.tools.parity.runner import CaseResult, Plan, run
 from collective.tools.parity.transports import survey
 from tests.loopback import Loopback
 from tests.meta import broken
@@ -75,7 +75,7 @@ def outcomes(
     timeout: float = TIMEOUT_S,
     ops: tuple[str, ...] = ("sum", "avg", "user", "min"),
     dtypes: tuple[str, ...] = ("float32", "int16"),
-) -> list[Outcome]:
+) -> list[CaseResult]:
     plan = Plan(
         transports=survey([f"{kind.__module__}:{kind.__name__}"]),
         frameworks=["numpy"],
@@ -86,7 +86,7 @@ def outcomes(
         sizes=[size],
         timeout=timeout,
     )
-    found: list[Outcome] = []
+    found: list[CaseResult] = []
     run(plan, found.append, lambda transport, size: None)
     return found
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from collective.errors import BackendUnavailableError
 
+from .control import short_path
 from .mpiexec import Mpiexec
 from .outcome import Outcome
 from .process_starter import ProcessHandle, encoded, wait_for_answers
@@ -37,16 +38,25 @@ _SHOWN = 4000  # bytes of output in errors
 _RANK = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
 
 
-def under_mpiexec(size: int, mpiexec: Mpiexec) -> CommandStarter:
-    """Return what starts ``size`` ranks of an MPI world; one that dies leaves the others."""
+def under_mpiexec(
+    size: int, mpiexec: Mpiexec, *, lasting: bool = True, session: bool = True
+) -> CommandStarter:
+    """Return what starts ``size`` ranks of an MPI world.
+
+    Args:
+        size: how many.
+        mpiexec: with what.
+        lasting: whether one that dies leaves the others; that takes MPICH or Open MPI 5.
+        session: as of :class:`CommandStarter`.
+    """
 
     def commands(address: str) -> list[Command]:
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-        start = mpiexec.command(size, lasting=True)
+        start = mpiexec.command(size, lasting=lasting)
         return [([*start, mpiexec.python, "-c", _RANK, address], {"PYTHONPATH": path})]
 
-    return CommandStarter(size, commands)
+    return CommandStarter(size, commands, session=session)
 
 
 class _Called(ProcessHandle):
@@ -82,16 +92,23 @@ class CommandStarter(Starter):
         size: how many ranks call back.
         commands: given the address where they call back, returns what is to be executed.
         patience: seconds until all have called.
+        session: whether what is executed gets a session of its own, which is ended as a whole.
     """
 
     together = True
 
     def __init__(
-        self, size: int, commands: Callable[[str], Sequence[Command]], patience: float = LOAD_S
+        self,
+        size: int,
+        commands: Callable[[str], Sequence[Command]],
+        patience: float = LOAD_S,
+        *,
+        session: bool = True,
     ) -> None:
         self._size = size
         self._commands = commands
         self._patience = patience
+        self._session = session
         self._processes: list[subprocess.Popen[bytes]] = []
         self._output: IO[bytes] | None = None
         self._written = ""
@@ -121,10 +138,12 @@ class CommandStarter(Starter):
         handles: dict[int, _Called] = {}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(f"{directory}/socket")
+                address = f"{directory}/socket"
+                with short_path(address) as path:
+                    listener.bind(path)
                 listener.listen(self._size)
                 listener.settimeout(_LOOK_S)
-                for command, variables in self._commands(f"{directory}/socket"):
+                for command, variables in self._commands(address):
                     self._execute(command, variables)
                 self._gather(listener, handles)
         except BaseException:
@@ -144,7 +163,7 @@ class CommandStarter(Starter):
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                start_new_session=True,
+                start_new_session=self._session,
             )
         )
 
@@ -186,7 +205,7 @@ class CommandStarter(Starter):
                 if process.poll() is None:
                     self._segments |= mpi_segments(process.pid)
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
+                        (os.killpg if self._session else os.kill)(process.pid, number)
             _wait(processes)
         remove_segments(self._segments)
         self._segments.clear()

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from queue import SimpleQueue
 
@@ -33,6 +33,7 @@ __all__ = [
     "outcome_of",
     "serve",
     "serve_as",
+    "short_path",
 ]
 
 #: Where are your threads? And the first bytes of the answer.
@@ -141,9 +142,26 @@ def main(arguments: Sequence[str]) -> None:
 
 def call_back(address: str, rank: int) -> Connection:
     """Connect to whoever steers the ranks, and say which one this is."""
-    connection = Client(address, "AF_UNIX")
+    with short_path(address) as path:
+        connection = Client(path, "AF_UNIX")
     connection.send((rank, os.getpid()))
     return connection
+
+
+@contextlib.contextmanager
+def short_path(address: str) -> Iterator[str]:
+    """Give a socket's file a name that a socket address has room for, which is 107 bytes.
+
+    That is not so in every job's directory for temporary files.
+    """
+    if sys.platform != "linux":
+        yield address
+        return
+    folder = os.open(os.path.dirname(address), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(address)}"
+    finally:
+        os.close(folder)
 
 
 def leave_process_group() -> None:

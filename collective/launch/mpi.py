@@ -74,7 +74,7 @@ class _Remote(Rank):
             os.write(self.orders, bytes([byte]))
 
 
-class _Mpiexec(Rank):
+class _MpiexecProcess(Rank):
     """mpiexec itself, which ends with its ranks and is hurried only if it does not."""
 
     def send(self, number: int, *, group: bool) -> None:
@@ -133,7 +133,7 @@ class _MpiSupervisor(Supervisor):
             self._remotes.append(rank)
             self._attend(rank, out, error)
             self._watch(end, partial(self._learn, rank))
-        self._ranks.append(_Mpiexec(-1, process))
+        self._ranks.append(_MpiexecProcess(-1, process))
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         self._own = process.stdout.fileno()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .outcome import Outcome, RankHungError
@@ -25,7 +26,7 @@ from .outcome import Outcome, RankHungError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Handle", "Job", "Kept", "Participant", "Ranks", "Starter", "perform"]
+__all__ = ["FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "perform"]
 
 # How long ranks may take to start and to import what a job needs, on a busy machine.
 LOAD_S = 60.0
@@ -36,7 +37,7 @@ LEAVE_S = 5.0
 # -- what a rank has ---------------------------------------------------------------------------
 
 
-class Kept(Protocol):
+class Resource(Protocol):
     """Something that a rank keeps from job to job."""
 
     def close(self) -> None:
@@ -54,7 +55,7 @@ class Participant:
         kept: what jobs leave to the next ones, by whatever they know it by; closed at the end.
     """
 
-    def __init__(self, rank: int, kept: Mapping[Hashable, Kept] | None = None) -> None:
+    def __init__(self, rank: int, kept: Mapping[Hashable, Resource] | None = None) -> None:
         self.rank = rank
         self.kept: dict[Hashable, Any] = dict(kept or {})
 
@@ -78,6 +79,26 @@ class Job(ABC):
     def failed(self, participant: Participant, error: BaseException) -> None:
         """Let go of what is of no use after ``error``; its outcome has been noted."""
         return None
+
+
+@dataclass(frozen=True)
+class FunctionJob(Job):
+    """A function that every rank calls with its :class:`Participant` and some arguments.
+
+    Attributes:
+        function: at the top of a module, where ranks are processes.
+        args: what it gets after the participant.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.function!r} and its arguments"
+
+    def run(self, participant: Participant) -> Any:
+        __tracebackhide__ = True
+        return self.function(participant, *self.args)
 
 
 def perform(job: Job, participant: Participant) -> Outcome:

@@ -58,7 +58,7 @@ class ArenaError(Exception):
         return ": ".join([what.removesuffix(":"), *(errors or output)[-1:]])
 
 
-class _Running:
+class _Entrant:
     """A contestant that has been started."""
 
     def __init__(self, contestant: Contestant, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Arena:
     def __init__(self, contestants: Sequence[Contestant]) -> None:
         self.failed: dict[str, ArenaError] = {}
         self._all = list(contestants)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Entrant] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         try:
             for number, contestant in enumerate(self._all):
@@ -127,7 +127,7 @@ class Arena:
 
     def _start(self, contestant: Contestant, folder: Path) -> None:
         name = contestant.name
-        self._running[name] = _Running(contestant, folder)
+        self._running[name] = _Entrant(contestant, folder)
         try:
             self._running[name].start()
         except ArenaError as error:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,25 +13,21 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.contract import registry
 from collective.errors import BackendError, CollectiveError, UnsupportedError
+from collective.launch.command_starter import under_mpiexec
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
+from collective.launch.ranks import FunctionJob, Participant, Ranks
 from collective.start.session import init
 
-from .command import LEFT_BEHIND, command
+from .command import LEFT_BEHIND
 
-__all__ = ["exercise", "main", "run"]
+__all__ = ["exercise", "run"]
 
 Array = np.ndarray[Any, Any]
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
 _SMALL_CALLS, _ROUNDS = 50, 5
 _CALL_S, _TRIAL_S = 20.0, 40.0
-
-# Open MPI counts cores and refuses root; the trial needs two ranks wherever it runs.
-_OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 def run(name: str, mpiexec: str = "") -> dict[str, Any]:
@@ -56,10 +48,10 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         )
     if mpiexec:
         return _under_mpiexec(name, mpiexec)
-    from collective.testing import RanksFailedError, run_ranks
+    from collective.testing import run_ranks
 
     try:
-        told: dict[str, Any] = run_ranks(
+        facts: dict[str, Any] = run_ranks(
             2, exercise, backend=name, timeout=_TRIAL_S, call_timeout=_CALL_S
         )[0]
     except RanksFailedError as error:
@@ -69,7 +61,7 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
             "" if isinstance(cause, CollectiveError) else f"rank {rank}: {type(cause).__name__}: "
         )
         raise BackendError(f"{kind}{cause}", name) from error
-    return told
+    return facts
 
 
 def exercise(comm: Communicator) -> dict[str, Any]:
@@ -84,21 +76,21 @@ def exercise(comm: Communicator) -> dict[str, Any]:
     Raises:
         BackendError: a result is wrong.
     """
-    place = _on_cpu if "cpu" in comm.capabilities.devices else _OnGpu(comm.rank)
+    put = _on_cpu if "cpu" in comm.capabilities.devices else _OnGpu(comm.rank)
     ranks = np.arange(1000.0)
-    _expect(comm, "all_reduce", comm.all_reduce(place(ranks + comm.rank)), 2 * ranks + 1)
+    _expect(comm, "all_reduce", comm.all_reduce(put(ranks + comm.rank)), 2 * ranks + 1)
     for root in range(comm.size):
-        mine = place(ranks + comm.rank)
+        mine = put(ranks + comm.rank)
         _expect(comm, "broadcast", comm.broadcast(mine, root=root), ranks + root)
     if comm.rank == 0:
-        comm.send(place(ranks), dst=1, tag=3)
-        _expect(comm, "recv", comm.recv(place(0 * ranks), src=1, tag=4), -ranks)
+        comm.send(put(ranks), dst=1, tag=3)
+        _expect(comm, "recv", comm.recv(put(0 * ranks), src=1, tag=4), -ranks)
     else:
-        _expect(comm, "recv", comm.recv(place(0 * ranks), src=0, tag=3), ranks)
-        comm.send(place(-ranks), dst=0, tag=4)
-    latency = _median(comm, place(np.ones(_SMALL_BYTES // 8)), _SMALL_CALLS)
-    large = _median(comm, place(np.ones(_LARGE_BYTES // 4, np.float32)), 1)
-    slowest = _read(comm.all_reduce(place(np.array([latency, large])), op="max"))
+        _expect(comm, "recv", comm.recv(put(0 * ranks), src=0, tag=3), ranks)
+        comm.send(put(-ranks), dst=0, tag=4)
+    latency = _median(comm, put(np.ones(_SMALL_BYTES // 8)), _SMALL_CALLS)
+    large = _median(comm, put(np.ones(_LARGE_BYTES // 4, np.float32)), 1)
+    slowest = _read(comm.all_reduce(put(np.array([latency, large])), op="max"))
     return {
         "small_bytes": _SMALL_BYTES,
         "latency_s": float(slowest[0]),
@@ -164,45 +156,34 @@ def _median(comm: Communicator, x: Any, calls: int) -> float:
 # -- over MPI: started by its own launcher ---------------------------------------------------------
 
 
+def _try(_: Participant, name: str) -> dict[str, Any]:
+    """Be one of the two ranks that mpiexec has started."""
+    os.chdir(tempfile.gettempdir())  # far from the settings of whatever directory this is
+    with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
+        if comm.size != 2:
+            raise BackendError(
+                f"mpiexec started 2 ranks, and each found a world of {comm.size}: it does not "
+                "belong to this MPI library.",
+                name,
+            )
+        return exercise(comm)
+
+
 def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
-    # Those that mpiexec starts share memory; it is no good on a disk, and does not stay.
-    kept = {name: value for name, value in os.environ.items() if name not in LEFT_BEHIND}
-    with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [mpiexec, "-n", "2", *command("trial", name, directory)],
-            env={**kept, **_OPEN_MPI},
-            cwd=directory,  # far from the settings of whatever directory this is
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
+    for variable in LEFT_BEHIND:
+        # Those that mpiexec starts share memory; it is no good on a disk, and does not stay.
+        os.environ.pop(variable, None)
+    # In this process's session, so that whoever ends this process ends them, too.
+    starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
+    with Ranks(2, starter) as ranks:
+        failure = RanksFailedError.of(
+            outcomes := ranks.run(FunctionJob(_try, (name,)), _TRIAL_S), 2
         )
-        told = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("rank-*"))]
-    wrong = list(dict.fromkeys(result["error"] for result in told if result["error"]))
-    if wrong:
-        raise BackendError(" ".join(wrong), name)
-    if done.returncode != 0 or not told:
-        words = " ".join((done.stderr or done.stdout).split())[-600:]
-        raise BackendError(f"{mpiexec} exited with {done.returncode}: {words}", name)
-    facts: dict[str, Any] = told[0]["facts"]
+        if failure is not None:
+            errors = failure.errors.values()
+            wrong = [str(e) if isinstance(e, CollectiveError) else repr(e) for e in errors]
+            if all(isinstance(error, (RankDiedError, RankHungError)) for error in errors):
+                wrong.append(" ".join(starter.output().split())[-600:])
+            raise BackendError(" ".join(dict.fromkeys(wrong)), name)
+    facts: dict[str, Any] = outcomes[0].value
     return facts
-
-
-def main(name: str, directory: str) -> None:
-    """Be one of the two ranks that mpiexec started; write down in ``directory`` how it went."""
-    told: dict[str, Any] = {"facts": {}, "error": ""}
-    try:
-        with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
-            if comm.size != 2:
-                raise BackendError(
-                    f"mpiexec started 2 ranks, and each found a world of {comm.size}: it does not "
-                    "belong to this MPI library.",
-                    name,
-                )
-            told["facts"] = exercise(comm)
-    except Exception as error:  # it is told to whoever runs the trial
-        told["error"] = str(error) if isinstance(error, CollectiveError) else repr(error)
-    scratch = Path(directory, f".{os.getpid()}")
-    scratch.write_text(json.dumps(told))
-    scratch.rename(Path(directory, f"rank-{os.getpid()}"))
-    sys.exit(1 if told["error"] else 0)

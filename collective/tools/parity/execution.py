@@ -101,8 +101,8 @@ def _run(comm: Communicator, case: Case) -> tuple[Verdict, bool]:
         return Verdict("failed", float("inf"), text=str(error)), False
     except Exception as error:  # whatever it is, it is no result
         comm.abort(f"{type(error).__name__} in {case.title()}")
-        told = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-3:])
-        text = f"rank {comm.rank}: {case.title()}: {type(error).__name__}: {error}\n{told}"
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-3:])
+        text = f"rank {comm.rank}: {case.title()}: {type(error).__name__}: {error}\n{lines}"
         return Verdict("failed", float("inf"), text=text), False
 
 
@@ -145,19 +145,19 @@ def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
         ]
         out = nested.rebuild(case.data, iter(outs))
     found = call(comm, case, x, out, turn, kind.like)
-    told = f"rank {comm.rank}, {case.title()}, out {style}, turn {turn}"
+    what = f"rank {comm.rank}, {case.title()}, out {style}, turn {turn}"
     if wanted is None:
         if found is not None:
-            raise Difference(f"{told}: got {type(found).__name__}; only the root gets a result")
+            raise Difference(f"{what}: got {type(found).__name__}; only the root gets a result")
     elif out is not None and found is not out and nested.is_tree(out) is False:
-        raise Difference(f"{told}: the result is not out")
+        raise Difference(f"{what}: the result is not out")
     if not in_place:
         for array, before, leaf in zip(given, nested.flatten(stored), leaves):
             if not np.array_equal(_bits(kind.read(array)), _bits(before)):
-                raise Difference(f"{told}: the input of dtype {leaf.dtype} was changed")
+                raise Difference(f"{what}: the input of dtype {leaf.dtype} was changed")
     if wanted is None:
         return 0.0, 0.0
-    return _judge(kind, nested.flatten(found), wanted, leaves, told)
+    return _judge(kind, nested.flatten(found), wanted, leaves, what)
 
 
 def _takes_in_place(case: Case, rank: int, size: int, turn: int) -> bool:
@@ -269,24 +269,24 @@ def _judge(
     found: Sequence[Any],
     wanted: Sequence[oracle.Reference],
     leaves: Sequence[Leaf],
-    told: str,
+    what: str,
 ) -> tuple[float, float]:
     if len(found) != len(wanted):
-        raise Difference(f"{told}: {len(found)} arrays; expected {len(wanted)}")
+        raise Difference(f"{what}: {len(found)} arrays; expected {len(wanted)}")
     worst = 0.0, 0.0
     for x, reference, leaf in zip(found, wanted, leaves):
         if not kind.owns(x):
-            raise Difference(f"{told}: got {type(x).__name__}; expected an array of {kind.name}")
+            raise Difference(f"{what}: got {type(x).__name__}; expected an array of {kind.name}")
         if kind.dtype_of(x) != leaf.dtype:
-            raise Difference(f"{told}: dtype {kind.dtype_of(x)}; expected {leaf.dtype}")
+            raise Difference(f"{what}: dtype {kind.dtype_of(x)}; expected {leaf.dtype}")
         if tuple(x.shape) != reference.shape:
-            raise Difference(f"{told}: shape {tuple(x.shape)}; expected {reference.shape}")
-        error = _errors(kind.read(x), reference, leaf.dtype, told)
+            raise Difference(f"{what}: shape {tuple(x.shape)}; expected {reference.shape}")
+        error = _errors(kind.read(x), reference, leaf.dtype, what)
         worst = max(worst, (error, reference.bound))
     return worst
 
 
-def _errors(found: Array, reference: oracle.Reference, dtype: str, told: str) -> float:
+def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) -> float:
     """Return the largest error in ULP.
 
     Raises:
@@ -315,7 +315,7 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, told: str) ->
     largest = float(np.where(np.isnan(errors), np.inf, errors)[wrong].max())
     allowed = f"up to {largest:.3g} ULP off; {reference.bound:.3g} allowed"
     raise Difference(
-        f"{told}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at {at}: "
+        f"{what}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at {at}: "
         f"{oracle.decoded(found, dtype)[at].tolist()}; expected {expected[at].tolist()} "
         f"({allowed if reference.bits is None else 'must be exact'})",
         largest,

@@ -10,7 +10,7 @@ from collective.errors import InvalidArgumentError
 
 from .cases import MOVES, REDUCTIONS, ROOTED, Case, Leaf, reduces
 from .frameworks import framework
-from .runner import Outcome, Plan, Ranks
+from .runner import CaseResult, CaseRunner, Plan
 from .snippets import snippet
 from .transports import Transport
 
@@ -49,10 +49,10 @@ def explore(
     """
     kinds = plan.kinds(transport)
     imported = list(dict.fromkeys(name for names in kinds.values() for name in names))
-    failing: list[Outcome] = []
+    failing: list[CaseResult] = []
     with contextlib.ExitStack() as stack:
         ranks = {
-            size: stack.enter_context(Ranks(transport, size, imported, plan.timeout))
+            size: stack.enter_context(CaseRunner(transport, size, imported, plan.timeout))
             for size in plan.sizes
         }
 

@@ -17,7 +17,7 @@ from collective.tools.doctor import host
 from collective.tools.show import table
 
 from .cases import CONDUCT, OPERATIONS, REDUCTIONS
-from .runner import Outcome, Plan
+from .runner import CaseResult, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ class Report:
 
     plan: Plan
     missing: Mapping[str, str]
-    failures: list[Outcome] = field(default_factory=list)
+    failures: list[CaseResult] = field(default_factory=list)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     random: list[dict[str, Any]] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Report:
     seconds: float = 0.0
     _rows: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CaseResult) -> None:
         """Count one outcome."""
         case = outcome.case
         reduction = case.op if case.operation in REDUCTIONS else ""

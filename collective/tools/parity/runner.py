@@ -18,7 +18,7 @@ from .transports import Transport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Outcome", "Plan", "Ranks", "run"]
+__all__ = ["CaseResult", "CaseRunner", "Plan", "run"]
 
 # Cases that are sent to the ranks at once.
 _BATCH = 100
@@ -76,8 +76,8 @@ class Plan:
             few = number > 0 and not self.all_ops
             ops = [op for op in self.ops if op in _FEW_OPS or not few]
             found += matrix(self.operations, ops, dtypes, self.shapes, names, self.seed)
-        place = {dtype: index for index, dtype in enumerate(self.dtypes)}
-        found.sort(key=lambda case: (place[case.dtype], case.shape_class, case.op))
+        nth = {dtype: index for index, dtype in enumerate(self.dtypes)}
+        found.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
         conduct = [name for name in self.operations if name in CONDUCT]
         if transport.on_host and "numpy" in self.frameworks:
             found += [Case(name, Leaf((1,)), shape_class="") for name in conduct]
@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """How one case went on one transport with one number of ranks.
 
     Attributes:
@@ -105,8 +105,8 @@ class Outcome:
 
 
 @dataclass
-class Ranks:
-    """The ranks of one transport and size: a context manager.
+class CaseRunner:
+    """Runs cases on the ranks of one transport and size: a context manager.
 
     Attributes:
         transport, size, timeout: as in :class:`Plan`.
@@ -146,7 +146,7 @@ class Ranks:
             self._prepared = True
         return self._pool
 
-    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+    def run(self, cases: Sequence[Case]) -> Iterator[CaseResult]:
         """Run cases, and yield how each went, in their order but where ranks died."""
         left = list(cases)
         while left:
@@ -159,7 +159,7 @@ class Ranks:
             outcomes, left = self._attempt(left)
             yield from outcomes
 
-    def _attempt(self, cases: list[Case]) -> tuple[list[Outcome], list[Case]]:
+    def _attempt(self, cases: list[Case]) -> tuple[list[CaseResult], list[Case]]:
         """Run cases until ranks have to connect anew; return the outcomes, and what is left."""
         pool = self.start()
         # The communicator of an interrupted batch is not used again.
@@ -182,7 +182,7 @@ class Ranks:
 
     def _after(
         self, failure: RanksFailedError, cases: list[Case]
-    ) -> tuple[list[Outcome], list[Case]]:
+    ) -> tuple[list[CaseResult], list[Case]]:
         """Find out in which case a rank died or hung; run the others again."""
         # The pool replaces who died or hung.
         self._prepared, self._fresh = False, True
@@ -199,29 +199,29 @@ class Ranks:
 
     def _together(
         self, cases: Sequence[Case], verdicts: Mapping[int, Sequence[Verdict]]
-    ) -> tuple[list[Outcome], list[Case]]:
+    ) -> tuple[list[CaseResult], list[Case]]:
         """Return one outcome a case, up to the one that left the communicator unusable."""
-        outcomes: list[Outcome] = []
+        outcomes: list[CaseResult] = []
         for number, case in enumerate(cases):
-            told = [found[number] for found in verdicts.values() if len(found) > number]
-            if not told and not any(found[-1].status == "failed" for found in verdicts.values()):
+            heard = [found[number] for found in verdicts.values() if len(found) > number]
+            if not heard and not any(found[-1].status == "failed" for found in verdicts.values()):
                 return outcomes, list(cases[number:])  # the one before was meant to be the last
-            gone = len(told) < len(verdicts)
-            if not gone and not any(each.status == "interrupted" for each in told):
-                outcomes.append(self._outcome(case, _worst(told)))
+            gone = len(heard) < len(verdicts)
+            if not gone and not any(each.status == "interrupted" for each in heard):
+                outcomes.append(self._outcome(case, _worst(heard)))
                 continue
             if any(len(found) <= number and found[-1].status == "failed"
                    for found in verdicts.values()):  # fmt: skip
                 return outcomes, list(cases[number:])  # what broke it was a case before
-            failed = [each for each in told if each.status == "failed"] or told
+            failed = [each for each in heard if each.status == "failed"] or heard
             outcomes.append(
                 self._outcome(case, Verdict("failed", float("inf"), text=failed[0].text))
             )
             return outcomes, list(cases[number + 1 :])
         return outcomes, []
 
-    def _outcome(self, case: Case, verdict: Verdict) -> Outcome:
-        return Outcome(
+    def _outcome(self, case: Case, verdict: Verdict) -> CaseResult:
+        return CaseResult(
             self.transport.name, self.size, case, verdict.status, verdict.error, verdict.bound,
             verdict.text,
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def run(
-    plan: Plan, report: Callable[[Outcome], None], note: Callable[[Transport, int], None]
+    plan: Plan, report: Callable[[CaseResult], None], note: Callable[[Transport, int], None]
 ) -> Plan:
     """Run a plan.
 
@@ -266,14 +266,14 @@ def run(
 def _run_over(
     transport: Transport,
     plan: Plan,
-    report: Callable[[Outcome], None],
+    report: Callable[[CaseResult], None],
     note: Callable[[Transport, int], None],
 ) -> None:
     cases = plan.cases(transport)
     imported = [name for names in plan.kinds(transport).values() for name in names]
     for size in plan.sizes:
         note(transport, size)
-        with Ranks(transport, size, list(dict.fromkeys(imported)), plan.timeout) as ranks:
+        with CaseRunner(transport, size, list(dict.fromkeys(imported)), plan.timeout) as ranks:
             for start in range(0, len(cases), _BATCH):
                 for outcome in ranks.run(cases[start : start + _BATCH]):
                     report(outcome)
