@@ -1,13 +1,8 @@
-"""Chainer's differentiable collectives: derivatives of all ranks' results by all ranks' inputs.
-
-The rows of the Jacobian come from backward passes, each from one element of one rank's result;
-its columns from central differences, one element of one rank's input moved at a time.
-"""
+"""Chainer's differentiable collectives."""
 
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,194 +23,51 @@ from collective.errors import (  # noqa: E402
 )
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
+from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape, drawn  # noqa: E402
 from tests.shm_ranks import shm  # noqa: E402, F401
 
-OPS = ("sum", "avg", "prod", "min", "max")
-STEP = 1e-6
 Variable = chainer.Variable
 
 
-def ring(comm: Any, x: Any) -> Any:
-    if comm.size == 1:
-        return x * x
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    if comm.rank == 0:
-        sent = C.send(x * x, after, comm, tag=3)
-        return C.recv(comm, before, tag=3, after=sent)
-    got = C.recv(comm, before, tag=3, after=x)
-    return got + C.send(x * x, after, comm, tag=3)
+class Chainer(Tape):
+    """Chainer's graph."""
+
+    calls = C
+
+    def variable(self, x: Any) -> Any:
+        return Variable(np.array(x))
+
+    def array(self, y: Any) -> Any:
+        return y.array
+
+    def total(self, y: Any) -> Any:
+        return F.sum(y)
+
+    def sine(self, y: Any) -> Any:
+        return F.sin(y)
+
+    def spread(self, y: Any, shape: Any) -> Any:
+        return F.broadcast_to(y, shape)
+
+    def backward(self, y: Any, seed: Any) -> None:
+        y.grad = seed
+        y.backward()
+
+    def derivative(self, loss: Any, x: Any) -> Any:
+        return chainer.grad([loss], [x], enable_double_backprop=True)[0]
 
 
-def pipeline(comm: Any, x: Any) -> Any:
-    got = x if comm.rank == 0 else C.recv(comm, comm.rank - 1, after=x) * x
-    return got if comm.rank == comm.size - 1 else C.send(got, comm.rank + 1, comm)
-
-
-def at_the_root_only(function: Any, comm: Any, x: Any) -> Any:
-    root = comm.size - 1
-    return x + F.sum(function(x if comm.rank == root else None, comm, root))
-
-
-def two_in_a_row(comm: Any, x: Any) -> Any:
-    total = C.all_reduce(x * x, comm)
-    return C.reduce_scatter(C.all_gather(total * x, comm, axis=1), comm, "avg")
-
-
-def in_different_orders(comm: Any, x: Any) -> Any:
-    parts = [
-        C.all_reduce(x * x, comm),
-        F.sin(C.broadcast(x, comm)),
-        F.broadcast_to(F.sum(C.all_gather(x, comm)), x.shape),
-    ]
-    a, b, c = parts if comm.rank % 2 else parts[::-1]
-    return a + b + c
-
-
-def square(comm: Any) -> tuple[int, ...]:
-    return (2, 2)
-
-
-def uneven(comm: Any) -> tuple[int, ...]:
-    return (comm.rank if comm.size > 1 else 1, 2)
-
-
-def wide(comm: Any) -> tuple[int, ...]:
-    return (2, comm.rank + 1)
-
-
-CASES: dict[str, tuple[Any, Any]] = {
-    **{f"all_reduce {op}": (square, lambda c, x, op=op: C.all_reduce(x, c, op)) for op in OPS},
-    **{f"reduce {op}": (square, lambda c, x, op=op: C.reduce(x, c, c.size - 1, op)) for op in OPS},
-    **{
-        f"reduce_scatter {op}": (
-            lambda c: (2, 4),
-            lambda c, x, op=op: C.reduce_scatter(x, c, op, 1),
-        )
-        for op in OPS
-    },
-    "all_reduce of 0-d": (lambda c: (), lambda c, x: C.all_reduce(x, c, "max") * x),
-    "reduce_scatter of 0-d": (lambda c: (), lambda c, x: C.reduce_scatter(x, c, "prod")),
-    "reduce_scatter counts": (
-        lambda c: (2, 5),
-        lambda c, x: C.reduce_scatter(x, c, "max", -1, counts=[5] + [0] * (c.size - 1)),
-    ),
-    "broadcast": (square, lambda c, x: C.broadcast(x, c, c.size - 1)),
-    "all_gather": (uneven, lambda c, x: C.all_gather(x, c)),
-    "all_gather axis 1": (wide, lambda c, x: C.all_gather(x, c, -1)),
-    "all_gather counts": (
-        uneven,
-        lambda c, x: C.all_gather(x, c, counts=range(c.size) if c.size > 1 else [1]),
-    ),
-    "all_gather of 0-d": (lambda c: (), lambda c, x: C.all_gather(x, c)),
-    "gather": (wide, lambda c, x: C.gather(x, c, c.size - 1, 1)),
-    "scatter": (lambda c: (5,), lambda c, x: C.scatter(x, c, c.size - 1)),
-    "scatter counts": (
-        lambda c: (2, 3),
-        lambda c, x: C.scatter(x, c, axis=1, counts=[0] * (c.size - 1) + [3]),
-    ),
-    "all_to_all": (lambda c: (5, 2), lambda c, x: C.all_to_all(x, c)),
-    "all_to_all counts": (
-        lambda c: (2, c.size + 2),
-        lambda c, x: C.all_to_all(x, c, 1, counts=[3 if r == c.rank else 1 for r in range(c.size)]),
-    ),
-    "ring": (square, ring),
-    "pipeline": (square, pipeline),
-    "two in a row": (square, two_in_a_row),
-    "in different orders": (square, in_different_orders),
-}
-FIRST_ONLY: dict[str, tuple[Any, Any]] = {
-    # Differences of what Chainer has been told is zero would tell nothing of the second order.
-    "prod with zeros": (square, lambda c, x: C.all_reduce(x, c, "prod")),
-    "broadcast of None": (square, partial(at_the_root_only, C.broadcast)),
-    "scatter of None": (square, partial(at_the_root_only, C.scatter)),
-}
-
-
-def drawn(rank: int, shape: Any) -> Any:
-    return np.random.RandomState(rank).uniform(0.5, 1.5, shape)
-
-
-def gradient(function: Any, comm: Any, x: Any) -> Any:
-    """Return ``∂L/∂x`` for a loss of which no derivative up to the third vanishes."""
-    loss = F.sum(function(comm, x) ** 3) + 0.1 * F.sum(x**3)
-    return chainer.grad([loss], [x], enable_double_backprop=True)[0]
-
-
-def case(comm: Any, name: str, order: int) -> tuple[Any, Any]:
-    """Return a point, and the function whose derivative there is of that order."""
-    shape, function = {**CASES, **FIRST_ONLY}[name]
-    x = np.asarray(drawn(comm.rank, shape(comm)))
-    if name == "prod with zeros":
-        # One rank's first element, and all ranks' second.
-        x[0, 0] *= comm.rank != 0
-        x[0, 1] = 0
-    for _ in range(order - 1):
-        function = partial(gradient, function)
-    return x, function
-
-
-def jacobians(comm: Any, name: str, order: int) -> tuple[Any, Any]:
-    """Return all results by all inputs, by backward passes and by differences."""
-    x, function = case(comm, name, order)
-
-    def value(x: Any) -> Any:
-        return function(comm, Variable(np.array(x))).array.reshape(-1)
-
-    rows = []
-    for rank, length in enumerate(comm.all_gather_object(value(x).size)):
-        for element in range(length):
-            leaf = Variable(x.copy())
-            y = function(comm, leaf)
-            y.grad = np.zeros_like(y.array)
-            if comm.rank == rank:
-                y.grad.reshape(-1)[element] = 1
-            y.backward()
-            rows.append((np.zeros_like(x) if leaf.grad is None else leaf.grad).reshape(-1))
-    columns = []
-    for rank, length in enumerate(comm.all_gather_object(x.size)):
-        for element in range(length):
-            move = np.zeros_like(x)
-            if comm.rank == rank:
-                move.reshape(-1)[element] = STEP
-            columns.append((value(x + move) - value(x - move)) / (2 * STEP))
-    by_backward = comm.all_gather(np.stack(rows), axis=1)
-    return by_backward, comm.all_gather(np.stack(columns, 1))
-
-
-def check_one_direction(comm: Any, name: str, order: int) -> None:
-    """Compare one derivative of one weighted sum of all results: a few calls instead of many."""
-    x, function = case(comm, name, order)
-    leaf = Variable(x.copy())
-    y = function(comm, leaf)
-    weights, direction = drawn(comm.rank + 10, y.shape), drawn(comm.rank + 20, x.shape)
-    y.grad = np.asarray(weights)
-    y.backward()
-    assert leaf.grad is not None or x.size == 0 or name.endswith("None")
-    along = 0.0 if leaf.grad is None else (leaf.grad * direction).sum()
-    loss = [
-        (function(comm, Variable(np.asarray(x + step * direction))).array * weights).sum()
-        for step in (STEP, -STEP)
-    ]
-    sums = comm.all_reduce(np.array([along, (loss[0] - loss[1]) / (2 * STEP)]))
-    np.testing.assert_allclose(sums[0], sums[1], 1e-5, 1e-5, err_msg=name)
+TAPE = Chainer()
 
 
 def check_directions(comm: Any) -> None:
-    for name in [*CASES, *FIRST_ONLY]:
-        check_one_direction(comm, name, 1)
-    for name in CASES:
-        check_one_direction(comm, name, 2)
-
-
-def check_jacobians(comm: Any, name: str, order: int) -> None:
-    by_backward, by_differences = jacobians(comm, name, order)
-    np.testing.assert_allclose(by_backward, by_differences, 1e-5, 1e-5, err_msg=name)
+    TAPE.check_directions(comm)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", [*CASES, *FIRST_ONLY])
 def test_the_gradient_is_that_of_all_results_by_all_inputs(name: str, size: int) -> None:
-    run_ranks(size, check_jacobians, name, 1)
+    run_ranks(size, TAPE.check_jacobians, name, 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -227,12 +79,12 @@ def test_the_gradient_of_the_gradient_is_right_along_a_direction(size: int) -> N
     "name", ["all_reduce prod", "reduce max", "ring", "broadcast", "scatter", "all_gather"]
 )
 def test_the_gradient_of_the_gradient_is_right(name: str) -> None:
-    run_ranks(2, check_jacobians, name, 2)
+    run_ranks(2, TAPE.check_jacobians, name, 2)
 
 
 @pytest.mark.parametrize("name", ["all_reduce prod", "ring"])
 def test_third_derivatives_are_right(name: str) -> None:
-    run_ranks(2, check_jacobians, name, 3)
+    run_ranks(2, TAPE.check_jacobians, name, 3)
 
 
 def test_first_and_second_derivatives_between_processes(request: pytest.FixtureRequest) -> None:
@@ -242,7 +94,7 @@ def test_first_and_second_derivatives_between_processes(request: pytest.FixtureR
 def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differentiable.reduce_scatter
     monkeypatch.setattr(differentiable, "reduce_scatter", lambda *given: 2 * right(*given))
-    by_backward, by_differences = run_ranks(2, jacobians, "all_gather", 1)[0]
+    by_backward, by_differences = run_ranks(2, TAPE.jacobians, "all_gather", 1)[0]
     assert not np.allclose(by_backward, by_differences)
 
 
@@ -250,8 +102,7 @@ def check_by_chainer(comm: Any, name: str, moved: int) -> None:
     """All ranks check at once, of which one is moved and the others see no change."""
     # Not within pytest: Chainer's tools for tests want markers of their own.
     gradient_check = importlib.import_module("chainer.gradient_check")
-    shape, function = CASES[name]
-    at = np.asarray(drawn(comm.rank, shape(comm)))
+    at, function = TAPE.case(comm, name, 1)
 
     def total(x: Any) -> Any:
         mine = x if comm.rank == moved else at + 0.0 * x
@@ -358,25 +209,6 @@ def test_results_are_new_arrays_even_at_the_root_and_alone() -> None:
 
     run_ranks(1, program)
     run_ranks(2, program)
-
-
-class Spy:
-    """A communicator that notes what is called."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self.called: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._comm, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **options: Any) -> Any:
-            self.called.append(name)
-            return found(*args, **options)
-
-        return call
 
 
 def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank() -> None:

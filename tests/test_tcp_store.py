@@ -125,7 +125,7 @@ def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None
     start = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
         alone.get("key", start + 0.3)
-    assert 0.3 <= time.monotonic() - start < 20
+    assert time.monotonic() - start >= 0.3
     assert capfd.readouterr().err == ""  # torch's own wait writes pages of it
 
 
@@ -240,10 +240,8 @@ def test_address_of_another_host_on_rank_0() -> None:
     ("served", "who"), [(False, "rank 0 serves there"), (True, "torchrun's agent serves there")]
 )
 def test_nobody_answers(served: bool, who: str, capfd: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
     with pytest.raises(RendezvousError, match=rf"nobody answered.* within 0\.5 s.*{who}"):
         store(place(served=served), serve=False, timeout=0.5)
-    assert time.monotonic() - start < 20
     assert capfd.readouterr().err == ""
 
 
@@ -283,6 +281,14 @@ def test_rank_0_has_left(what: str) -> None:
             getattr(client, what)("ready", *arguments)
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and return when all its threads have: until then it may answer."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while {each.read_text().rpartition(") ")[2][0] for each in tasks.glob("*/stat")} != {"T"}:
+        time.sleep(0.002)
+
+
 def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the cable is pulled: nobody says that the connection is over."""
     monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
@@ -291,7 +297,7 @@ def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     with process(SERVER, where.port) as rank_0:
         client = store(where, serve=False, timeout=DEADLINE_S)
         client.get("ready", soon())
-        os.kill(rank_0.pid, signal.SIGSTOP)
+        stop(rank_0.pid)
         for call in (
             lambda: client.get("key", time.monotonic() + 0.2),
             lambda: client.set("key", b""),
@@ -321,7 +327,7 @@ def test_program_ends_though_a_call_hangs() -> None:
     with process(SERVER, where.port) as rank_0, process(body, where.port) as rank_1:
         assert rank_1.stdout is not None
         assert rank_1.stdout.readline() == "connected\n"
-        os.kill(rank_0.pid, signal.SIGSTOP)
+        stop(rank_0.pid)
         out, err = rank_1.communicate("\n", DEADLINE_S)
         assert (rank_1.returncode, out) == (0, "late\n"), err
 

@@ -132,10 +132,8 @@ def test_the_cause_comes_first_with_its_traceback(backend: str) -> None:
 
 @BOTH
 def test_a_rank_that_hangs_is_reported_with_its_stack(backend: str) -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, hanging, 8.0, backend=backend, timeout=1.0)
-    assert time.monotonic() - start < 6
     hung = caught.value.errors[1]
     assert isinstance(hung, RankHungError)
     assert "no result after 1 s" in str(hung)

@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -278,12 +277,7 @@ def dying(comm: Any, where: str) -> None:
     if comm.rank == 1:
         # With the first bucket not yet, or already, on its way.
         model[4 if where == "first" else 0].weight.register_hook(die)
-    start = time.monotonic()
-    try:
-        loss_of(ddp, *data[1]).backward()
-    finally:
-        took = time.monotonic() - start
-        assert took < 15.0, f"{took:.1f} s"
+    loss_of(ddp, *data[1]).backward()
 
 
 def healthy(comm: Any) -> None:

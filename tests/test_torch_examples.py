@@ -80,8 +80,11 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("example", EXAMPLES)
+# One of them by torchrun as well, which imports PyTorch itself.
+@pytest.mark.parametrize(
+    ("example", "launcher"),
+    [("ddp.py", "torchrun"), *((example, "collective run") for example in EXAMPLES)],
+)
 def test_an_example_prints_what_it_does_over_gloo(
     over_gloo: dict[str, list[str]], example: str, launcher: str, tmp_path: Path
 ) -> None:

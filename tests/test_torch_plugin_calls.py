@@ -216,14 +216,12 @@ def check_timeouts(rank: int, size: int) -> None:
     if rank:
         time.sleep(2.0)
         return
-    start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
     # As Gloo says it, for programs that look for it.
     assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
     assert caught.value.ranks == tuple(range(1, size))
-    assert time.monotonic() - start < 1.8
 
 
 def check_timeout_of_all(rank: int, size: int) -> None:

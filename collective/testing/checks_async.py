@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.contract.work import Work
 from collective.errors import CollectiveTimeoutError
 
 from .checks import RankFactory, check
@@ -72,26 +77,36 @@ def _async_many(comm: Communicator) -> None:
 @check(at_least=2)
 def check_wait_timeout(factory: RankFactory, size: int) -> None:
     """A wait that times out cancels nothing: done() is False, and a later wait succeeds."""
-    factory.run(size, _wait_timeout)
+    with tempfile.TemporaryDirectory(prefix="collective-testing-") as looked:
+        factory.run(size, _wait_timeout, looked)
 
 
-def _wait_timeout(comm: Communicator) -> None:
+def _wait_timeout(comm: Communicator, looked: str) -> None:
     late = comm.size - 1
     for _ in range(3):
         # A transport may connect the ranks in its first calls, which then wait for all of them.
         comm.all_reduce(np.array([0]))
     if comm.rank == late:
-        time.sleep(0.15)
+        # Not before the others have looked, however long that takes.
+        while len(os.listdir(looked)) < comm.size - 1:
+            time.sleep(0.002)
     work = comm.all_reduce(np.array([1]), async_op=True)
     if comm.rank != late:
-        assert not work.done(), "a call is done although a rank has not come"
         try:
-            work.wait(0.02)
-        except CollectiveTimeoutError as error:
-            if "timed out" not in str(error):
-                raise AssertionError("wait(0.02) timed out and does not say so") from error
-        else:
-            raise AssertionError("wait(0.02) returned although a rank has not come")
+            _hold_running(work)
+        finally:
+            Path(looked, str(comm.rank)).touch()
     assert_same(work.wait(), np.array([comm.size]), "a call waited for twice")
     total = comm.all_reduce(np.array([2]))
     assert_same(total, np.array([2 * comm.size]), "the call after a wait that timed out")
+
+
+def _hold_running(work: Work[Any]) -> None:
+    assert not work.done(), "a call is done although a rank has not come"
+    try:
+        work.wait(0.02)
+    except CollectiveTimeoutError as error:
+        if "timed out" not in str(error):
+            raise AssertionError("wait(0.02) timed out and does not say so") from error
+    else:
+        raise AssertionError("wait(0.02) returned although a rank has not come")
