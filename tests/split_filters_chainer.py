@@ -1,27 +1,21 @@
-"""Chainer links of which each rank has its own filters alone, against one process's."""
+"""Chainer links of which each rank has its own filters alone, for test_split_filters.py."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
-# First, as it is what makes Chainer's import work.
-pytest.importorskip("collective.adapters.chainer.functional")
-
-import chainer
-import chainer.functions as F
-import chainer.links as L
 
 import collective
 from collective.adapters.chainer.splits import Split
-from collective.testing import run_ranks
 
-_CLOSE = 1e-12
-_STEPS = 3
+import chainer  # isort: skip  # by the adapter's leave
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+STEPS = 3
 
 
 class UNet(chainer.Chain):
@@ -113,7 +107,7 @@ def state_of(link: Any) -> dict[str, Any]:
 def trained(link: Any, x: Any) -> dict[str, Any]:
     """Train for some steps; return the last output, the input's gradient, and the state."""
     optimizer = chainer.optimizers.MomentumSGD(0.01, 0.9).setup(link)
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         given = chainer.Variable(x.copy())
         link.cleargrads()
         y = link(given)
@@ -122,49 +116,13 @@ def trained(link: Any, x: Any) -> dict[str, Any]:
     return {"y": y.array, "x": given.grad, **state_of(link)}
 
 
-def far(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Return the largest difference, relative to the largest element of its array."""
-    assert {name: each.shape for name, each in found.items()} == {
-        name: each.shape for name, each in expected.items()
-    }
-    pairs = [(found[name], each) for name, each in expected.items()]
-    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in pairs)
-
-
 def split_of(comm: collective.Communicator, name: str, **how: Any) -> tuple[Split, Any]:
     link, x = made(name)
     return Split(link, comm=comm, filters="own", **{"channels": comm.size, **how}), x
 
 
-def _trained_on_a_rank(comm: collective.Communicator, name: str, how: Any) -> dict[str, Any]:
-    return trained(*split_of(comm, name, **how))
-
-
-# -- results ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_training_is_that_of_one_process(name: str, size: int) -> None:
-    expected = trained(*made(name))
-    for found in run_ranks(size, _trained_on_a_rank, name, {}):
-        assert far(found, expected) < _CLOSE
-
-
-def test_training_is_that_of_one_process_over_shared_memory() -> None:
-    expected = trained(*made("pairs"))
-    for found in run_ranks(2, _trained_on_a_rank, "pairs", {}, backend="shm"):
-        assert far(found, expected) < _CLOSE
-
-
-@pytest.mark.parametrize("how", [{"data": (2,)}, {"batch": 2}], ids=str)
-def test_rows_and_samples_are_cut_besides(how: dict[str, Any]) -> None:
-    expected = trained(*made("unet"))
-    for found in run_ranks(4, _trained_on_a_rank, "unet", {"channels": 2, **how}):
-        assert far(found, expected) < _CLOSE
-
-
-def _bytes_of(link: Any, x: Any) -> int:
+def bytes_of(link: Any, x: Any) -> int:
+    """Train a step; return the bytes of weights, gradients and momentum."""
     optimizer = chainer.optimizers.MomentumSGD(0.01, 0.9).setup(link)
     link.cleargrads()
     F.sum(link(x)).backward()
@@ -175,57 +133,21 @@ def _bytes_of(link: Any, x: Any) -> int:
     )
 
 
-def _bytes_on_a_rank(comm: collective.Communicator) -> tuple[int, tuple[int, int]]:
-    split, x = split_of(comm, "pairs")
-    return _bytes_of(split, x), split.memory_report(x).weights
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_has_its_part_of_weights_gradients_and_momentum(size: int) -> None:
-    whole = _bytes_of(*made("pairs"))
-    replicated = 3 * 8 * 3  # the last bias, with gradient and momentum; the other row has none
-    ranks = run_ranks(size, _bytes_on_a_rank)
-    assert sum(each for each, _ in ranks) == whole + (size - 1) * replicated
-    largest = max(each for each, _ in ranks)
-    assert largest < whole / size * (1.1 if size == 2 else 1.4)  # six channels over four ranks
-    for each, weights in ranks:
-        assert weights == (whole // 3, each // 3)
-
-
-def _verified(comm: collective.Communicator) -> Any:
-    split, x = split_of(comm, "unet")
-    return split.verify(x)
-
-
-def test_verify_compares_gradients_of_all_weights() -> None:
-    for verification in run_ranks(2, _verified):
-        assert verification
-        assert len(verification.differences) == 6 + 1 + 12
-
-
-# -- the state -------------------------------------------------------------------------------
-
-
-def _loaded(comm: collective.Communicator, path: str) -> tuple[Any, Any]:
-    split, x = split_of(comm, "pairs")
-    chainer.serializers.load_npz(path, split)
-    return split(x).array, state_of(split)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_state_does_not_depend_on_the_number_of_ranks(size: int, tmp_path: Any) -> None:
+def doubled(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Write the state of a model with other weights; return what it gives, and the state."""
     link, x = made("pairs")
     for parameter in link.params():
         parameter.array *= 2
-    path = str(tmp_path / "link.npz")
-    np.savez(path, **{f"link/{name}": each for name, each in state_of(link).items()})
-    for y, found in run_ranks(size, _loaded, path):
-        assert far({"y": y}, {"y": link(x).array}) < _CLOSE
-        for name, each in state_of(link).items():
-            np.testing.assert_array_equal(found[name], each)
+    state = state_of(link)
+    with path.open("wb") as file:
+        np.savez(file, **{f"link/{name}": each for name, each in state.items()})
+    return link(x).array, state
 
 
-# -- what is refused -------------------------------------------------------------------------
+def loaded(comm: collective.Communicator, path: Path) -> tuple[Any, dict[str, Any]]:
+    split, x = split_of(comm, "pairs")
+    chainer.serializers.load_npz(path, split)
+    return split(x).array, state_of(split)
 
 
 def _tied() -> Any:
@@ -246,7 +168,8 @@ def _one_array() -> Any:
     return link
 
 
-_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+#: What cannot be cut, and what is said of it.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied": (_tied, "/0/W and /1/W are one parameter.*filters='all'"),
     "one bias": (_one_bias, "/0/b and /1/b are one parameter.*filters='all'"),
     "one array": (_one_array, "/0/W and /1/W are one parameter.*filters='all'"),
@@ -254,32 +177,17 @@ _REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", _REFUSED)
-def test_weights_that_cannot_be_cut(case: str) -> None:
-    make, text = _REFUSED[case]
-
-    def run(comm: collective.Communicator) -> str:
-        with pytest.raises(collective.CollectiveError) as caught:
-            Split(make(), channels=2, comm=comm, filters="own")
-        return str(caught.value)
-
-    for found in run_ranks(2, run):
-        assert re.search(text, found), found
+#: What is said of computing a rank's part by itself.
+ALONE = "has this rank's filters alone"
 
 
-def test_a_rank_s_part_is_not_computed_by_itself() -> None:
-    def run(comm: collective.Communicator) -> None:
-        split, x = split_of(comm, "pairs")
-        with pytest.raises(collective.UnsupportedError, match="has this rank's filters alone"):
-            split.link(x)
-
-    run_ranks(2, run)
+def part(split: Split) -> Any:
+    return split.link
 
 
-def test_a_rank_s_part_is_not_copied() -> None:
-    def run(comm: collective.Communicator) -> None:
-        split, _ = split_of(comm, "pairs")
-        with pytest.raises(collective.UnsupportedError, match="cannot be copied"):
-            split.link.copy("copy")
+def copied(link: Any) -> Any:
+    return link.copy("copy")
 
-    run_ranks(2, run)
+
+def numpy_of(x: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(x)
