@@ -27,7 +27,7 @@ OPERATIONS = "all_reduce,barrier"
 
 def run(*arguments: object, code: int = 0) -> str:
     words = [*COMMAND, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=270)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout + done.stderr
 

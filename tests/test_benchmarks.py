@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks 
 
 def run(command: str, *arguments: object) -> str:
     words = [sys.executable, str(BENCHMARKS / command), *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=270, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -67,5 +67,5 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
         while part := os.read(master, 1 << 16):
             shown += part
     os.close(master)
-    assert process.wait(60) == 0, shown.decode(errors="replace")
+    assert process.wait(270) == 0, shown.decode(errors="replace")
     assert b"this epoch [" in shown

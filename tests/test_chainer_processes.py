@@ -35,7 +35,7 @@ def run(folder: Path, *arguments: str, **files: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=270,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

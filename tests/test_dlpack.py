@@ -313,7 +313,7 @@ def test_takers_may_outlive_the_interpreter(keeper):
         [sys.executable, "-X", "faulthandler", "-c", PROGRAM, keeper],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=270,
         cwd=Path(__file__).resolve().parent.parent,
     )
     assert done.returncode == 0, done.stderr

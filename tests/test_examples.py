@@ -33,7 +33,7 @@ def run(launch: str, example: str, *arguments: str) -> subprocess.CompletedProce
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=270,
     )
 
 

@@ -44,7 +44,7 @@ def test_without_a_gpu_they_are_skipped(asked: dict[str, str], why: str) -> None
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=270,
         check=False,
     )
     assert done.returncode == 5, done.stdout + done.stderr  # nothing was collected
@@ -57,7 +57,7 @@ def make_test_gpu(environ: dict[str, str], *words: str) -> subprocess.CompletedP
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=270,
         check=False,
     )
 

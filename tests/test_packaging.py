@@ -56,7 +56,7 @@ def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=270,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -55,7 +55,7 @@ def printed(folder: Path, launcher: str, script: object, *arguments: str) -> lis
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
     done = subprocess.run(
         [sys.executable, *LAUNCHERS[launcher], str(script), *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=270,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = (line.removeprefix("[0] ") for line in done.stdout.splitlines())
