@@ -9,6 +9,7 @@
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make check    formatter, linter, types and tests
 #   make soak     random calls, random kills and mutated messages; hours: see docs/failures.md
+#   make sanitize the native core's ranks as threads, under the compiler's sanitizers
 #   make parity   hold every transport and framework here against an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make clean    remove all that was built
@@ -34,7 +35,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo demo-chainer demo-splits test quick test-gpu check format lint types soak parity bench clean
+.PHONY: demo demo-chainer demo-splits test quick test-gpu check format lint types soak sanitize parity bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -104,6 +105,9 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak calls --backend shm --size 4 --turns $(CALLS)
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
+
+sanitize: .venv/.dev
+	$(BIN)/python -m tests.native.threads --calls 3000
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \

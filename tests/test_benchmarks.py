@@ -130,6 +130,16 @@ def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
     assert line(shown, "sum").split()[1] == "float16"
 
 
+def test_native_holds_the_core_against_its_absence(tmp_path: Path) -> None:
+    file = tmp_path / "native.json"
+    run("native.py", "--sizes", "16", "512K", "--turns", 2, "--json", file)
+    calls = json.loads(file.read_text())["calls"]
+    assert [each["nbytes"] for each in calls] == [16, 512 << 10]
+    for side in ("core", "without"):
+        assert all(len(each[side]) == 2 and min(each[side]) > 0 for each in calls)
+    assert "512 KiB" in run("native.py", "--from", file)
+
+
 def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "connect.json"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from collective import native
+from collective.backends.shm import ShmBackend
+from collective.contract.world import World
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import BY_SIZE
+from tests.conformance_parts import BY_PLACE, BY_SIZE
 from tests.loopback import Loopback, Rendezvous
 
 # One rank sends nothing, which one transport shows for all. Eight are more than cores; what default
@@ -27,6 +30,29 @@ def test_threads_of_8(check: Check) -> None:
 
 @parametrize_with_checks("shm", sizes=SIZES)
 def test_shm(check: Check) -> None:
+    check()
+
+
+class WithoutTheCore(ShmBackend):
+    """``shm`` in Python, whatever has been built."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> WithoutTheCore:
+        before = native.chosen.extension is not None
+        native.switch(False)
+        try:
+            return super().connect(world, timeout)
+        finally:
+            native.switch(before)
+
+
+# All that the core takes over, and what goes wrong in it.
+@parametrize_with_checks(
+    WithoutTheCore,
+    sizes=(3,),
+    checks=[name for name in BY_PLACE if "reduce" in name or "kill" in name or "mis" in name],
+)
+def test_shm_without_the_core(check: Check) -> None:
     check()
 
 

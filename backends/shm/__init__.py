@@ -10,7 +10,8 @@ arrival, so that one wait does it all (two sets of slots in turn: a set is writt
 two steps later, when everybody is known to have read it). Above that the ranks publish
 where their buffers are. Buffers in symmetric memory (``comm.empty()``) are mapped by
 everybody; ordinary ones are read with process_vm_readv(2), one copy. Where the system
-forbids that call, the algorithms over send and recv take over.
+forbids that call, the algorithms over send and recv take over. Where the native core is in use, an
+all-reduce is one call of C if it is small, and staged through the slots if it is not.
 """
 
 from .transport import ShmBackend

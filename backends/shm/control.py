@@ -17,19 +17,25 @@ from collective.request import Disagreement, Request
 
 from .segment import Segment
 
-__all__ = ["BROKEN", "NOTICE_BYTES", "SLOT_BYTES", "Control", "Layout", "fence"]
+__all__ = [
+    "BROKEN", "LINE", "NOTICE_BYTES", "POSTED", "SLOT_BYTES", "Control", "Layout", "fence",
+]  # fmt: skip
 
 #: Messages up to here are copied through a slot: below it two copies in cache cost less
 #: than a second wait.
 SLOT_BYTES = 256 << 10
 
-# A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches. Where a
-# fast peer may already write the next step's value there are two, for even and odd steps.
-_LINE = 64
+#: A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches.
+LINE = 64
+# Where a fast peer may already write the next step's value there are two words, for even and odd
+# steps. collective/native/shared.c reads and writes the first three words, too.
 _STEP = 0
 _DIGEST = 1  # + parity
 _PLACE = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH, _NOTICE = range(32, 39)
+#: Where the native core counts the blocks that a rank has posted, folded and read, each alone in
+#: a line of the cache; see ``collective/native/staging.c``.
+POSTED = 40
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
 
@@ -79,7 +85,7 @@ class Layout:
         self.size = size
         self.ring_bytes = max(4096, min(64 << 10, _RINGS_BYTES // max(1, size * (size - 1))))
         self.ring_bytes -= self.ring_bytes % 4096
-        at = (1 + size) * _LINE * 8
+        at = (1 + size) * LINE * 8
         at += -at % 4096
         self.notes = [at + r * _NOTE_BYTES for r in range(size)]
         at += size * _NOTE_BYTES
@@ -108,6 +114,9 @@ class Control:
 
     Attributes:
         step: how many steps this rank has made; equal on ranks between operations.
+        request: the call that began last.
+        timeout: seconds for which it may wait.
+        crowded: whether there are more ranks than cores.
         words: the segment as 64-bit words.
         polls: how often a wait looks before it yields the processor.
         yield_s: seconds that a wait then yields it, before it sleeps.
@@ -120,9 +129,10 @@ class Control:
         self.layout = Layout(size)
         self.words = memoryview(segment.map).cast("q")
         self.step = 0
-        self._line = (1 + rank) * _LINE
-        self._peers = [(1 + r) * _LINE for r in range(size) if r != rank]
-        self._call: Request | str = "connect"
+        self._line = (1 + rank) * LINE
+        self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
+        self.request: Request | str = "connect"
+        self.timeout = 0.0
         self._told: dict[Request, int] = {}
         self._told_count = 0
         # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
@@ -131,7 +141,8 @@ class Control:
         drop.atexit = False
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.yield_s = _YIELD_S
-        self.polls = _POLLS if size <= (cores or 1) else _POLLS_CROWDED
+        self.crowded = size > (cores or 1)
+        self.polls = _POLLS_CROWDED if self.crowded else _POLLS
 
     # -- life ---------------------------------------------------------------------------
 
@@ -179,7 +190,7 @@ class Control:
         watch: Callable[[Sequence[int]], None] | None,
     ) -> None:
         pause = 0.0005
-        while missing := [r for r in ranks if not self.words[(1 + r) * _LINE + _STATE]]:
+        while missing := [r for r in ranks if not self.words[(1 + r) * LINE + _STATE]]:
             if watch is not None:
                 watch(missing)
             if time.monotonic() >= deadline:
@@ -198,9 +209,17 @@ class Control:
 
     def pid(self, rank: int) -> int:
         """Return the process of ``rank``."""
-        return int(self.words[(1 + rank) * _LINE + _PID])
+        return int(self.words[(1 + rank) * LINE + _PID])
 
     # -- steps --------------------------------------------------------------------------
+
+    def begin(self, request: Request, timeout: float) -> int:
+        """Let peers that wonder know of a call; return its first step, which is yet to be made."""
+        self.request, self.timeout = request, timeout
+        told = self._told.get(request)
+        self.words[self._line + _LAST] = self._tell(request) if told is None else told
+        self.step += 1
+        return self.step
 
     def arrive(self, request: Request, timeout: float) -> None:
         """Make the first step of ``call``: wait for all ranks and compare what they do.
@@ -212,10 +231,7 @@ class Control:
             Disagreement: on every rank, if two digests differ.
         """
         words, line = self.words, self._line
-        self._call = request
-        told = self._told.get(request)
-        words[line + _LAST] = self._tell(request) if told is None else told
-        self.step = step = self.step + 1
+        step = self.begin(request, timeout)
         slot = _DIGEST + (step & 1)
         digest = request.digest
         words[line + slot] = digest
@@ -229,7 +245,11 @@ class Control:
             fence()
         for peer in self._peers:
             if words[peer + slot] != digest:
-                raise Disagreement(self.exchange(request.header(), timeout))
+                raise self.disagreement(request, timeout)
+
+    def disagreement(self, request: Request, timeout: float) -> Disagreement:
+        """Return what to raise when digests differ; every rank calls it."""
+        return Disagreement(self.exchange(request.header(), timeout))
 
     def sync(self, timeout: float) -> None:
         """Make a further step of the same operation.
@@ -240,7 +260,7 @@ class Control:
         """
         words = self.words
         if words[BROKEN]:
-            raise self.failure(self._call)
+            raise self.failure(self.request)
         self.step = step = self.step + 1
         if not _ORDERED:
             fence()
@@ -261,7 +281,7 @@ class Control:
             piece = note[start : start + _NOTE_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
             self.sync(timeout)
-            lengths = [int(words[(1 + r) * _LINE + _NOTE_LENGTH]) for r in range(self.size)]
+            lengths = [int(words[(1 + r) * LINE + _NOTE_LENGTH]) for r in range(self.size)]
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 count = min(max(length - start, 0), _NOTE_BYTES)
@@ -276,11 +296,11 @@ class Control:
         ``parity`` is that of the step which opened the operation. A rank writes them
         before it arrives; they stay until it opens another operation at that parity.
         """
-        return (1 + rank) * _LINE + _PLACE + 8 * parity
+        return (1 + rank) * LINE + _PLACE + 8 * parity
 
     def version_of_notice(self, rank: int) -> int:
         """Return the index of the word that grows with each notice of ``rank``."""
-        return (1 + rank) * _LINE + _NOTICE
+        return (1 + rank) * LINE + _NOTICE
 
     # -- waiting --------------------------------------------------------------------------
 
@@ -291,8 +311,8 @@ class Control:
                 return
         self.wait(
             lambda: words[peer] >= step,
-            lambda: [r for r in range(self.size) if words[(1 + r) * _LINE] < step],
-            self._call,
+            lambda: [r for r in range(self.size) if words[(1 + r) * LINE] < step],
+            self.request,
             timeout,
         )
 
@@ -355,11 +375,11 @@ class Control:
         for rank in ranks:
             if rank == self.rank:
                 continue
-            if (state := self.words[(1 + rank) * _LINE + _STATE]) in _GONE:
+            if (state := self.words[(1 + rank) * LINE + _STATE]) in _GONE:
                 gone[rank] = _GONE[state]
             elif not self.segment.alive(rank):
                 # It may have left between the two looks.
-                state = self.words[(1 + rank) * _LINE + _STATE]
+                state = self.words[(1 + rank) * LINE + _STATE]
                 gone[rank] = _GONE.get(state, f"(pid {self.pid(rank)}) has died")
         if not gone or not (all_needed or len(gone) == len(ranks)) or ready():
             return
@@ -401,7 +421,7 @@ class Control:
 
     def last_call(self, rank: int) -> str:
         """Return the last collective call of ``rank``, as text."""
-        entry = self.words[(1 + rank) * _LINE + _LAST]
+        entry = self.words[(1 + rank) * LINE + _LAST]
         if not entry:
             return "no collective call"
         at = self.layout.calls[rank] + (entry - 1) * _CALL_BYTES
@@ -448,7 +468,7 @@ class Control:
         words = self.words
         found: list[tuple[bool, int, Failure]] = []
         for rank in range(self.size):
-            line = (1 + rank) * _LINE
+            line = (1 + rank) * LINE
             if at := words[line + _FAILED_AT]:
                 where = self.layout.failures[rank]
                 raw = self.segment.map[where : where + words[line + _FAILURE_LENGTH]]

@@ -4,17 +4,22 @@ It is an extension module that is built where there is a C compiler; the whole h
 :func:`status` says whether it is in use, and why if it isn't. ``COLLECTIVE_NATIVE=off``, or the
 setting ``native = "off"``, does without it. What it computes has the bits that Python's side gives.
 
-The C is in the files beside this one: ``folds.c`` and ``fold_loops.h`` have the arithmetic of
-reductions, ``module.c`` is Python's side of it.
+The C is in the files beside this one. ``folds.c`` and ``fold_loops.h`` have the arithmetic of
+reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory; ``module.c`` and
+``shared_type.c`` are Python's sides of these.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "status", "switch"]
+if TYPE_CHECKING:
+    from ._core import Shared
+
+__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "shared", "status", "switch"]
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 1
@@ -91,6 +96,41 @@ def fold(op: str, dtype: int, reference: _Function) -> _Function:
     if chosen.extension is None:
         return reference
     made: _Function = chosen.extension.make_fold(op, dtype, reference)
+    return made
+
+
+def shared(
+    segment: Any,
+    rank: int,
+    places: Sequence[Sequence[int]],
+    area_bytes: int,
+    looks: int,
+    wait: Callable[[int, int, int], None],
+) -> Shared | None:
+    """Return what collectives in C need of memory that the ranks of one host share.
+
+    Its methods block, one at a time; all ranks call the same. They let go of Python's lock where
+    that pays, and ask ``wait`` when they have waited for a moment in vain. ``small_all_reduce`` and
+    ``arrive`` return whether all ranks had the same digest; where not, nothing has been written.
+    What ``wait`` raises leaves a call in the middle, and the ranks must not go on with this object.
+
+    Args:
+        segment: a writable buffer, shared and zero at first.
+        rank: this one.
+        places: for each rank the bytes from the segment's beginning to its line of three words
+            (steps, digests of even and of odd ones), its three counters of staged blocks, each a
+            word, and its two areas.
+        area_bytes: of one area, a multiple of 64.
+        looks: how often a word is looked at before it is waited for.
+        wait: ``wait(rank, offset, value)`` returns when the word there, which that rank writes, is
+            at least ``value``; or raises.
+
+    Returns:
+        None where C is not in use.
+    """
+    if chosen.extension is None:
+        return None
+    made: Shared = chosen.extension.Shared(segment, rank, places, area_bytes, looks, wait)
     return made
 
 

@@ -25,6 +25,9 @@ typedef void fold_function(const void *left, const void *right, void *out, size_
 
 typedef fold_function *fold_table[OPS][DTYPES];
 
+/* Divides count elements in place, as the mean of so many ranks wants it. */
+typedef void divide_function(void *values, size_t count, int divisor);
+
 /* The loops are compiled for several levels of a processor's instructions, 0 the least. This many
    can run here; "baseline", "avx2", "avx512" are their names. */
 int fold_levels(void);
@@ -33,6 +36,9 @@ const char *fold_level(int level);
 /* Returns NULL if the operator has no meaning for the type, or NumPy's arithmetic is not ours to
    repeat: the product of complex numbers. */
 fold_function *find_fold(int level, enum op op, enum dtype dtype);
+
+/* NULL where a mean is no quotient of the sum in the type's own arithmetic. */
+divide_function *find_divide(int level, enum dtype dtype);
 
 extern const size_t item_bytes[DTYPES];
 

@@ -181,6 +181,42 @@ FLOATS(bfloat16, 16, 0x7F80, 0x3F80)
 FLOATS(float32, 32, 0x7F800000, 0x3F800000)
 FLOATS(float64, 64, INT64_C(0x7FF0000000000000), INT64_C(0x3FF0000000000000))
 
+/* The divisor is rounded to the type first, as NumPy does; to float32 for bfloat16. */
+#define LOOP_DIVIDE(NAME, TYPE)                                                             \
+    static void LEVEL(NAME)(void *values, size_t count, int divisor)                        \
+    {                                                                                       \
+        TYPE *x = values, by = (TYPE)divisor;                                               \
+        for (size_t i = 0; i < count; i++)                                                  \
+            x[i] = x[i] / by;                                                               \
+    }
+
+LOOP_DIVIDE(divide_float32, float)
+LOOP_DIVIDE(divide_float64, double)
+
+static void LEVEL(divide_complex64)(void *values, size_t count, int divisor)
+{
+    LEVEL(divide_float32)(values, 2 * count, divisor);
+}
+
+static void LEVEL(divide_complex128)(void *values, size_t count, int divisor)
+{
+    LEVEL(divide_float64)(values, 2 * count, divisor);
+}
+
+static void LEVEL(divide_bfloat16)(void *values, size_t count, int divisor)
+{
+    uint16_t *x = values;
+    float by = (float)divisor;
+    for (size_t i = 0; i < count; i++)
+        x[i] = (uint16_t)(rounded_to_bfloat16(float_of((uint32_t)x[i] << 16) / by) >> 16);
+}
+
+static divide_function *const LEVEL(divisions)[DTYPES] = {
+    [FLOAT32] = LEVEL(divide_float32),     [FLOAT64] = LEVEL(divide_float64),
+    [COMPLEX64] = LEVEL(divide_complex64), [COMPLEX128] = LEVEL(divide_complex128),
+    [BFLOAT16] = LEVEL(divide_bfloat16),
+};
+
 #define BY_BITS(NAME)                                                                       \
     [INT8] = LEVEL(NAME##8), [UINT8] = LEVEL(NAME##8), [INT16] = LEVEL(NAME##16),           \
     [UINT16] = LEVEL(NAME##16), [INT32] = LEVEL(NAME##32), [UINT32] = LEVEL(NAME##32),      \
@@ -212,6 +248,7 @@ static const fold_table LEVEL(folds) = {
 };
 
 #undef LOOP
+#undef LOOP_DIVIDE
 #undef INTEGERS
 #undef LEFT_NAN
 #undef LOOP_BFLOAT16

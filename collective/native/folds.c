@@ -125,16 +125,17 @@ static int has_f16c(void)
 static const struct level {
     const char *name;
     const fold_table *folds;
+    divide_function *const *divisions;
 } levels[] = {
-    {"baseline", &folds_baseline},
+    {"baseline", &folds_baseline, divisions_baseline},
 #ifdef HAS_LEVELS
-    {"avx2", &folds_avx2},
-    {"avx512", &folds_avx512},
+    {"avx2", &folds_avx2, divisions_avx2},
+    {"avx512", &folds_avx512, divisions_avx512},
 #endif
 };
 
-/* The number of levels that this processor can run: each needs all before it. */
-int fold_levels(void)
+/* Each level needs all before it. */
+static int supported_levels(void)
 {
 #ifdef HAS_LEVELS
     __builtin_cpu_init();
@@ -149,6 +150,18 @@ int fold_levels(void)
 #endif
 }
 
+int fold_levels(void)
+{
+    /* Asked for once: in a virtual machine the processor's answer takes microseconds. */
+    static int levels_here;
+    int found = __atomic_load_n(&levels_here, __ATOMIC_RELAXED);
+    if (found == 0) {
+        found = supported_levels();
+        __atomic_store_n(&levels_here, found, __ATOMIC_RELAXED);
+    }
+    return found;
+}
+
 const char *fold_level(int level)
 {
     return levels[level].name;
@@ -157,4 +170,9 @@ const char *fold_level(int level)
 fold_function *find_fold(int level, enum op op, enum dtype dtype)
 {
     return (*levels[level].folds)[op][dtype];
+}
+
+divide_function *find_divide(int level, enum dtype dtype)
+{
+    return levels[level].divisions[dtype];
 }

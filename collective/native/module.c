@@ -1,18 +1,8 @@
-/* Python's side of the native core: the module collective.native._core.
+/* The module collective.native._core: folds as Python's functions, and what else is in it. */
 
-   The source keeps to Python's limited API of 3.11, in which buffers are, so that one wheel could
-   serve all later versions. Python 3.10, which has no buffers there, and free-threaded builds,
-   which have no limited API, take the whole one. */
+#include "python.h"
 
-#define PY_SSIZE_T_CLEAN
-#include <patchlevel.h>
-#if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
-#define Py_LIMITED_API 0x030B0000
-#endif
-#include <Python.h>
 #include <string.h>
-
-#include "core.h"
 
 /* Below this many bytes letting go of the interpreter lock takes longer than the fold. */
 #define LONG_FOLD_BYTES (64 << 10)
@@ -53,11 +43,18 @@ static int is_plain(const Py_buffer *view, enum dtype dtype)
            && (uintptr_t)view->buf % (item_bytes[dtype] > 8 ? 8 : item_bytes[dtype]) == 0;
 }
 
-/* Whether out is all of an input, or has nothing in common with it. */
-static int is_apart(const Py_buffer *input, const Py_buffer *out)
+int is_apart(const Py_buffer *one, const Py_buffer *other)
 {
-    const char *a = input->buf, *b = out->buf;
-    return a == b || a + input->len <= b || b + out->len <= a;
+    const char *a = one->buf, *b = other->buf;
+    return (a == b && one->len == other->len) || a + one->len <= b || b + other->len <= a;
+}
+
+fold_function *fold_of(const char *op, int dtype, int level)
+{
+    for (int i = 0; i < OPS; i++)
+        if (strcmp(op_names[i], op) == 0)
+            return dtype >= 0 && dtype < DTYPES ? find_fold(level, i, dtype) : NULL;
+    return NULL;
 }
 
 /* Folds what is plain. Returns 0 for anything else, of which it has touched nothing. */
@@ -128,7 +125,7 @@ static PyMethodDef fold_method = {
 static PyObject *make_fold(PyObject *module, PyObject *args)
 {
     const char *name;
-    int dtype, op = 0, level = fold_levels() - 1;
+    int dtype, level = fold_levels() - 1;
     PyObject *reference;
     (void)module;
     if (!PyArg_ParseTuple(args, "siO|i:make_fold", &name, &dtype, &reference, &level))
@@ -137,11 +134,7 @@ static PyObject *make_fold(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "make_fold: no such level of instructions here");
         return NULL;
     }
-    while (op < OPS && strcmp(op_names[op], name) != 0)
-        op++;
-    fold_function *fold = NULL;
-    if (op < OPS && dtype >= 0 && dtype < DTYPES)
-        fold = find_fold(level, op, dtype);
+    fold_function *fold = fold_of(name, dtype, level);
     if (fold == NULL) {
         Py_INCREF(reference);
         return reference;
@@ -185,9 +178,6 @@ PyMODINIT_FUNC PyInit__core(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-#ifdef Py_GIL_DISABLED
-    PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
-#endif
     fold_type = (PyTypeObject *)PyType_FromSpec(&fold_spec);
     PyObject *names = PyTuple_New(fold_levels());
     if (fold_type == NULL || names == NULL)
@@ -199,7 +189,7 @@ PyMODINIT_FUNC PyInit__core(void)
         PyTuple_SetItem(names, level, name);
     }
     if (PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) == 0
-        && PyModule_AddObjectRef(module, "LEVELS", names) == 0) {
+        && PyModule_AddObjectRef(module, "LEVELS", names) == 0 && add_shared(module) == 0) {
         Py_DECREF(names);
         return module;
     }
