@@ -67,7 +67,7 @@ class Request:
         self.dtype = dtype
         self.shape = shape
         self.ordered = ordered
-        self._carry(op, root, elements, incoming)
+        self._set(op, root, elements, incoming)
         # A factor is each rank's own affair; that there is one is not.
         name = None if op is None else "premul_sum" if op.name == "premul_sum" else str(op)
         agreed = {"op": name, "order": "rank" if ordered else None, "root": root, **options}
@@ -110,7 +110,7 @@ class Request:
         part.operation = operation
         part.shape = self.shape if count is None else (count,)
         part.ordered = False
-        part._carry(op, root, elements, incoming)
+        part._set(op, root, elements, incoming)
         part.digest = _digest(f"{self.digest} {(number,)}")
         return part
 
@@ -125,10 +125,10 @@ class Request:
         part = copy.copy(self)
         part.digest = Request(self.operation, root=self.root).digest
         part.operation = operation
-        part._carry(None, self.root, elements, None)
+        part._set(None, self.root, elements, None)
         return part
 
-    def _carry(
+    def _set(
         self,
         op: ReduceOp | None,
         root: int | None,

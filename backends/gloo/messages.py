@@ -83,7 +83,7 @@ class Messenger(Monitored):
         self._slot = _hashed(request.digest)
 
     def _begin_comparing(self, request: Request) -> None:
-        """Take note that ``call`` is about to be compared with the others'."""
+        """Take note that ``request`` is about to be compared with the others'."""
         self.refuse_broken(request)
         self._running = request
         self._slot = _COMPARED

@@ -23,7 +23,7 @@ _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 
 def agree(backend: PointToPoint, request: Request, timeout: float) -> None:
-    """Compare ``call`` with the other ranks'.
+    """Compare ``request`` with the other ranks'.
 
     One all-gather of 8 bytes a rank. Only if they differ the descriptions travel; since
     every rank compares the same digests, all of them go on to that or none.

@@ -14,6 +14,7 @@ from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request, call_site
 
+from .deadline import Deadline
 from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
@@ -93,7 +94,9 @@ class Broadcasting(PieceCalls):
             return self._broadcast_tree(x, template, root, out, seconds, async_op)
         if template is None:
             return self._go(
-                "broadcast", lambda: self._broadcast_unknown(root, like, seconds), async_op
+                "broadcast",
+                lambda: self._broadcast_unknown(root, like, Deadline(seconds)),
+                async_op,
             )
         adapter, array, dtype = self._view("broadcast", template)
         key = ("broadcast", dtype, array.shape, root, type(array))
@@ -112,7 +115,7 @@ class Broadcasting(PieceCalls):
             buffer = Buffer(output.flat, dtype)
 
         def run() -> Any:
-            self._broadcast_known(buffer, planned, seconds)
+            self._broadcast_known(buffer, planned, Deadline(seconds))
             if output is None:
                 return x
             if self.rank == root and buffer.array is not output.flat:
@@ -121,17 +124,17 @@ class Broadcasting(PieceCalls):
 
         return self._go("broadcast", run, async_op, array, adapter)
 
-    def _broadcast_unknown(self, root: int, like: Any, seconds: float) -> Any:
+    def _broadcast_unknown(self, root: int, like: Any, deadline: Deadline) -> Any:
         """Take part in a broadcast of which nothing is known here."""
         self._adapter(like)
         inline, options, text = None, {}, 0
         if self._heads:
-            head = self._head(None, None, root, seconds)
+            head = self._head(None, None, root, deadline.left())
             dtype, shape = _described(head)
             inline = head.inline(int(head.words[2]))
             text = int(head.words[3])
         else:
-            headers = self._sizes(Request("broadcast", root=root), seconds) or []
+            headers = self._sizes(Request("broadcast", root=root), deadline.left()) or []
             header = self._root_header(headers, root)
             dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
             options = header["options"]
@@ -148,7 +151,7 @@ class Broadcasting(PieceCalls):
         else:
             device = "cuda" if on_gpu else None
             request = Request("broadcast", dtype, shape, root=root, device=device)
-            self._carry(self._planned(request), buffer, buffer, seconds, alike=False)
+            self._carry(self._planned(request), buffer, buffer, deadline.left(), alike=False)
         if output is not None:
             found = output.finish()
         else:
@@ -159,30 +162,32 @@ class Broadcasting(PieceCalls):
             ]
             unpack(buffer.array[text:], [each.flat for each in outputs])
             found = nested.rebuild(told["nesting"], iter([each.finish() for each in outputs]))
-        self._settle("broadcast", buffer.array, seconds)
+        self._settle("broadcast", buffer.array, deadline.left())
         return found
 
     def _broadcast_known(
-        self, buffer: Buffer, planned: Planned, seconds: float, text: int = 0
+        self, buffer: Buffer, planned: Planned, deadline: Deadline, text: int = 0
     ) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
         request = planned.request
         root = request.root
         if self._heads:
-            inline = self._head(request, buffer, root, seconds, text).inline(buffer.nbytes)
+            head = self._head(request, buffer, root, deadline.left(), text)
+            inline = head.inline(buffer.nbytes)
             if inline is None:
                 known = self._planned(_to_all(request)) if text else planned
-                self._carry(known, buffer, buffer, seconds, alike=False)
+                self._carry(known, buffer, buffer, deadline.left(), alike=False)
             elif self.rank != root:
                 buffer.array.view(np.uint8)[:] = inline
             return
         try:
             if self._agree_sizes or self._enqueues:
-                self._agree(request, seconds)
-            self._carry(planned, buffer, buffer, seconds, alike=False)
+                self._agree(request, deadline.left())
+            self._carry(planned, buffer, buffer, deadline.left(), alike=False)
         except Disagreement as difference:
             self._root_header(difference.headers, root)
-            self._carry(self._planned(_to_all(request)), buffer, buffer, seconds, alike=False)
+            to_all = self._planned(_to_all(request))
+            self._carry(to_all, buffer, buffer, deadline.left(), alike=False)
 
     def _head(
         self,
@@ -277,7 +282,7 @@ class Broadcasting(PieceCalls):
                 if text.size:
                     packed.array[: text.size] = text
                 pack([array.ravel() for array in arrays], packed.array[text.size :])
-            self._broadcast_known(packed, planned, seconds, text.size)
+            self._broadcast_known(packed, planned, Deadline(seconds), text.size)
             if outputs is None:
                 return x
             unpack(packed.array[text.size :], [output.flat for output in outputs])

@@ -30,6 +30,7 @@ from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
 from collective.request import Disagreement, Request, differing
 
+from .deadline import Deadline
 from .listener import CallEvent, Listener
 from .output import Output, same_memory
 from .plan import Planned
@@ -252,7 +253,9 @@ class Calls:
         recorder = self.recorder
         try:
             if alike and self._agree_first:
-                self._agree(request, seconds)
+                deadline = Deadline(seconds)
+                self._agree(request, deadline.left())
+                seconds = deadline.left()
             recorder.begin(request, planned.compares)
             work = planned.plan(src, dst, seconds)
             if work is not None:
@@ -321,7 +324,7 @@ class Calls:
         self._carry(Planned(request, compare, compares=True), None, None, timeout, alike=False)
 
     def _sizes(self, request: Request, timeout: float) -> list[dict[str, Any]] | None:
-        """Compare ``call`` on all ranks; return their headers if they differ."""
+        """Compare ``request`` on all ranks; return their headers if they differ."""
         try:
             self._agree(request, timeout)
         except Disagreement as difference:

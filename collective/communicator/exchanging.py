@@ -14,6 +14,7 @@ from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request
 
 from .calls import Array
+from .deadline import Deadline
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import split_sizes
@@ -70,16 +71,17 @@ class Exchanging(PieceCalls):
 
         def run() -> Any:
             # What a rank receives is written in the others' headers, or like its own.
+            deadline = Deadline(seconds)
             even = [[s[self.rank]] * self.size for s in sends]
             try:
                 if self._agree_first:
-                    self._agree(request, seconds)
+                    self._agree(request, deadline.left())
                 elif self._agree_sizes or on_gpu:
-                    found = self._swap(request, packed(), seconds)
+                    found = self._exchange_heads(request, packed(), deadline)
                     if found is not None:
                         joined = functools.partial(_joined, found, request, self.rank)
-                        return send(even, Planned(request, joined))
-                return send(even, planned)
+                        return send(even, Planned(request, joined), deadline.left())
+                return send(even, planned, deadline.left())
             except Disagreement as difference:
                 headers = difference.headers
             self._rows_of(headers, len(leaves))
@@ -89,7 +91,7 @@ class Exchanging(PieceCalls):
             ]
             incoming = self._lengths(receives, leaves, nesting)
             agreed = Request(what, sizes=table, elements=request.elements, incoming=incoming)
-            return send(receives, self._planned(agreed))
+            return send(receives, self._planned(agreed), deadline.left())
 
         @functools.cache
         def packed() -> Array:
@@ -104,7 +106,7 @@ class Exchanging(PieceCalls):
                 ]
             )
 
-        def send(receives: list[list[int]], agreed: Planned) -> Any:
+        def send(receives: list[list[int]], agreed: Planned, seconds: float) -> Any:
             if nesting == 0:
                 total = sum(receives[0])
                 return self._move_one(what, agreed, leaves[0], total, None, True, out, seconds)

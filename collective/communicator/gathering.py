@@ -15,6 +15,7 @@ from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request
 
 from .calls import Array
+from .deadline import Deadline
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import check_counts
@@ -127,7 +128,7 @@ class Gathering(PieceCalls):
             arrays = [leaf.rows.array.ravel() for leaf in leaves]
             return arrays[0].view(np.uint8) if nesting == 0 else bytes_of(arrays)
 
-        def send(rows: list[list[int]], agreed: Planned) -> Any:
+        def send(rows: list[list[int]], agreed: Planned, seconds: float) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
             elements = agreed.request.elements
             if nesting == 0:
@@ -145,15 +146,17 @@ class Gathering(PieceCalls):
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
         def run() -> Any:
+            deadline = Deadline(seconds)
             even = known or [[leaf.rows.length] * self.size for leaf in leaves]
             try:
                 if self._agree_first:
-                    self._agree(request, seconds)
+                    self._agree(request, deadline.left())
                 elif (self._agree_sizes or on_gpu) and known is None:
-                    found = self._swap(request, packed(), seconds)
+                    found = self._exchange_heads(request, packed(), deadline)
                     if found is not None:
-                        return send(even, Planned(request, functools.partial(_joined, found)))
-                return send(even, planned)
+                        joined = functools.partial(_joined, found)
+                        return send(even, Planned(request, joined), deadline.left())
+                return send(even, planned, deadline.left())
             except Disagreement as difference:
                 headers = difference.headers
             if known is not None:
@@ -161,7 +164,7 @@ class Gathering(PieceCalls):
             rows = self._rows_of(headers, len(leaves))
             elements = self._lengths(rows, leaves, nesting)
             agreed = Request(what, root=root, elements=elements, sizes=rows)
-            return send(rows, self._planned(agreed))
+            return send(rows, self._planned(agreed), deadline.left())
 
         return self._go(what, run, async_op, *self._near(leaves))
 

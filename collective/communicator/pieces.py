@@ -14,6 +14,7 @@ from collective.memory.dtypes import DType
 from collective.request import Request
 
 from .calls import Array, Calls, View
+from .deadline import Deadline
 from .heads import HEAD_BYTES, Head
 from .output import Output
 from .plan import Planned
@@ -92,8 +93,10 @@ class PieceCalls(Calls):
         """Return what the call runs by."""
         return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
 
-    def _swap(self, request: Request, payload: Array, seconds: float) -> list[Array] | None:
-        """Compare ``call`` on all ranks, and give all of them every rank's bytes if they are few.
+    def _exchange_heads(
+        self, request: Request, payload: Array, deadline: Deadline
+    ) -> list[Array] | None:
+        """Compare ``request`` on all ranks, and give all of them every rank's few bytes.
 
         For transports that compare nothing: there it takes the place of :meth:`_agree`.
 
@@ -108,7 +111,7 @@ class PieceCalls(Calls):
             Disagreement: the calls differ.
         """
         if not isinstance(payload, np.ndarray):
-            self._agree(request, seconds)
+            self._agree(request, deadline.left())
             return None
         head = Head(1)
         head.words[0] = request.digest
@@ -116,10 +119,10 @@ class PieceCalls(Calls):
         every = Buffer.empty(HEAD_BYTES * self.size, UINT8)
         lengths = [HEAD_BYTES] * self.size
         about = self._about(request, request.operation, request.root, "all_gather", lengths)
-        self._carry(about, head.buffer, every, seconds, alike=False)
+        self._carry(about, head.buffer, every, deadline.left(), alike=False)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
         if any(each.words[0] != request.digest for each in heads):
-            self._agree(request, seconds)
+            self._agree(request, deadline.left())
         found = [each.inline(payload.size) for each in heads]
         return [each for each in found if each is not None] or None
 

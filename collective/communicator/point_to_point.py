@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from collective.memory.buffer import Buffer
 
 from . import objects
 from .calls import Calls, _with_site
+from .deadline import Deadline
 from .heads import Head
 from .listener import CallEvent
 from .output import Output
@@ -99,9 +99,10 @@ class MessageCalls(Calls):
         head, payload, near = self._message("send", x)
 
         def run() -> None:
-            self._transport(self._backend.send, head.buffer, dst, tag, seconds)
+            deadline = Deadline(seconds)
+            self._transport(self._backend.send, head.buffer, dst, tag, deadline.left())
             if payload is not None:
-                self._transport(self._backend.send, payload, dst, tag, seconds)
+                self._transport(self._backend.send, payload, dst, tag, deadline.left())
 
         key = "send", dst, None, tag
         return self._post(key, run, async_op, *near, nbytes=int(head.words[2]))
@@ -152,16 +153,15 @@ class MessageCalls(Calls):
             self._refuse_overlap(src, tag)
 
         def run() -> Any:
-            deadline = time.monotonic() + seconds
+            deadline = Deadline(seconds)
             head = Head(_WORDS)
-            source = self._receive(head.buffer, src, tag, seconds)
+            source = self._receive(head.buffer, src, tag, deadline.left())
             if status is not None:
                 status.source = source
             words = _arriving("recv", head)
             payload, follows, direct = self._place(head, words, out, like if out is None else out)
             if follows:
-                rest = max(0.001, deadline - time.monotonic())
-                self._receive(payload, source, tag, rest)
+                self._receive(payload, source, tag, deadline.left())
             result = out if direct else self._arrived(words, payload, out, like)
             if not near:
                 self._settle("recv", payload.array, seconds)
@@ -224,15 +224,15 @@ class MessageCalls(Calls):
             return self._post(key, both, async_op, nbytes=nbytes)
 
         def run() -> Any:
-            deadline = time.monotonic() + seconds
+            deadline = Deadline(seconds)
             coming = Head(_WORDS)
             self._transport(
-                self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, seconds
+                self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline.left()
             )
             words = _arriving("sendrecv", coming)
             # What is sent still may be what it would be received over.
             received, follows, _ = self._place(coming, words, None, like if out is None else out)
-            rest = max(0.001, deadline - time.monotonic())
+            rest = deadline.left()
             if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
             elif payload is not None:  # nothing is sent for nothing: the peer may be in recv

@@ -13,6 +13,7 @@ from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.request import Request
 
+from .deadline import Deadline
 from .heads import Head
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
 from .rows import Rows, split_sizes
@@ -85,7 +86,8 @@ class Scattering(PieceCalls):
         likes = nested.flatten(chosen) if nested.is_tree(chosen) else [chosen]
 
         def run() -> Any:
-            options = self._root_options(call, root, seconds)
+            deadline = Deadline(seconds)
+            options = self._root_options(call, root, deadline)
             names = [dtypes.named(name) for name, *_ in options["leaves"]]
             shapes = [tuple(shape) for _, *shape in options["leaves"]]
             sizes = options["sizes"]
@@ -115,20 +117,20 @@ class Scattering(PieceCalls):
             else:
                 mine = Buffer.empty(nbytes[self.rank], UINT8)
             agreed = Request(what, root=root, elements=nbytes, sizes=nbytes)
-            self._carry(self._planned(agreed), packed, mine, seconds, alike=False)
+            self._carry(self._planned(agreed), packed, mine, deadline.left(), alike=False)
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
             nesting = options["nesting"]
             found = self._assemble(what, [mine.array], results, kept, out, nesting, x)
             if not leaves:
-                self._settle(what, mine.array, seconds)
+                self._settle(what, mine.array, deadline.left())
             return found
 
         return self._go(what, run, async_op, *self._near(leaves))
 
-    def _root_options(self, request: Request, root: int, seconds: float) -> dict[str, Any]:
+    def _root_options(self, request: Request, root: int, deadline: Deadline) -> dict[str, Any]:
         """Return the options of the root's call, which alone knows what is scattered."""
         if not self._heads:
-            headers = self._sizes(request, seconds)
+            headers = self._sizes(request, deadline.left())
             if headers is None:
                 return request.options  # nobody else is there
             for header in headers:
@@ -143,12 +145,14 @@ class Scattering(PieceCalls):
             head.words[0] = text.size
             head.put(text)
         about = request.comparing("broadcast")
-        self._carry(self._planned(about), head.buffer, head.buffer, seconds, alike=False)
+        plan = self._planned(about)
+        self._carry(plan, head.buffer, head.buffer, deadline.left(), alike=False)
         told = head.inline(int(head.words[0]))
         if told is None:
             told = np.empty(int(head.words[0]), np.uint8)
             if self.rank == root:
                 told[:] = text
             text_of_root = Buffer(told, UINT8)
-            self._carry(self._planned(about), text_of_root, text_of_root, seconds, alike=False)
+            plan = self._planned(about)
+            self._carry(plan, text_of_root, text_of_root, deadline.left(), alike=False)
         return dict(json.loads(told.tobytes()))

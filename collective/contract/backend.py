@@ -252,7 +252,7 @@ class Backend(ABC):
         sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
 
     def agree(self, request: Request, timeout: float) -> None:
-        """Compare ``call`` with the other ranks'.
+        """Compare ``request`` with the other ranks'.
 
         Raises:
             Disagreement: the digests differ; on every rank, with all headers.

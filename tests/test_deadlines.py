@@ -1,0 +1,78 @@
+"""One deadline for all steps of a call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective import Communicator
+from collective.backends.threads import ThreadsBackend
+from collective.request import Request
+from collective.testing import run_ranks
+from tests.loopback import Loopback
+
+STEP_S = 0.02
+
+
+class Slow:
+    """Takes a while in each step, and notes how long the steps may take."""
+
+    def _slowly(self, made: Callable[..., Any], *args: Any) -> Any:
+        self.__dict__.setdefault("given", []).append(args[len(args) - 1])
+        time.sleep(STEP_S)
+        return made(*args)
+
+    def plan(self, request: Request) -> Any:
+        return functools.partial(self._slowly, super().plan(request))  # type: ignore[misc]
+
+    def agree(self, request: Request, timeout: float) -> None:
+        self._slowly(super().agree, request, timeout)  # type: ignore[misc]
+
+
+class Comparing(Slow, ThreadsBackend):
+    """Compares calls as it makes them."""
+
+
+class NotComparing(Slow, Loopback):
+    """Compares nothing by itself."""
+
+
+def lengths(comm: Communicator) -> np.ndarray[Any, Any]:
+    return np.ones(1000 + comm.rank)
+
+
+CALLS: dict[str, Callable[[Communicator], Any]] = {
+    "gather of uneven arrays": lambda comm: comm.gather(lengths(comm)),
+    "all_gather of uneven arrays": lambda comm: comm.all_gather(lengths(comm)),
+    "all_to_all of uneven arrays": lambda comm: comm.all_to_all(lengths(comm)),
+    "gather of uneven structures": lambda comm: comm.gather([lengths(comm), np.ones(2)]),
+    "broadcast to None": lambda comm: comm.broadcast(None if comm.rank else np.ones(1000)),
+    "scatter": lambda comm: comm.scatter(None if comm.rank else np.ones(1000)),
+}
+
+
+def given(comm: Communicator, name: str) -> list[float]:
+    CALLS[name](comm)
+    return list(comm._backend.__dict__["given"])
+
+
+@pytest.mark.parametrize("kind", [Comparing, NotComparing])
+@pytest.mark.parametrize("name", CALLS)
+def test_later_steps_have_what_is_left(kind: type[Any], name: str) -> None:
+    for rank in run_ranks(2, given, name, backend=kind):
+        assert rank[0] > rank[1] + STEP_S / 2, rank
+        assert rank == sorted(rank, reverse=True)
+
+
+def test_a_comparison_before_a_call_is_a_step_of_it() -> None:
+    def program(comm: Communicator) -> list[float]:
+        comm.all_reduce(np.ones(2))
+        return list(comm._backend.__dict__["given"])
+
+    for rank in run_ranks(2, program, backend=NotComparing, check="always"):
+        assert rank[0] > rank[1] + STEP_S / 2, rank
