@@ -113,11 +113,13 @@ class Collectives(Backend):
         self._host.agree(request, timeout)
 
     def plan(self, request: Request) -> Plan:
-        host, operation = self._host.plan(request), request.operation
+        operation = request.operation
         if operation == "barrier":  # does not wait for work on the GPUs
-            return host
+            return self._host.plan(request)
         on_gpu = partial(getattr(self, f"_enqueue_{operation}"), request)
-        return partial(_where_it_is, host, on_gpu)
+        if request.options.get("device") == "cuda":
+            return on_gpu
+        return partial(_where_it_is, self._host.plan(request), on_gpu)
 
     def _codes_of(self, request: Request, timeout: float) -> tuple[NcclComm, int, int]:
         """Return the communicator, and NCCL's codes for the dtype and the operator."""
