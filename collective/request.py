@@ -163,8 +163,8 @@ class Disagreement(Exception):
     """Raised by a transport on every rank when the ranks' digests differ.
 
     It never reaches a user: the communicator finds out whether the difference is
-    allowed (shapes of a gather) and raises ``MismatchError`` if not. The transport has
-    moved no data and is ready for the next call.
+    allowed (shapes of a gather) and raises ``MismatchError`` if not. No output has been written
+    to, and the transport is ready for the next call.
 
     Attributes:
         headers: what each rank asked for, in rank order, from :meth:`Request.header`.

@@ -18,15 +18,15 @@ class Planned:
         request: what all ranks have to agree on.
         plan: makes it, of two buffers and seconds: the transport's, or what stands for it.
         compares: whether the ranks' calls are only compared, and nothing is moved.
-        native: whether it takes arrays of GPUs, if they are such, where they are.
+        takes_gpus: whether it takes arrays of GPUs, if they are such, where they are.
     """
 
-    __slots__ = ("compares", "native", "plan", "request")
+    __slots__ = ("compares", "takes_gpus", "plan", "request")
 
     def __init__(
-        self, request: Request, plan: Plan, *, compares: bool = False, native: bool = True
+        self, request: Request, plan: Plan, *, compares: bool = False, takes_gpus: bool = True
     ) -> None:
         self.request = request
         self.plan = plan
         self.compares = compares
-        self.native = native
+        self.takes_gpus = takes_gpus

@@ -88,7 +88,7 @@ class Reductions(Calls):
         shape = array.shape
         key = ("all_reduce", dtype, shape, op, order, type(array))
         planned = self._plans.get(key) or self._reduction(key)
-        if not planned.native:
+        if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
         output = Output("all_reduce", out, adapter, shape, dtype, array)
@@ -138,7 +138,7 @@ class Reductions(Calls):
         adapter, array, dtype = self._view("reduce", x)
         key = ("reduce", dtype, array.shape, op, order, type(array), root)
         planned = self._plans.get(key) or self._reduction(key, root)
-        if not planned.native:
+        if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self._seconds(timeout)
         output = None
@@ -191,7 +191,7 @@ class Reductions(Calls):
         adapter, array, dtype = self._view("scan", x)
         key = ("scan", dtype, array.shape, op, None, type(array))
         planned = self._plans.get(key) or self._reduction(key)
-        if not planned.native:
+        if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         output = Output("scan", out, adapter, array.shape, dtype, array)
         src = self._input(array, dtype, output, out, x)
@@ -249,7 +249,7 @@ class Reductions(Calls):
         if planned is None:
             elements = [size * rows.inner for size in sizes]
             planned = self._reduction(key, None, elements, axis=rows.axis, counts=counts)
-        if not planned.native:
+        if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
             rows = Rows("reduce_scatter", array, axis)
         shape = rows.shape_with(sizes[self.rank])
@@ -295,8 +295,8 @@ class Reductions(Calls):
         except DtypeError as error:
             raise DtypeError(f"{what}: {error} {self._who}") from None
         on_gpu = kind is not np.ndarray
-        native = not on_gpu or self._backend.supports(what, reducer, dtype, ordered)
-        if on_gpu and native:
+        takes_gpus = not on_gpu or self._backend.supports(what, reducer, dtype, ordered)
+        if on_gpu and takes_gpus:
             options["device"] = "cuda" if self._enqueues else None
         else:
             self._check_able(what, reducer, dtype)
@@ -309,7 +309,7 @@ class Reductions(Calls):
         if reducer.function is not None:
             outcome = self._backend.plan(request.step(1, "barrier"))
             plan = functools.partial(self._fold, plan, outcome)
-        return self._remember(key, Planned(request, plan, native=native))
+        return self._remember(key, Planned(request, plan, takes_gpus=takes_gpus))
 
     def _fold(
         self, fold: Plan, outcome: Plan, src: Buffer, dst: Buffer | None, seconds: float
@@ -369,7 +369,7 @@ class Reductions(Calls):
             planned = self._plans.get(key) or self._reduction(
                 key, root, leaves=shapes, nesting=nesting
             )
-            if not planned.native:
+            if not planned.takes_gpus:
                 for i in members:
                     views[i] = self._on_the_host(views[i])
             groups.append((dtype, members, count, planned))
@@ -467,7 +467,7 @@ class Reductions(Calls):
             planned = self._plans.get(key) or self._reduction(
                 key, None, elements, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )
-            if not planned.native:
+            if not planned.takes_gpus:
                 for i in members:
                     views[i] = self._on_the_host(views[i])
                     rows[i] = Rows(what, views[i].array, axis)

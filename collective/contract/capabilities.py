@@ -32,8 +32,8 @@ class Capabilities:
         across_hosts: whether ranks may be on different hosts.
         in_process: whether the ranks are threads of one process.
         checks_calls: whether every collective call compares what the ranks asked for, at
-            no message of its own. Where it is False the communicator calls
-            :meth:`Backend.agree` first when asked to check.
+            no message of its own. Where it is False the communicator compares by messages: calls
+            whose sizes may differ always, the others when asked to (``COLLECTIVE_CHECK=always``).
         symmetric_memory: whether :meth:`Backend.empty` returns memory that reduces
             without copies.
         any_source: whether ``recv`` takes ``ANY_SOURCE``.
