@@ -21,7 +21,7 @@ class Planned:
         takes_gpus: whether it takes arrays of GPUs, if they are such, where they are.
     """
 
-    __slots__ = ("compares", "takes_gpus", "plan", "request")
+    __slots__ = ("compares", "plan", "request", "takes_gpus")
 
     def __init__(
         self, request: Request, plan: Plan, *, compares: bool = False, takes_gpus: bool = True
