@@ -181,15 +181,6 @@ def test_cupy_without_memory_left(monkeypatch):
         adapter_like("cupy").empty((3,), BY_NAME["float32"], cuda.device(0))
 
 
-def test_a_place_tells_all_that_a_call_has_to_know():
-    x = of(np.zeros((4, 6), np.float32))
-    place = adapter_of(x).place
-    assert place(x) == place(x.reshape(4, 6))
-    others = [x[1:], x.reshape(6, 4), x.view(np.int32), of(np.zeros((4, 6), np.float32))]
-    assert len({place(other) for other in [x, *others]}) == 5
-    assert place(x.T) is place(x[:0]) is None
-
-
 def test_what_comes_from_host_memory_is_copied_to_the_gpu(monkeypatch):
     copied = []
     monkeypatch.setattr(cupy, "asarray", lambda x: copied.append(x) or x)

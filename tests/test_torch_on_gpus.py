@@ -243,17 +243,6 @@ def test_torch_of_amd_is_refused(pretended, monkeypatch):
         adapter_of(x).view(x)
 
 
-def test_a_tensors_place_tells_all_that_a_call_has_to_know(pretended):
-    x = on_gpu(torch.zeros(4, 6, dtype=torch.complex64))
-    place = adapter_of(x).place
-    assert place(x) == place(x.detach())
-    others = [x[1:], x.reshape(6, 4), x.view(torch.float64), on_gpu(torch.zeros(4, 6))]
-    assert len({place(other) for other in [x, *others]}) == 5
-    for none in (x.t(), x.conj(), x[:0], torch.eye(2).to_sparse()):
-        assert place(none) is None
-    assert adapter_of(x).alias(x) is None
-
-
 def test_torch_without_memory_left(pretended, monkeypatch):
     def fail(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
