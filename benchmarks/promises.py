@@ -49,7 +49,7 @@ class _Bound:
 
     @property
     def worst(self) -> tuple[float, str] | None:
-        found = [(value, place) for place, value in self.values.items()]
+        found = [(value, at) for at, value in self.values.items()]
         if not found:
             return None
         return min(found) if self.at_least else max(found)
@@ -62,8 +62,8 @@ class _Bound:
     def __str__(self) -> str:
         if self.worst is None:
             return f"? {self.unit}"
-        value, place = self.worst
-        return f"{value:.3g} {self.unit} ({place})"
+        value, at = self.worst
+        return f"{value:.3g} {self.unit} ({at})"
 
 
 def _judge(what: str, must: str, aim: str, bounds: Sequence[_Bound]) -> Judged:
@@ -203,13 +203,13 @@ def _of_memory(footprints: Sequence[Footprint]) -> Judged:
     most: dict[str, float] = {}
     growth: dict[str, float] = {}
     for found in footprints:
-        place = f"{found.ranks} ranks"
-        most[place] = max(most.get(place, 0.0), found.mapped / MIB)
+        at = f"{found.ranks} ranks"
+        most[at] = max(most.get(at, 0.0), found.mapped / MIB)
         for other in footprints:
             same = (found.ranks, found.operation) == (other.ranks, other.operation)
             if same and other.nbytes == small < found.nbytes:
                 now = found.mapped + found.transient - other.mapped - other.transient
-                where = f"{found.operation}, {place}, {size_name(found.nbytes)}"
+                where = f"{found.operation}, {at}, {size_name(found.nbytes)}"
                 growth[where] = max(0.0, now / MIB)
     bounds = [
         _Bound("MiB mapped", most, at_least=False),

@@ -663,8 +663,8 @@ def test_gpus_without_nccl_carry_the_command(doctor: Doctor) -> None:
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand a directory in for /proc and /sys/fs/cgroup; 64 GiB, no control groups."""
-    monkeypatch.setattr(doctor_host.Place, "proc", tmp_path / "proc")
-    monkeypatch.setattr(doctor_host.Place, "cgroup", tmp_path / "cgroup")
+    monkeypatch.setattr(doctor_host.Files, "proc", tmp_path / "proc")
+    monkeypatch.setattr(doctor_host.Files, "cgroup", tmp_path / "cgroup")
     write(tmp_path, "proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
     return tmp_path
 

@@ -50,8 +50,8 @@ class Mpiexec:
         """
         program = self.program
         if program is None:
-            beside = Path(self.python).with_name("mpiexec")
-            program = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+            sibling = Path(self.python).with_name("mpiexec")
+            program = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpiexec")
         if program is None:
             raise BackendUnavailableError(
                 f"mpiexec: neither beside {self.python} nor on PATH, and backend mpi takes one. "

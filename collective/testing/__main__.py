@@ -150,16 +150,16 @@ def _untested(results: Sequence[Result]) -> dict[str, list[str]]:
 def _verdict(results: Sequence[Result]) -> tuple[bool, str]:
     """Return whether all is well, and a sentence about it."""
     count = {outcome: sum(r.outcome == outcome for r in results) for outcome in _MARKS}
-    told = ", ".join(f"{number} {outcome}" for outcome, number in count.items() if number)
+    counted = ", ".join(f"{number} {outcome}" for outcome, number in count.items() if number)
     if count["failed"]:
-        return False, f"does not conform: {told}"
+        return False, f"does not conform: {counted}"
     # With one rank nothing is ever sent.
     if not any(result.size > 1 and result.outcome == "passed" for result in results):
-        return False, f"nothing was communicated: {told}; run it with 2 ranks or more"
+        return False, f"nothing was communicated: {counted}; run it with 2 ranks or more"
     untested = sum(map(len, _untested(results).values()))
     if untested:
-        return True, f"conforms in what was tested: {told}; {untested} checks were not tested"
-    return True, f"conforms: {told}"
+        return True, f"conforms in what was tested: {counted}; {untested} checks were not tested"
+    return True, f"conforms: {counted}"
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ class Mpi(Library):
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        told = MPI.Get_library_version().splitlines()[0].partition(",")[0]
-        self.version = " ".join(told.replace("Version:", "").split())
+        version = MPI.Get_library_version().splitlines()[0].partition(",")[0]
+        self.version = " ".join(version.replace("Version:", "").split())
 
     def calls(self, x: Any, y: Any) -> dict[str, Call]:
         mpi, comm = self._mpi, self._comm

@@ -20,13 +20,13 @@ from collective.errors import CollectiveError
 from collective.start.file_store import FileStore
 from collective.start.network import address_of, interfaces, is_loopback, own_address
 
-__all__ = ["Place", "network", "processors", "shared_memory", "system"]
+__all__ = ["Files", "network", "processors", "shared_memory", "system"]
 
 # Name servers that do not answer are waited for much longer by the system itself.
 _RESOLVE_S = 3.0
 
 
-class Place:
+class Files:
     """Where the system tells about itself; the tests have one of their own."""
 
     proc = Path("/proc")
@@ -60,7 +60,7 @@ def shared_memory() -> dict[str, Any]:
     found: dict[str, Any] = {**memory, "limit": limit, "left": left, "memfd": _memfd()}
     found["dev_shm"] = found["dev_shm_free"] = None
     with contextlib.suppress(OSError):
-        usage = shutil.disk_usage(Place.dev_shm)
+        usage = shutil.disk_usage(Files.dev_shm)
         found["dev_shm"], found["dev_shm_free"] = usage.total, usage.free
     found["directory"], found["directory_error"] = _directory()
     found["ranks"] = max(2, cores)
@@ -123,7 +123,7 @@ def system() -> str:
 def _memory() -> dict[str, int | None]:
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
-        for line in (Place.proc / "meminfo").read_text().splitlines():
+        for line in (Files.proc / "meminfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if value.endswith(" kB"):
                 found[key] = int(value[:-3]) << 10
@@ -168,15 +168,15 @@ def _groups(controller: str) -> Iterator[Path]:
     paths may be the host's while only the container's own part is mounted, at the top.
     """
     try:
-        lines = (Place.proc / "self/cgroup").read_text().splitlines()
+        lines = (Files.proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top = Place.cgroup
+            top = Files.cgroup
         elif controller in controllers.split(","):
-            top = Place.cgroup / controller
+            top = Files.cgroup / controller
         else:
             continue
         group = top / path.lstrip("/")
@@ -210,10 +210,10 @@ def _memfd() -> bool:
 
 def _directory() -> tuple[str, str]:
     """Return the temporary directory, and what keeps launches from meeting there, or nothing."""
-    place = ""
+    folder = ""
     try:
-        place = tempfile.gettempdir()
-        ours = Path(place) / f"collective-{os.geteuid()}"
+        folder = tempfile.gettempdir()
+        ours = Path(folder) / f"collective-{os.geteuid()}"
         if os.path.lexists(ours):
             FileStore(ours)
         with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
@@ -223,10 +223,10 @@ def _directory() -> tuple[str, str]:
             finally:
                 os.close(descriptor)
     except CollectiveError as error:
-        return place, str(error)
+        return folder, str(error)
     except OSError as error:
-        return place, (
-            f"temporary directory {place or 'of this system'}: {error}; launches meet there. Set "
+        return folder, (
+            f"temporary directory {folder or 'of this system'}: {error}; launches meet there. Set "
             "TMPDIR to a directory of a local file system."
         )
-    return place, ""
+    return folder, ""

@@ -35,11 +35,11 @@ def starters(library: str) -> list[dict[str, Any]]:
         which is where a user who types its name gets it from.
     """
     first = shutil.which("mpiexec")
-    beside = [Path(sys.executable).parent / "mpiexec"]
+    candidates = [Path(sys.executable).parent / "mpiexec"]
     if library:
-        beside.append(Path(library).parent.parent / "bin" / "mpiexec")
+        candidates.append(Path(library).parent.parent / "bin" / "mpiexec")
     found: dict[str, dict[str, Any]] = {}
-    for path in ([first] if first else []) + [str(p) for p in beside if os.access(p, os.X_OK)]:
+    for path in ([first] if first else []) + [str(p) for p in candidates if os.access(p, os.X_OK)]:
         real = os.path.realpath(path)
         if real not in found:
             found[real] = {"path": path, "on_path": path == first, **_version(path)}
@@ -76,5 +76,5 @@ def _version(path: str) -> dict[str, str]:
     for pattern, vendor in _VENDORS:
         if match := re.search(pattern, done.stdout, re.DOTALL):
             return {"vendor": vendor, "version": match[1], "error": ""}
-    said = " ".join(done.stdout.split())[:200]
-    return {"vendor": "", "version": "", "error": f"`{path} --version` says: {said}"}
+    words = " ".join(done.stdout.split())[:200]
+    return {"vendor": "", "version": "", "error": f"`{path} --version` says: {words}"}

@@ -132,8 +132,8 @@ def _ask(
                 heard = expired.stdout or b"", expired.stderr or b""
     finally:
         _end(process)
-    said, noise = heard
-    lines = [json.loads(line) for line in said.splitlines(keepends=True) if line[-1:] == b"\n"]
+    output, noise = heard
+    lines = [json.loads(line) for line in output.splitlines(keepends=True) if line[-1:] == b"\n"]
     answers = {question: Answer(facts, error) for question, facts, error in lines}
     for question in questions:
         if question not in answers:

@@ -114,12 +114,12 @@ class Case:
         options += [f"root={self.root}"] if self.operation in ROOTED else []
         options += [f"axis={self.axis}"] if self.axis else []
         options += [f"counts={list(self.counts)}"] if self.counts is not None else []
-        told = f"({', '.join(options)})" if options else ""
+        chosen = f"({', '.join(options)})" if options else ""
         arrays = ", ".join(
             f"{leaf.dtype}{list(leaf.shape)}" + (f" of steps {list(leaf.steps)}" * any(leaf.steps))
             for leaf in nested.flatten(self.data)
         )
-        return f"{self.operation}{told} of {'+'.join(self.frameworks)} {arrays}"
+        return f"{self.operation}{chosen} of {'+'.join(self.frameworks)} {arrays}"
 
 
 def reduces(op: str, dtype: str) -> bool:

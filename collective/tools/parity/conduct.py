@@ -51,9 +51,9 @@ def _barrier(comm: Communicator) -> None:
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(_LATE_S)
-        came = time.monotonic()
+        arrived = time.monotonic()
         comm.barrier()
-        times.append([came, time.monotonic()])
+        times.append([arrived, time.monotonic()])
     # One clock on one host.
     table = comm.all_gather(np.array([times]))
     early = table[:, :, 1] < table[:, :, 0].max(axis=0)
@@ -127,8 +127,8 @@ def _symmetric(comm: Communicator) -> None:
         comm.all_reduce(view, out=view)
         wanted = comm.size * np.arange(stop - start) + sum(range(comm.size))
         assert np.array_equal(view, wanted), f"empty: the sum of elements {start} to {stop}"
-        beside = np.delete(whole, slice(start, stop))
-        assert (beside == -5).all(), f"empty: memory beside {start} to {stop} was changed"
+        others = np.delete(whole, slice(start, stop))
+        assert (others == -5).all(), f"empty: memory beside {start} to {stop} was changed"
 
 
 def _mismatch(comm: Communicator) -> None:

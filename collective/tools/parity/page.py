@@ -78,9 +78,9 @@ def _head(data: Mapping[str, Any]) -> str:
     wrong = sum(
         not each["passed"] for each in (*data["random"], *data["training"], *data["splits"])
     )
-    told = [counts] if counts else []
-    told += [f"{wrong} of the random, training and split comparisons failed"] if wrong else []
-    verdict = "; ".join(told) or "all comparisons passed"
+    parts = [counts] if counts else []
+    parts += [f"{wrong} of the random, training and split comparisons failed"] if wrong else []
+    verdict = "; ".join(parts) or "all comparisons passed"
     tone = "bad" if data["exit_code"] else "good"
     ranks = ", ".join(map(str, data["ranks"]))
     return (
@@ -173,11 +173,11 @@ def _errors(data: Mapping[str, Any]) -> str:
         return ""
     rows = []
     for op, dtype, cells in found:
-        told = [
+        parts = [
             _td("–", "none") if each is None else _td(f"{each.worst:.2f} / {each.bound:.2f}")
             for each in cells
         ]
-        rows.append(_td(escape(op)) + _td(escape(dtype), "text") + "".join(told))
+        rows.append(_td(escape(op)) + _td(escape(dtype), "text") + "".join(parts))
     ranks = [f"{n} ranks" if n > 1 else "1 rank" for n in data["ranks"]]
     return (
         "<h2>Largest error / bound</h2><p>In units in the last place of the magnitude that the "
