@@ -40,16 +40,23 @@ STARTERS: dict[str, Callable[[], Starter]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[dict[str, Ranks]]:
+    """Ranks of each kind, for all tests: who dies or is closed is replaced."""
+    made = {name: Ranks(2, starter()) for name, starter in STARTERS.items()}
+    yield made
+    for ranks in made.values():
+        ranks.close()
+
+
 @pytest.fixture(params=STARTERS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(2, STARTERS[request.param]()) as made:
-        yield made
+def ranks(request: pytest.FixtureRequest, kept: dict[str, Ranks]) -> Ranks:
+    return kept[request.param]
 
 
 @pytest.fixture(params=["processes", "commands"])
-def processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(2, STARTERS[request.param]()) as made:
-        yield made
+def processes(request: pytest.FixtureRequest, kept: dict[str, Ranks]) -> Ranks:
+    return kept[request.param]
 
 
 def run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
@@ -177,9 +184,8 @@ def test_the_death_of_a_rank_that_forked_is_noticed(processes: Ranks, tmp_path: 
     assert isinstance(dead.error, RankDiedError)
 
 
-def test_ranks_may_write_more_than_a_pipe_holds() -> None:
-    with Ranks(2, CommandStarter(2, by_hand)) as ranks:
-        assert [outcome.value for outcome in run(ranks, printing)] == [0, 1]
+def test_ranks_may_write_more_than_a_pipe_holds(kept: dict[str, Ranks]) -> None:
+    assert [outcome.value for outcome in run(kept["commands"], printing)] == [0, 1]
 
 
 def test_ranks_call_back_wherever_temporary_files_are(
@@ -239,6 +245,21 @@ def test_shared_memory_of_an_mpi_library_is_removed_with_ranks_that_hang() -> No
 def hanging_alone(one: Participant) -> None:
     if one.rank == 0:
         time.sleep(90.0)
+
+
+def test_a_rank_that_calls_back_and_says_nothing_has_not_started() -> None:
+    def commands(address: str) -> list[Command]:
+        program = (
+            "import socket, sys; from collective.launch.control import short_path\n"
+            "with short_path(sys.argv[1]) as path: socket.socket(socket.AF_UNIX).connect(path)"
+        )
+        return [([sys.executable, "-c", program, address], {"PYTHONPATH": str(ROOT)})]
+
+    with (
+        Ranks(2, CommandStarter(2, commands)) as ranks,
+        pytest.raises(BackendUnavailableError, match="0 of 2 ranks"),
+    ):
+        run(ranks, who)
 
 
 def test_an_interrupt_leaves_no_answers_to_the_next_job(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import socket
@@ -12,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,8 +72,7 @@ class _Called(ProcessHandle):
         return None
 
     def end(self, patience: float) -> None:
-        ended, _, _ = select.select([self.death], [], [], patience)
-        if not ended:
+        if not wait([self.death], patience):
             self._before_kill()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.death, signal.SIGKILL)
@@ -184,8 +182,10 @@ class CommandStarter(Starter):
                 ) from None
             called.setblocking(True)
             line = Connection(called.detach())
-            rank, pid = line.recv()
-            handles[rank] = _Called(rank, line, pid, self._note_segments)
+            # One that is gone before it has said who it is has not started.
+            with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):
+                rank, pid = line.recv()
+                handles[rank] = _Called(rank, line, pid, self._note_segments)
 
     def output(self) -> str:
         """Return the end of what the commands and the ranks have written."""

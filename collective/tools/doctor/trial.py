@@ -176,9 +176,8 @@ def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
     # In this process's session, so that whoever ends this process ends them, too.
     starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
     with Ranks(2, starter) as ranks:
-        failure = RanksFailedError.of(
-            outcomes := ranks.run(FunctionJob(_try, (name,)), _TRIAL_S), 2
-        )
+        outcomes = ranks.run(FunctionJob(_try, (name,)), _TRIAL_S)
+        failure = RanksFailedError.of(outcomes, 2)
         if failure is not None:
             errors = failure.errors.values()
             wrong = [str(e) if isinstance(e, CollectiveError) else repr(e) for e in errors]
