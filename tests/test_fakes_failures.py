@@ -12,6 +12,7 @@ import threading
 
 import numpy as np
 import pytest
+from fake_comms import DIED, FLOAT64, leftovers, nccl, sums
 from fakes import POISON, FakeArray, compiler
 from fakes.raw import (
     DTYPES,
@@ -22,49 +23,15 @@ from fakes.raw import (
     REMOTE_ERROR,
     SUCCESS,
     SUM,
-    Nccl,
     NcclError,
     Rank,
     in_processes,
     in_threads,
 )
 
+__all__ = ["nccl"]  # a fixture
+
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
-
-FLOAT64, INT32 = DTYPES["float64"], DTYPES["int32"]
-DIED = 86
-
-
-@pytest.fixture
-def nccl():
-    made = Nccl()
-    made.context(0)
-    yield made
-    for name, usual in {"init_polls": 0, "init_error": 0, "remote_error_at": 0}.items():
-        made.knob(name, usual)
-    made.knob("fault_rank", -1)
-    made.knob("multi_rank_gpu", 0)
-    made.knob("lazy_connect", 2)
-
-
-def leftovers(pid=None):
-    """Return the files of communicators whose unique id this process, or another, has made."""
-    prefix = f"fake-nccl-{pid or os.getpid()}-"
-    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
-
-
-def sums(rank, comm=None, count=10):
-    """All-reduce the rank's number, plus 1; the result's first element."""
-    send, recv = rank.array(np.full(count, rank.rank + 1.0)), rank.empty(count, "f8")
-    rank.call("AllReduce", send, recv, count, FLOAT64, SUM, comm=comm)
-    return recv.get()[0]
-
-
-def number(nccl, name, comm):
-    answer = ctypes.c_int(-1)
-    nccl.call(name, comm, answer)
-    return answer.value
-
 
 # What a rank waits for
 

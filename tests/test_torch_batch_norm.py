@@ -18,6 +18,7 @@ from collective.adapters.torch.batch_norm import (  # noqa: E402
 )
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError  # noqa: E402
 from collective.testing import RanksFailedError, run_ranks  # noqa: E402
+from tests.derivatives import Spy  # noqa: E402
 from tests.shm_ranks import shm  # noqa: E402, F401
 
 TOLERANCES = {
@@ -26,25 +27,6 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
     torch.float16: {"rtol": 4e-3, "atol": 4e-3},
 }
-
-
-class Spy:
-    """A communicator that notes what is called."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self.called: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._comm, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **options: Any) -> Any:
-            self.called.append(name)
-            return found(*args, **options)
-
-        return call
 
 
 def batches(counts: list[int], rest: tuple[int, ...], dtype: Any, step: int = 0) -> list[Any]:
