@@ -267,8 +267,10 @@ class ThreadsBackend(OneSided):
                 continue
             remaining = end - time.monotonic()
             if remaining <= 0:
-                told = "; ".join(f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent)
-                missing = f"rank {', '.join(map(str, absent))}: {told}"
+                last_calls = "; ".join(
+                    f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent
+                )
+                missing = f"rank {', '.join(map(str, absent))}: {last_calls}"
                 self.abort(Failure.timed_out(self.rank, timeout, missing, absent))
                 continue
             hub.condition.wait(min(remaining, _LOOK_S))

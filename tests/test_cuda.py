@@ -353,13 +353,13 @@ def test_an_override_is_of_its_thread_and_ends_with_its_body(device):
     usual, other = device.new_stream(), device.new_stream()
     seen = []
     with cuda.on(other):
-        thread = threading.Thread(target=lambda: seen.append(cuda.in_force(usual)))
+        thread = threading.Thread(target=lambda: seen.append(cuda.effective_stream(usual)))
         thread.start()
         thread.join()
         with cuda.on(usual):
-            assert cuda.in_force(other) is usual
-        assert cuda.in_force(usual) is other
-    assert cuda.in_force(usual) is usual
+            assert cuda.effective_stream(other) is usual
+        assert cuda.effective_stream(usual) is other
+    assert cuda.effective_stream(usual) is usual
     assert seen == [usual]
 
 

@@ -685,7 +685,7 @@ def test_an_override_takes_the_work_and_new_memory_to_its_stream(fake, device, s
     mine = on_device(numbers((3, 4)), stream)
     gate.hold(stream)
     with cuda.on(side):
-        assert mine.in_force is side
+        assert mine.effective_stream is side
         fake.clear_log()
         made = mine.T.ravel()
         copied = mine.to_host()
@@ -693,7 +693,7 @@ def test_an_override_takes_the_work_and_new_memory_to_its_stream(fake, device, s
     assert made.stream is side
     assert not fake.log(f"stream={stream.handle:#x}")
     np.testing.assert_array_equal(copied, numbers((3, 4)))
-    assert mine.stream is mine.in_force is stream
+    assert mine.stream is mine.effective_stream is stream
     gate.open()
 
 

@@ -74,9 +74,9 @@ def test_one_host(check: Check) -> None:
 def test_places_of_pairs() -> None:
     places = Places(["a", "a", "b", "b"], 3)
     assert places.members == [[0, 1], [2, 3]]
-    assert (places.host, places.place, places.local) == (1, 1, [2, 3])
+    assert (places.host, places.local_rank, places.local) == (1, 1, [2, 3])
     assert (places.common, places.even, places.in_order, places.levels) == (2, True, True, True)
-    assert [places.place_of(rank) for rank in range(4)] == [None, None, 0, 1]
+    assert [places.local_rank_of(rank) for rank in range(4)] == [None, None, 0, 1]
     assert [places.host_of(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert places.at(1) == [1, 3]
 

@@ -282,7 +282,7 @@ def _without_persistence(comm: Communicator) -> None:
             super().__init__(transport._mpi, proxy, transport.channel)
 
     transport._arrival = Old()
-    transport._arrive = transport._arrival.come
+    transport._arrive = transport._arrival.arrive
     for turn in range(10):
         assert comm.all_reduce(np.array([turn])).tolist() == [comm.size * turn]
     comm.barrier()

@@ -31,18 +31,18 @@ from chainer.functions.connection.linear import LinearFunction, LinearGradWeight
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["Complete", "Place", "watching"]
+__all__ = ["Complete", "Target", "watching"]
 
 #: Is told a leaf's number and its gradient, an array that it may read and not write. What it
 #: returns takes the gradient's place, if it is not None.
 Complete = Callable[[int, Any], Any]
 #: Returns the array where the gradient of a leaf, told by its number, may be computed.
-Place = Callable[[int], Any]
+Target = Callable[[int], Any]
 
 
 @contextlib.contextmanager
 def watching(
-    leaves: Mapping[Any, int], complete: Complete, place: Place | None = None
+    leaves: Mapping[Any, int], complete: Complete, target: Target | None = None
 ) -> Iterator[None]:
     """Watch the backward passes of the body in this thread.
 
@@ -52,7 +52,7 @@ def watching(
     Args:
         leaves: their variables' nodes, and the numbers by which they are told.
         complete: is called in the middle of a pass.
-        place: asked before a gradient is computed that could be in place from the start; then
+        target: asked before a gradient is computed that could be in place from the start; then
             ``complete`` is called with that array.
 
     Raises:
@@ -61,7 +61,7 @@ def watching(
     """
     before = _here.watch
     _wrappers.install()
-    _here.watch = leaves, complete, place
+    _here.watch = leaves, complete, target
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def watching(
 class _Here(threading.local):
     """What this thread watches, and where it is."""
 
-    watch: tuple[Mapping[Any, int], Complete, Place | None] | None = None
+    watch: tuple[Mapping[Any, int], Complete, Target | None] | None = None
     in_pass = False
     counted: _Pass | None = None  # the pass whose functions are counted, if the innermost is
     into: Any = None  # where the next gradient of a dense layer's weight goes
@@ -93,7 +93,7 @@ class _Pass:
         outputs: Sequence[Any],
         leaves: Mapping[Any, int],
         complete: Complete,
-        place: Place | None,
+        target: Target | None,
     ):
         if chainer.config.enable_backprop:
             raise InvalidArgumentError(
@@ -103,7 +103,7 @@ class _Pass:
             )
         self._leaves = leaves
         self._complete = complete
-        self._place = place
+        self._target = target
         self._users: dict[Any, list[Any]] = {}  # function -> the leaves that it uses
         self._left: dict[Any, int] = {}  # leaf -> how many functions still have to add to it
         todo = [node.creator_node for node in outputs if node.creator_node is not None]
@@ -126,14 +126,14 @@ class _Pass:
                 for node in used:
                     self._left[node] = self._left.get(node, 0) + 1
 
-    def place_for(self, function: Any, gradients: Mapping[Any, list[Any]]) -> Any:
+    def target_for(self, function: Any, gradients: Mapping[Any, list[Any]]) -> Any:
         """Return where a function's gradient of its weight may go, if it is all there will be."""
-        if self._place is None or type(function) is not LinearFunction:
+        if self._target is None or type(function) is not LinearFunction:
             return None
         weight = function.inputs[1]
         if self._left.get(weight) != 1 or weight in (function.inputs[0], *function.inputs[2:]):
             return None
-        return None if gradients[weight] else self._place(self._leaves[weight])
+        return None if gradients[weight] else self._target(self._leaves[weight])
 
     def done(self, function: Any, gradients: Mapping[Any, list[Any]]) -> None:
         """Count a function that has added to the gradients of what it has used."""
@@ -195,7 +195,7 @@ class _Wrappers:
         counted = _here.counted
         if counted is None:
             return self._step(function, indexes, out, gradients, *args)
-        _here.into = counted.place_for(function, gradients)
+        _here.into = counted.target_for(function, gradients)
         try:
             result = self._step(function, indexes, out, gradients, *args)
         finally:

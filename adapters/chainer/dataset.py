@@ -57,10 +57,10 @@ def scatter_dataset(
     every = comm.all_gather_object([length, bool(shuffle), bool(padded), drawn])
     for rank, theirs in enumerate(every):
         if theirs[:3] != every[0][:3] or theirs[0] is None:
-            told = ["no dataset" if n is None else f"{n} samples" for n, *_ in every]
+            lengths = ["no dataset" if n is None else f"{n} samples" for n, *_ in every]
             raise MismatchError(
-                f"scatter_dataset: rank {rank} has {told[rank]}, shuffle={theirs[1]}, "
-                f"padded={theirs[2]}; rank 0 {told[0]}, shuffle={every[0][1]}, "
+                f"scatter_dataset: rank {rank} has {lengths[rank]}, shuffle={theirs[1]}, "
+                f"padded={theirs[2]}; rank 0 {lengths[0]}, shuffle={every[0][1]}, "
                 f"padded={every[0][2]} [rank {comm.rank} of {comm.size}]. Open the same dataset on "
                 "every rank, as only indices are shared out."
             )
@@ -204,9 +204,9 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         mine = (len(self.dataset), self.seed, self.shuffle)
         read = tuple(int(serializer(name, int(value))) for name, value in zip(names, mine))
         if read != tuple(map(int, mine)):
-            told = ", ".join(f"{n} {a}" for n, a in zip(names, read))
+            listed = ", ".join(f"{n} {a}" for n, a in zip(names, read))
             raise InvalidArgumentError(
-                f"ShardedIterator: a state with {told}; this one has "
+                f"ShardedIterator: a state with {listed}; this one has "
                 f"{', '.join(f'{n} {int(a)}' for n, a in zip(names, mine))}. A position in another "
                 "order means nothing."
             )

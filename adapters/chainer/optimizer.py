@@ -314,13 +314,13 @@ class MultiNodeOptimizer:
             gradients.ready(number)
             return view
 
-        def place(number: int) -> Any:
+        def target(number: int) -> Any:
             # A second pass is refused, but what the first has reduced shall stay until then.
             return None if number in ready else gradients.views[number]
 
-        leaves = {p.node: last - place for place, (_, p) in enumerate(self._parameters)}
+        leaves = {p.node: last - index for index, (_, p) in enumerate(self._parameters)}
         try:
-            with watching(leaves, complete, place):
+            with watching(leaves, complete, target):
                 yield
             self._finish(gradients, ready)
         except BaseException:
@@ -334,8 +334,8 @@ class MultiNodeOptimizer:
         """Reduce what is not on its way yet, wait, and give the parameters their gradients."""
         last = len(self._parameters) - 1
         scale = self._scale(ready)
-        for place, (_, parameter) in enumerate(self._parameters):
-            number, grad = last - place, parameter.grad
+        for index, (_, parameter) in enumerate(self._parameters):
+            number, grad = last - index, parameter.grad
             if number in ready:
                 continue
             view = gradients.views[number]
@@ -345,8 +345,8 @@ class MultiNodeOptimizer:
                 view[...] = grad
             gradients.ready(number)
         gradients.finish()
-        for place, (_, parameter) in enumerate(self._parameters):
-            parameter.grad = gradients.views[last - place]
+        for index, (_, parameter) in enumerate(self._parameters):
+            parameter.grad = gradients.views[last - index]
             # By which the step divides, also where only other ranks have used the parameter.
             parameter._loss_scale = scale
 

@@ -115,10 +115,10 @@ def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         _set_random(entries)
     except Exception as error:  # of whatever the target is made of
         failed = f"{type(error).__name__}: {error}"
-    for rank, told in enumerate(comm.all_gather_object(failed)):
-        if told is not None:
+    for rank, reason in enumerate(comm.all_gather_object(failed)):
+        if reason is not None:
             raise SnapshotError(
-                f"load_snapshot: {path} does not fit to the target of rank {rank}: {told} "
+                f"load_snapshot: {path} does not fit to the target of rank {rank}: {reason} "
                 f"[rank {comm.rank} of {comm.size}]. Make it as the one that was saved."
             )
 

@@ -69,7 +69,7 @@ def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -
             what = f"{len(given)} parameters, rank {root} has {len(theirs)}"
         for a, b in zip(given, theirs):
             if a[0] != b[0] or (a[1] is not None and (a[1] != b[1] or a[2] != b[2])):
-                what = f"{_told(a)}, rank {root} {_told(b)}"
+                what = f"{_described(a)}, rank {root} {_described(b)}"
                 break
         if what:
             raise MismatchError(
@@ -83,7 +83,7 @@ def _dtype(parameter: Any) -> str | None:
     return parameter.dtype.name if parameter.is_initialized else None
 
 
-def _told(entry: Any) -> str:
+def _described(entry: Any) -> str:
     name, shape, dtype = entry
     return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
 

@@ -74,14 +74,14 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                 here, there = theirs.get(name), every[0].get(name)
                 if here == there:
                     continue
-                told = [
+                described = [
                     "no such" if each is None else f"{each[0]} samples, batches of {each[1]}"
                     for each in (here, there)
                 ]
                 raise MismatchError(
-                    f"MultiNodeUpdater: iterator {name!r} of rank {rank}: {told[0]}; rank 0: "
-                    f"{told[1]} [rank {self.comm.rank} of {self.comm.size}]. Their epochs would "
-                    "end in different steps: use a ShardedIterator, or "
+                    f"MultiNodeUpdater: iterator {name!r} of rank {rank}: {described[0]}; rank 0: "
+                    f"{described[1]} [rank {self.comm.rank} of {self.comm.size}]. Their epochs "
+                    "would end in different steps: use a ShardedIterator, or "
                     "scatter_dataset(padded=True)."
                 )
 

@@ -77,7 +77,7 @@ class CupyAdapter(Adapter):
         """Return memory of CuPy's pool, on its current device if ``device`` is None."""
         device = device or cuda.device(cupy.cuda.Device().id)
         kind = _named(dtype)
-        with _current(cuda.in_force(self.current_stream(device))):
+        with _current(cuda.effective_stream(self.current_stream(device))):
             made = _allocate(shape, kind)
         return self.view(made)[0]
 
@@ -102,7 +102,7 @@ class CupySpace:
     def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
         """Copy between arrays of one shape and item size, with any strides."""
         kind = _MOVED[dst.dtype.itemsize]
-        with _current(cuda.in_force(dst.stream)):
+        with _current(cuda.effective_stream(dst.stream)):
             _over(dst, kind)[...] = _over(src, kind)
 
 

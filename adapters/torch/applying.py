@@ -154,16 +154,16 @@ def _raise_first(
     for index, error in enumerate(errors):
         if error is not None:
             on = "" if devices[index] is None else f" on {devices[index]}"
-            told = _told(error, f"replica {index} of {len(errors)}{on}")
+            located = _located(error, f"replica {index} of {len(errors)}{on}")
             try:
-                raise told.with_traceback(error.__traceback__)
+                raise located.with_traceback(error.__traceback__)
             finally:
                 # An exception holds this frame: held by it, it would keep the replicas' memory.
                 errors.clear()
-                del error, told
+                del error, located
 
 
-def _told(error: BaseException, where: str) -> BaseException:
+def _located(error: BaseException, where: str) -> BaseException:
     """Return an exception of the same type, and with the same attributes, that says where.
 
     Only a plain text is changed, in a copy: modules may raise one object again and again, and
@@ -173,17 +173,17 @@ def _told(error: BaseException, where: str) -> BaseException:
     if isinstance(error, Exception) and (not args or (len(args) == 1 and type(args[0]) is str)):
         text = f"{where}: {args[0]}" if args else where
         try:
-            told = type(error).__new__(type(error), text)
-            told.__dict__.update(error.__dict__)
-            told.args = (text,)
-            fits = where in str(told)
+            located = type(error).__new__(type(error), text)
+            located.__dict__.update(error.__dict__)
+            located.args = (text,)
+            fits = where in str(located)
         except Exception:  # a type with rules of its own
             fits = False
         if fits:
-            told.__cause__ = error.__cause__
-            told.__context__ = error.__context__
-            told.__suppress_context__ = error.__suppress_context__
-            return told
+            located.__cause__ = error.__cause__
+            located.__context__ = error.__context__
+            located.__suppress_context__ = error.__suppress_context__
+            return located
     # What Python 3.11 shows below the message; earlier ones keep it.
     error.__dict__.setdefault("__notes__", []).append(where)
     return error

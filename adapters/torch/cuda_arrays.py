@@ -81,7 +81,7 @@ def empty(
     stream: Stream | None,
 ) -> DeviceArray:
     """Return a new tensor's memory, on the stream in force, for use on ``stream`` afterwards."""
-    forced = cuda.in_force(current_stream(device))
+    forced = cuda.effective_stream(current_stream(device))
     with _current(forced):
         made = view(_allocate(shape, kind, device), dtype)
     if stream is not None and stream != forced:
@@ -135,7 +135,7 @@ class TorchSpace:
             PLAIN.assign(dst, src)
             return
         # A tensor made in inference mode must not be written to outside of it.
-        with _current(cuda.in_force(dst.stream)), torch.inference_mode():
+        with _current(cuda.effective_stream(dst.stream)), torch.inference_mode():
             target.copy_(source)
 
 

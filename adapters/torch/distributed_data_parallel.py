@@ -265,7 +265,7 @@ class DistributedDataParallel(nn.Module):
 
     def _ended(self, backward: BackwardPass) -> None:
         """Finish, unless the pass was ``torch.autograd.grad`` of something else."""
-        if backward.reduced and backward.came:
+        if backward.reduced and backward.any_arrived:
             self._finish()
 
     def _finish(self) -> None:

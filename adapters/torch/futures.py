@@ -52,7 +52,7 @@ class FutureCall(Work[Any]):
         super().__init__(what)
         self._value = value
         self._guard = threading.Lock()
-        self._told = False
+        self._resolved = False
         self._future: torch.futures.Future[Any] | None = None
 
     def future(self, devices: Sequence[torch.device]) -> torch.futures.Future[Any]:
@@ -72,8 +72,8 @@ class FutureCall(Work[Any]):
     def _tell(self) -> None:
         # Once: what ends the call and who asks for the future may both come here.
         with self._guard:
-            future = None if self._told else self._future
-            self._told = future is not None or self._told
+            future = None if self._resolved else self._future
+            self._resolved = future is not None or self._resolved
         if future is None:
             return
         if self._error is None:

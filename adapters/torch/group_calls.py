@@ -101,7 +101,7 @@ class _Target:
             self._tensor.copy_(self._own)
 
 
-def _hand_out(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+def _unpack(joined: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy consecutive pieces of ``joined`` to the tensors."""
     at = 0
     for tensor in tensors:
@@ -222,7 +222,7 @@ def all_gather(
     """Give every rank the ranks' tensors, as a list."""
     flat = _flat(tensor)
     counts = [o.numel() * o.element_size() // flat.element_size() for o in outputs]
-    _hand_out(comm.all_gather(flat, counts=counts, timeout=seconds), outputs)
+    _unpack(comm.all_gather(flat, counts=counts, timeout=seconds), outputs)
 
 
 def all_gather_single(
@@ -244,7 +244,7 @@ def gather(
     """Give ``root`` the ranks' tensors, as a list."""
     joined = comm.gather(_flat(tensor), root=root, timeout=seconds)
     if joined is not None:
-        _hand_out(joined, outputs)
+        _unpack(joined, outputs)
 
 
 def scatter(
@@ -266,7 +266,7 @@ def all_to_all(
 ) -> None:
     """Give each rank its entry of every rank's list."""
     joined, counts = _joined(inputs)
-    _hand_out(comm.all_to_all(joined, counts=counts, timeout=seconds), outputs)
+    _unpack(comm.all_to_all(joined, counts=counts, timeout=seconds), outputs)
 
 
 def all_to_all_single(

@@ -50,7 +50,7 @@ class BackwardPass:
         presumed: whether that is known by no output.
         forward: the forward passes by whose outputs it has come.
         arrived: numbers of the gradients that came before it was known to be one that is reduced.
-        came: whether a gradient has come.
+        any_arrived: whether a gradient has come.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class BackwardPass:
         self.presumed = False
         self.forward: list[ForwardPass] = []
         self.arrived: list[int] = []
-        self.came = False
+        self.any_arrived = False
 
 
 class Passes:
@@ -138,7 +138,7 @@ class Passes:
             outside: whether one is of a graph that no forward pass has made.
         """
         backward = self._backward() or self._begin()
-        backward.came = True
+        backward.any_arrived = True
         if backward.reduced is None:
             # It has come by no output: of a loss kept elsewhere, or a second derivative. In doubt
             # it is reduced, which is right within no_sync(), too, only earlier than it had to be:

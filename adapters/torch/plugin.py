@@ -72,10 +72,10 @@ def _communicator(
     members: list[int],
 ) -> Communicator:
     seconds = timeout.total_seconds()
-    place = {"rank": rank, "size": size}
+    identity = {"rank": rank, "size": size}
     job, local_rank, local_size = _meet(meeting, rank, size, time.monotonic() + seconds)
-    place.update(local_rank=local_rank, local_size=local_size)
-    config = load(place)
+    identity.update(local_rank=local_rank, local_size=local_size)
+    config = load(identity)
     config.warn_of_refused()
     name_libraries(config)
     dump_on_signal(config.dump_signal)
@@ -160,11 +160,11 @@ def _address(config: Config) -> str:
         return "127.0.0.1"
     if config.interface:
         return network.address_of(config.interface)
-    place = from_environment(os.environ, config.launched)
-    if place is not None:
+    endpoint = from_environment(os.environ, config.launched)
+    if endpoint is not None:
         with contextlib.suppress(RendezvousError):
-            address = network.address_toward(place.host, place.port)
-            if network.is_loopback(place.host) or not network.is_loopback(address):
+            address = network.address_toward(endpoint.host, endpoint.port)
+            if network.is_loopback(endpoint.host) or not network.is_loopback(address):
                 return address
     return network.own_address()
 

@@ -128,7 +128,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         current = torch.cuda.current_stream(device)
         stream = self._staging.side_stream(device) if asynchronous else current
 
-        def beside() -> None:
+        def run_on_stream() -> None:
             # In the queue's thread, too, which has a current stream of its own.
             with torch.cuda.stream(stream):
                 if asynchronous:
@@ -138,7 +138,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                     tensor.record_stream(stream)
                 events.append(stream.record_event())
 
-        self._queue.run(what, beside)
+        self._queue.run(what, run_on_stream)
         return GroupWork(tensors, event=events[0] if asynchronous else None)
 
     # -- reductions -----------------------------------------------------------------------

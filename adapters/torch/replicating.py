@@ -113,9 +113,9 @@ def reduce_add_coalesced(
         _one_device("reduce_add_coalesced", row)
     if not rows[0]:
         return []
-    place = rows[0][0].device if device is None else as_device(device)
+    target = rows[0][0].device if device is None else as_device(device)
     flat = [tensor for row in rows for tensor in row]
-    return list(_reduce_add(place, buffer_bytes, len(rows), *flat))
+    return list(_reduce_add(target, buffer_bytes, len(rows), *flat))
 
 
 def replicate(module: nn.Module, devices: Sequence[Any], detach: bool = False) -> list[nn.Module]:
@@ -186,8 +186,8 @@ def _own_rows(buffers: list[Tensor], places: list[torch.device]) -> list[list[Te
     home = buffers[0].device if buffers else None
     first = places.index(home) if home in places else -1
     return [
-        buffers if index == first else _copied(buffers, place, BUFFER_BYTES)
-        for index, place in enumerate(places)
+        buffers if index == first else _copied(buffers, device, BUFFER_BYTES)
+        for index, device in enumerate(places)
     ]
 
 
@@ -272,16 +272,16 @@ class _Broadcast(torch.autograd.Function):
 class _ReduceAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, place: torch.device, buffer_bytes: int, count: int, *tensors: Tensor
+        ctx: Any, device: torch.device, buffer_bytes: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         each = len(tensors) // count
         rows = [list(tensors[at : at + each]) for at in range(0, len(tensors), each)]
         ctx.homes, ctx.buffer_bytes = [row[0].device for row in rows], buffer_bytes
         if count == 1:
-            return tuple(_copied(rows[0], place, buffer_bytes))
-        sums = _placed(rows[0], [place], buffer_bytes)[0]
+            return tuple(_copied(rows[0], device, buffer_bytes))
+        sums = _placed(rows[0], [device], buffer_bytes)[0]
         for at, row in enumerate(rows[1:]):
-            arrived = _placed(row, [place], buffer_bytes)[0]
+            arrived = _placed(row, [device], buffer_bytes)[0]
             # The first sum is new memory, to which the others are added.
             sums = [_added(total, tensor, at > 0) for total, tensor in zip(sums, arrived)]
         return tuple(sums)
@@ -310,13 +310,13 @@ def _placed(
         # Their version is kept, to notice a step before the backward pass; as views they could
         # not be changed in place, as an embedding with max_norm does.
         [t.detach() for t in tensors]
-        if tensors and tensors[0].device == place
-        else _copied(tensors, place, buffer_bytes)
-        for place in places
+        if tensors and tensors[0].device == device
+        else _copied(tensors, device, buffer_bytes)
+        for device in places
     ]
 
 
-def _copied(tensors: list[Tensor], place: torch.device, buffer_bytes: int) -> list[Tensor]:
+def _copied(tensors: list[Tensor], device: torch.device, buffer_bytes: int) -> list[Tensor]:
     """Return copies on a device, that came there in buckets.
 
     Each has a version of its own, as tensors that are not of one bucket: a buffer may be
@@ -332,10 +332,10 @@ def _copied(tensors: list[Tensor], place: torch.device, buffer_bytes: int) -> li
         for bucket in _buckets(parts, buffer_bytes):
             if len(bucket) == 1:
                 one = parts[bucket[0]]
-                arrived[bucket[0]] = one.to(place, non_blocking=place.type == "cuda", copy=True)
+                arrived[bucket[0]] = one.to(device, non_blocking=device.type == "cuda", copy=True)
                 continue
             rows = [_in_memory_order(parts[index]) for index in bucket]
-            flat = move(torch.cat([row.reshape(-1) for row, _ in rows]), place)
+            flat = move(torch.cat([row.reshape(-1) for row, _ in rows]), device)
             ends = torch.split(flat, [row.numel() for row, _ in rows])
             for index, end, (row, back) in zip(bucket, ends, rows):
                 arrived[index] = end.view(row.shape).permute(back).data

@@ -266,7 +266,7 @@ def _cut(
     tensor: Tensor, places: list[torch.device], dim: int, chunk_sizes: Sequence[int] | None
 ) -> list[Tensor]:
     if not tensor.shape[dim]:
-        return [move(tensor.narrow(dim, 0, 0), place) for place in places]
+        return [move(tensor.narrow(dim, 0, 0), device) for device in places]
     sizes = _sizes(tensor, len(places), dim, chunk_sizes)
     if len(sizes) == 1:
         return [move(tensor, places[0])]
@@ -275,7 +275,7 @@ def _cut(
         # The same memory with a version of its own each: a replica that writes to its piece
         # does not make those stale that another has saved for the backward pass.
         pieces = tuple(piece.data for piece in pieces)
-    return [move(piece, place) for piece, place in zip(pieces, places)]
+    return [move(piece, device) for piece, device in zip(pieces, places)]
 
 
 def _collect(nodes: list[Any], device: torch.device, dim: int) -> Any:

@@ -177,7 +177,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
-        of_name = {name: numbers[place] for place, name in enumerate(names)}
+        of_name = {name: numbers[index] for index, name in enumerate(names)}
         for group, kept in zip(self.param_groups, state_dict["param_groups"]):
             group.update({key: value for key, value in kept.items() if key != "params"})
         local = self._local.state_dict()

@@ -90,15 +90,15 @@ class TwoLevel(Backend):
     def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
         with steps.within(timeout):
             steps.run(0, self._inner, "barrier", None, None)
-            if self._places.place == 0 and self._across is not None:
+            if self._places.local_rank == 0 and self._across is not None:
                 steps.run(1, self._across, "barrier", None, None)
             steps.run(2, self._inner, "barrier", None, None)
 
     def _broadcast_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
         places, root = self._places, steps.request.root
-        host, place = places.host_of(root), self._root_place(root)
-        parts = self._parts(dst, place)
-        mine = part(dst, parts, places.place)
+        host, gateway = places.host_of(root), self._gateway(root)
+        parts = self._parts(dst, gateway)
+        mine = part(dst, parts, places.local_rank)
         with steps.within(timeout):
             if places.host == host:
                 to = places.local.index(root)
@@ -112,7 +112,7 @@ class TwoLevel(Backend):
     def _all_reduce_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
         scaled = Scaled(steps.request.op, src.dtype, self.size)
         op, parts = scaled.op, self._parts(src, 0)
-        mine = part(dst, parts, self._places.place)
+        mine = part(dst, parts, self._places.local_rank)
         with steps.within(timeout):
             source = scaled.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
@@ -127,12 +127,12 @@ class TwoLevel(Backend):
     def _reduce_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         places, root = self._places, steps.request.root
         scaled = Scaled(steps.request.op, src.dtype, self.size)
-        op, host, place = scaled.op, places.host_of(root), self._root_place(root)
-        parts = self._parts(src, place)
+        op, host, gateway = scaled.op, places.host_of(root), self._gateway(root)
+        parts = self._parts(src, gateway)
         if dst is not None:
-            mine = part(dst, parts, places.place)
+            mine = part(dst, parts, places.local_rank)
         else:
-            mine = Buffer.empty(parts[places.place], src.dtype)
+            mine = Buffer.empty(parts[places.local_rank], src.dtype)
         at_root = places.host == host
         with steps.within(timeout):
             source = scaled.enter(src)
@@ -147,12 +147,12 @@ class TwoLevel(Backend):
 
     @np.errstate(all="ignore")
     def _reduce_scatter_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
-        # The parts for the ranks at one place of all hosts are folded by the rank at that
-        # place here, so that they are where they belong when they have crossed.
+        # The parts for the ranks of one local rank on all hosts are folded by the rank of that
+        # local rank here, so that they are where they belong when they have crossed.
         places, counts = self._places, steps.request.elements
         scaled = Scaled(steps.request.op, src.dtype, self.size)
         op = scaled.op
-        mine = [counts[rank] for rank in places.at(places.place)]
+        mine = [counts[rank] for rank in places.at(places.local_rank)]
         folded = Buffer.empty(sum(mine), src.dtype)
         with steps.within(timeout):
             source = scaled.enter(src)
@@ -176,16 +176,16 @@ class TwoLevel(Backend):
     def _scatter_in(self, steps: Steps, src: Buffer | None, dst: Buffer, timeout: float) -> None:
         places, counts, root = self._places, steps.request.elements, steps.request.root
         order = list(chain(*places.members))
-        host, place = places.host_of(root), self._root_place(root)
+        host, gateway = places.host_of(root), self._gateway(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
         mine = [counts[rank] for rank in places.local]
         whole = None if src is None else take(src, counts, order)
-        at_root, here = places.host == host, places.place == place
+        at_root, here = places.host == host, places.local_rank == gateway
         with steps.within(timeout):
-            if at_root and places.members[host][place] != root:
+            if at_root and places.members[host][gateway] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
-                everything = [sum(blocks) * (each == place) for each in range(len(places.local))]
+                everything = [sum(blocks) * (each == gateway) for each in range(len(places.local))]
                 sender = places.local.index(root)
                 steps.run(
                     0, self._inner, "scatter", whole, moved, root=sender, elements=everything
@@ -201,15 +201,15 @@ class TwoLevel(Backend):
                     block = Buffer.empty(blocks[places.host], dst.dtype)
                 steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
             given = block if here else None
-            steps.run(2, self._inner, "scatter", given, dst, root=place, elements=mine)
+            steps.run(2, self._inner, "scatter", given, dst, root=gateway, elements=mine)
 
     def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         places, counts, root = self._places, steps.request.elements, steps.request.root
         order = list(chain(*places.members))
-        host, place = places.host_of(root), self._root_place(root)
+        host, gateway = places.host_of(root), self._gateway(root)
         blocks = [sum(counts[rank] for rank in members) for members in places.members]
         mine = [counts[rank] for rank in places.local]
-        at_root, here = places.host == host, places.place == place
+        at_root, here = places.host == host, places.local_rank == gateway
         result = None if dst is None else room(dst, counts, order)
         whole, block = None, None
         if here and at_root:
@@ -219,13 +219,13 @@ class TwoLevel(Backend):
         elif here:
             block = Buffer.empty(blocks[places.host], src.dtype)
         with steps.within(timeout):
-            steps.run(0, self._inner, "gather", src, block, root=place, elements=mine)
+            steps.run(0, self._inner, "gather", src, block, root=gateway, elements=mine)
             if here and self._across is not None:
                 assert block is not None
                 steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
-            if at_root and places.members[host][place] != root:
+            if at_root and places.members[host][gateway] != root:
                 # As in scatter(): another has taken the root's part.
-                everything = [sum(blocks) * (each == place) for each in range(len(places.local))]
+                everything = [sum(blocks) * (each == gateway) for each in range(len(places.local))]
                 given = whole or Buffer.empty(0, src.dtype)
                 to = places.local.index(root)
                 steps.run(2, self._inner, "gather", given, result, root=to, elements=everything)
@@ -244,7 +244,7 @@ class TwoLevel(Backend):
         with steps.within(timeout):
             mine = [counts[rank] for rank in places.local]
             steps.run(0, self._inner, "all_gather", src, block, elements=mine)
-            if places.place == 0 and self._across is not None:
+            if places.local_rank == 0 and self._across is not None:
                 blocks = [high - low for low, high in pairwise(limits)]
                 steps.run(1, self._across, "all_gather", block, whole, elements=blocks)
             for step, news in enumerate((whole.part(0, start), whole.part(stop, whole.count))):
@@ -273,13 +273,13 @@ class TwoLevel(Backend):
         )  # fmt: skip
         put(dst, receives, others, away)
 
-    def _parts(self, buffer: Buffer, place: int) -> list[int]:
-        """Return how ``buffer`` is cut: all for ``place`` as long as it is short."""
+    def _parts(self, buffer: Buffer, gateway: int) -> list[int]:
+        """Return how ``buffer`` is cut: all for ``gateway`` as long as it is short."""
         short = buffer.nbytes < self.shared_bytes
-        return self._places.parts(buffer.count, place if short else None)
+        return self._places.parts(buffer.count, gateway if short else None)
 
-    def _root_place(self, root: int) -> int:
-        """Return the place of ``root``, if every host has that, else 0."""
+    def _gateway(self, root: int) -> int:
+        """Return the local rank that crosses for ``root``: its own if all hosts have it, else 0."""
         places = self._places
-        place = places.members[places.host_of(root)].index(root)
-        return place if place < places.common else 0
+        gateway = places.members[places.host_of(root)].index(root)
+        return gateway if gateway < places.common else 0

@@ -25,9 +25,9 @@ class Places:
         members: the ranks of each host, in order; the hosts in the order of their first.
         host: the number of this rank's host.
         local: the ranks of this host.
-        place: this rank among them.
-        common: how many places every host has.
-        even: whether no host has more.
+        local_rank: this rank among them.
+        common: how many ranks every host has at least.
+        even: whether no host has more than that.
         in_order: whether the hosts' ranks, host after host, are 0, 1, ….
         levels: whether some host has several ranks.
     """
@@ -40,34 +40,34 @@ class Places:
         self.members = list(by_host.values())
         self.host = list(by_host).index(hosts[rank])
         self.local = self.members[self.host]
-        self.place = self.local.index(rank)
+        self.local_rank = self.local.index(rank)
         lengths = [len(members) for members in self.members]
         self.common = min(lengths)
         self.even = max(lengths) == self.common
         self.levels = max(lengths) > 1
         self.in_order = list(chain(*self.members)) == list(range(len(hosts)))
-        self._where = {rank: place for place, rank in enumerate(self.local)}
+        self._where = {rank: local_rank for local_rank, rank in enumerate(self.local)}
 
-    def place_of(self, rank: int) -> int | None:
-        """Return the place of ``rank`` on this host, None if it is on another."""
+    def local_rank_of(self, rank: int) -> int | None:
+        """Return which of this host's ranks ``rank`` is, None if it is on another."""
         return self._where.get(rank)
 
     def host_of(self, rank: int) -> int:
         """Return the number of the host of ``rank``."""
         return next(h for h, members in enumerate(self.members) if rank in members)
 
-    def at(self, place: int) -> list[int]:
-        """Return the ranks at ``place``, one a host."""
-        return [members[place] for members in self.members]
+    def at(self, local_rank: int) -> list[int]:
+        """Return the ranks of ``local_rank``, one a host."""
+        return [members[local_rank] for members in self.members]
 
     def parts(self, count: int, alone: int | None) -> list[int]:
-        """Return how many of ``count`` elements belong to each place of this host.
+        """Return how many of ``count`` elements belong to each rank of this host.
 
-        The same on all hosts, up to places that not all of them have, which get nothing.
+        The same on all hosts, up to local ranks that not all of them have, which get nothing.
 
         Args:
             count: how many there are.
-            alone: the place that gets all of them; None shares them out.
+            alone: the local rank that gets all of them; None shares them out.
         """
         found = [0] * len(self.local)
         if alone is not None:
@@ -77,10 +77,10 @@ class Places:
         return found
 
 
-def part(buffer: Buffer, counts: Sequence[int], place: int) -> Buffer:
-    """Return the part of ``place`` of the buffer that is cut into ``counts``."""
-    start = sum(counts[:place])
-    return buffer.part(start, start + counts[place])
+def part(buffer: Buffer, counts: Sequence[int], local_rank: int) -> Buffer:
+    """Return the part of ``local_rank`` of the buffer that is cut into ``counts``."""
+    start = sum(counts[:local_rank])
+    return buffer.part(start, start + counts[local_rank])
 
 
 def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:

@@ -110,15 +110,15 @@ class HierarchicalBackend(TwoLevel, Monitored):
             places = Places(_exchange(outer, cls.host_of(world), end), world.rank)
             inside = replace(
                 world,
-                rank=places.place,
+                rank=places.local_rank,
                 size=len(places.local),
-                local_rank=places.place,
+                local_rank=places.local_rank,
                 local_size=len(places.local),
                 store=_HostStore(outer, places, end),
                 address="127.0.0.1",
                 comm=None,
             )
-            with _told_to_all(outer, "hierarchical"):
+            with _abort_on_failure(outer, "hierarchical"):
                 inner = ShmBackend.connect(inside, max(0.001, end - time.monotonic()))
             return cls._assemble(outer, inner, places, end)
         except BaseException as error:
@@ -146,14 +146,14 @@ class HierarchicalBackend(TwoLevel, Monitored):
 
     @classmethod
     def _assemble(cls, outer: Monitored, inner: ShmBackend, places: Places, end: float) -> Self:
-        """Connect the ranks at each place, and return the whole once it stands everywhere."""
+        """Connect the ranks of each local rank, and return the whole once it stands everywhere."""
         across: Backend | None = None
         self: Self | None = None
         try:
-            if places.levels and len(places.members) > 1 and places.place < places.common:
-                with _told_to_all(outer, "hierarchical"):
+            if places.levels and len(places.members) > 1 and places.local_rank < places.common:
+                with _abort_on_failure(outer, "hierarchical"):
                     left = max(0.001, end - time.monotonic())
-                    across = outer.group(places.at(places.place), left)
+                    across = outer.group(places.at(places.local_rank), left)
             self = cls(outer, inner, across, places)
             _exchange(outer, "ready", end)
             return self
@@ -179,7 +179,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         try:
             others = [self._places.local[each] for each in here]
             others.remove(self.rank)
-            with _told_to_all(outer, "group"), self._inside(where, timeout, others):
+            with _abort_on_failure(outer, "group"), self._inside(where, timeout, others):
                 inner = self._inner.group(here, max(0.001, end - time.monotonic()))
             return type(self)._assemble(outer, inner, places, end)
         except BaseException:
@@ -228,25 +228,25 @@ class HierarchicalBackend(TwoLevel, Monitored):
     # -- point to point -------------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        place = self._places.place_of(dst)
-        if place is None:
+        local_rank = self._places.local_rank_of(dst)
+        if local_rank is None:
             self._outer.send(src, dst, tag, timeout)
             return
         with self._inside(f"send(tag={tag})", timeout, (dst,)):
-            self._inner.send(src, place, tag, timeout)
+            self._inner.send(src, local_rank, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        place = self._places.place_of(src)
-        if place is None:
+        local_rank = self._places.local_rank_of(src)
+        if local_rank is None:
             return self._outer.recv(dst, src, tag, timeout)
         with self._inside(f"recv(tag={tag})", timeout, (src,)):
-            self._inner.recv(dst, place, tag, timeout)
+            self._inner.recv(dst, local_rank, tag, timeout)
         return src
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
-        into, whence = self._places.place_of(to), self._places.place_of(source)
+        into, whence = self._places.local_rank_of(to), self._places.local_rank_of(source)
         if into is not None and whence is not None:
             with self._inside(f"sendrecv(tag={tag})", timeout, (to, source)):
                 self._inner.sendrecv(src, into, dst, whence, tag, timeout)
@@ -275,8 +275,8 @@ class HierarchicalBackend(TwoLevel, Monitored):
         try:
             yield
         except levels.OF_LEVELS as error:
-            told = self.explained(error, where, timeout, awaited)
-            raise told or error from error
+            explanation = self.explained(error, where, timeout, awaited)
+            raise explanation or error from error
 
     def explained(
         self,
@@ -285,7 +285,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         timeout: float,
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
-        return levels.told(self.channel, error, where, timeout, awaited)
+        return levels.explained(self.channel, error, where, timeout, awaited)
 
 
 class _HostStore(Store):
@@ -340,18 +340,18 @@ def _exchange(outer: Backend, text: str, end: float) -> list[str]:
         if work is not None:
             work.wait()
 
-    said = np.frombuffer(text.encode(), np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
     lengths = Buffer.empty(outer.size, _INT64)
-    collect(Buffer(np.array([said.size], np.int64), _INT64), lengths, [1] * outer.size)
+    collect(Buffer(np.array([encoded.size], np.int64), _INT64), lengths, [1] * outer.size)
     counts = lengths.array.tolist()
     every = Buffer.empty(sum(counts), _UINT8)
-    collect(Buffer(said, _UINT8), every, counts)
+    collect(Buffer(encoded, _UINT8), every, counts)
     limits = pieces.limits(counts)
     return [every.array[low:high].tobytes().decode() for low, high in pairwise(limits)]
 
 
 @contextlib.contextmanager
-def _told_to_all(outer: Backend, where: str) -> Iterator[None]:
+def _abort_on_failure(outer: Backend, where: str) -> Iterator[None]:
     """Break ``outer`` if the body fails: the others would wait for this rank."""
     try:
         yield

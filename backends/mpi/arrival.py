@@ -50,7 +50,7 @@ class Arrival:
             self._persistent = True
             self._start, self._test = self._request.Start, self._request.Test
 
-    def come(self, request: Request, timeout: float, how: int) -> int:
+    def arrive(self, request: Request, timeout: float, how: int) -> int:
         """Return when all ranks have come, with the highest of their ``how``.
 
         Raises:

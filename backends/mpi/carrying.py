@@ -55,10 +55,10 @@ class Carrying(Monitored):
         self._in_place = module.IN_PLACE
         self._most = 2**63 - 1 if module.Get_version() >= (4, 0) else MOST
         self._arrival = Arrival(module, comm, channel)
-        self._arrive = self._arrival.come
+        self._arrive = self._arrival.arrive
         self._blocking = Blocking(module, comm, channel)
 
-    def _come(self, request: Request, timeout: float, large: bool = False) -> int:
+    def _wait_for_all(self, request: Request, timeout: float, large: bool = False) -> int:
         """Wait for all ranks; return how they carry the call out, the same on all of them."""
         how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
         return self._arrive(request, timeout, BY_MESSAGES if large else how)

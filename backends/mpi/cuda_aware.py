@@ -124,7 +124,7 @@ class CudaAwareMpi(MpiBackend):
         if not arrays:
             yield
             return
-        for stream in {array.in_force for array in arrays}:
+        for stream in {array.effective_stream for array in arrays}:
             stream.synchronize()
         # In a thread of ours no context is current yet, and MPI copies in the one that is.
         with arrays[0].device.active():
@@ -152,7 +152,7 @@ class CudaAwareMpi(MpiBackend):
             return argument
         array = argument[0]
         # Memory that was made since the call began is there in its stream's order.
-        array.in_force.synchronize()
+        array.effective_stream.synchronize()
         return self._mpi.buffer.fromaddress(array.address, array.nbytes), *argument[1:]
 
     def _bytes(self, argument: Any) -> Any:
@@ -161,5 +161,5 @@ class CudaAwareMpi(MpiBackend):
             return argument
         if not argument.nbytes:
             return Buffer.empty(0, _UINT8)
-        place = self._mpi.buffer.fromaddress(argument.address, argument.nbytes)
-        return Buffer(np.frombuffer(place, np.uint8), _UINT8)
+        memory = self._mpi.buffer.fromaddress(argument.address, argument.nbytes)
+        return Buffer(np.frombuffer(memory, np.uint8), _UINT8)

@@ -28,14 +28,14 @@ def explained(module: Any, channel: Channel, where: object, error: Any) -> Excep
     """
     number = error.Get_error_class()
     name = _class_name(module, number)
-    told = f"{name}: {error.Get_error_string()} [rank {channel.rank}]"
+    description = f"{name}: {error.Get_error_string()} [rank {channel.rank}]"
     if name.removeprefix("MPI_") in _OF_PEERS:
         found = channel.explain(where, error)
         if not isinstance(found, BackendError):
             return found
     else:
-        channel.abort(Failure("aborted", channel.rank, f"{where}: {told}"))
-    return BackendError(f"{where}: {told}", "mpi", number)
+        channel.abort(Failure("aborted", channel.rank, f"{where}: {description}"))
+    return BackendError(f"{where}: {description}", "mpi", number)
 
 
 def _class_name(module: Any, number: int) -> str:

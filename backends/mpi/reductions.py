@@ -86,7 +86,7 @@ class MpiReductions(Carrying):
 
     def _carried(self, prepared: _PreparedFold, timeout: float) -> int:
         """Wait for all ranks; return how they carry the reduction out."""
-        return self._way(self._come(prepared.request, timeout), prepared)
+        return self._way(self._wait_for_all(prepared.request, timeout), prepared)
 
     @staticmethod
     def _way(how: int, prepared: _PreparedFold) -> int:
@@ -114,7 +114,7 @@ class MpiReductions(Carrying):
     ) -> None:
         end = now() + timeout
         try:
-            # _come() and _move() once more, not called: here microseconds count.
+            # _wait_for_all() and _move() once more, not called: here microseconds count.
             alone = in_thread.site is None and not folds.being_made
             how = self._arrive(request, timeout, BLOCKING if alone else POLLED)
             if how != BLOCKING:
@@ -141,7 +141,7 @@ class MpiReductions(Carrying):
         self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         end = now() + timeout
-        self._all_reduce_by(self._come(request, timeout), prepared, src, dst, end)
+        self._all_reduce_by(self._wait_for_all(request, timeout), prepared, src, dst, end)
 
     def _all_reduce_by(
         self, how: int, prepared: _PreparedFold, src: Buffer, dst: Buffer, end: float

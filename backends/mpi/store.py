@@ -90,8 +90,8 @@ class MpiStore(Store):
             self._receive()
             return self._values.get(key)
 
-    def _publish(self, key: str, told: bytes) -> None:
-        message = np.frombuffer(key.encode() + b"\0" + told, np.uint8)
+    def _publish(self, key: str, content: bytes) -> None:
+        message = np.frombuffer(key.encode() + b"\0" + content, np.uint8)
         with self._news:
             self._take(message.tobytes())
             for rank in range(self._comm.Get_size()):
@@ -102,9 +102,9 @@ class MpiStore(Store):
     # -- the messages, with the lock held ------------------------------------------------------
 
     def _take(self, message: bytes) -> None:
-        key, _, told = message.partition(b"\0")
-        if told:
-            self._values[key.decode()] = told[1:]
+        key, _, content = message.partition(b"\0")
+        if content:
+            self._values[key.decode()] = content[1:]
         else:
             self._values.pop(key.decode(), None)
         self._news.notify_all()

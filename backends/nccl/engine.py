@@ -155,7 +155,7 @@ class NcclComm(Resources):
         with self.device.active(), self._lock:
             code = begin(self._living(name), ctypes.addressof(child._handle))
         if code:
-            self._told(code, name)
+            self._in_progress(code, name)
         try:
             self._ready(name, poll)
             child._raw = child._handle.value or 0
@@ -208,7 +208,7 @@ class NcclComm(Resources):
         """
         self._ready("settle", poll)
 
-    def _told(self, code: int, name: str) -> bool:
+    def _in_progress(self, code: int, name: str) -> bool:
         if code == IN_PROGRESS:
             return not self._depth  # in a group it is the end that tells
         self._living(name)
@@ -216,7 +216,7 @@ class NcclComm(Resources):
         return False
 
     def _finish(self, code: int, name: str, poll: Poll) -> None:
-        if code and self._told(code, name):
+        if code and self._in_progress(code, name):
             self._ready(name, poll)
 
     def _ready(self, name: str, poll: Poll) -> None:

@@ -58,7 +58,7 @@ class NcclCalls:
             library.function(name) if library.has(name) else None for name in exchanges
         )
 
-    def _told(self, code: int, name: str) -> bool:
+    def _in_progress(self, code: int, name: str) -> bool:
         """Return whether a result code that is not success means "in progress", or raise."""
         raise NotImplementedError
 
@@ -73,13 +73,13 @@ class NcclCalls:
         code = self._group_start()
         if code:
             self._leave_group()
-            self._told(code, "ncclGroupStart")
+            self._in_progress(code, "ncclGroupStart")
 
     def group_end(self) -> bool:
         """Start what was called since :meth:`group_start`."""
         code = self._group_end()
         self._leave_group()
-        return self._told(code, "ncclGroupEnd") if code else False
+        return self._in_progress(code, "ncclGroupEnd") if code else False
 
     def _leave_group(self) -> None:
         self._depth -= 1
@@ -92,14 +92,14 @@ class NcclCalls:
         self._inside = 1
         code = self._all_reduce(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclAllReduce") if code else False
+        return self._in_progress(code, "ncclAllReduce") if code else False
 
     def broadcast(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Copy ``src`` of ``root`` into every ``dst``."""
         self._inside = 1
         code = self._broadcast(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclBroadcast") if code else False
+        return self._in_progress(code, "ncclBroadcast") if code else False
 
     def reduce(
         self, src: int, dst: int, count: int, dtype: int, op: int, root: int, stream: int
@@ -108,7 +108,7 @@ class NcclCalls:
         self._inside = 1
         code = self._reduce(src, dst, count, dtype, op, root, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclReduce") if code else False
+        return self._in_progress(code, "ncclReduce") if code else False
 
     def reduce_scatter(
         self, src: int, dst: int, count: int, dtype: int, op: int, stream: int
@@ -117,28 +117,28 @@ class NcclCalls:
         self._inside = 1
         code = self._reduce_scatter(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclReduceScatter") if code else False
+        return self._in_progress(code, "ncclReduceScatter") if code else False
 
     def all_gather(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
         """Concatenate all ranks' ``src`` of ``count`` elements in every ``dst``."""
         self._inside = 1
         code = self._all_gather(src, dst, count, dtype, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclAllGather") if code else False
+        return self._in_progress(code, "ncclAllGather") if code else False
 
     def send(self, src: int, count: int, dtype: int, peer: int, stream: int) -> bool:
         """Send ``src`` to rank ``peer``."""
         self._inside = 1
         code = self._send(src, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclSend") if code else False
+        return self._in_progress(code, "ncclSend") if code else False
 
     def recv(self, dst: int, count: int, dtype: int, peer: int, stream: int) -> bool:
         """Receive ``dst`` from rank ``peer``."""
         self._inside = 1
         code = self._recv(dst, count, dtype, peer, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclRecv") if code else False
+        return self._in_progress(code, "ncclRecv") if code else False
 
     def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
         """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``; ``dst`` is another."""
@@ -148,7 +148,7 @@ class NcclCalls:
         self._inside = 1
         code = self._all_to_all(src, dst, count, dtype, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclAlltoAll") if code else False
+        return self._in_progress(code, "ncclAlltoAll") if code else False
 
     def gather(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Concatenate all ranks' ``src`` of ``count`` elements in ``dst`` of ``root``."""
@@ -157,7 +157,7 @@ class NcclCalls:
         self._inside = 1
         code = self._gather(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclGather") if code else False
+        return self._in_progress(code, "ncclGather") if code else False
 
     def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
         """Cut ``src`` of ``root`` into parts of ``count`` elements; part ``rank`` is in ``dst``."""
@@ -166,7 +166,7 @@ class NcclCalls:
         self._inside = 1
         code = self._scatter(src, dst, count, dtype, root, self._raw, stream)
         self._inside = self._depth
-        return self._told(code, "ncclScatter") if code else False
+        return self._in_progress(code, "ncclScatter") if code else False
 
     # -- with a count a rank: groups --------------------------------------------------------
 
@@ -287,4 +287,4 @@ class CallGroup:
         for comm in self._comms:
             comm._leave_group()
         if codes[-1] and kind is None:
-            self.pending = self._comms[-1]._told(codes[-1], "ncclGroupEnd")
+            self.pending = self._comms[-1]._in_progress(codes[-1], "ncclGroupEnd")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
     from collective.contract.world import World
 
-__all__ = ["BroadcastStore", "Telling", "breaker", "host_plane"]
+__all__ = ["BroadcastStore", "Reporting", "breaker", "host_plane"]
 
 _UINT8 = BY_NAME["uint8"]
 _MAIL_BYTES = 4096
@@ -53,31 +53,31 @@ def host_plane(world: World) -> type[Backend]:
     return registry.find(name)
 
 
-class Telling:
-    """A transport without a monitor, whose failures are told to one.
+class Reporting:
+    """A transport without a monitor, whose failures are reported to one.
 
     It answers to the transport's methods: whatever rank breaks it in one of them has those
     ranks know of it that wait for a GPU.
     """
 
     def __init__(self, host: Backend, channel: Channel) -> None:
-        self._told = host
+        self._transport = host
         self._channel = channel
 
     def plan(self, request: Request) -> Plan:
-        """As of the transport; what is planned tells its failures, too."""
-        return _telling(self._told.plan(request), self._channel)
+        """As of the transport; what is planned reports its failures, too."""
+        return _reporting(self._transport.plan(request), self._channel)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._told, name)
+        found = getattr(self._transport, name)
         if not callable(found):
             return found
-        made = _telling(found, self._channel)
+        made = _reporting(found, self._channel)
         setattr(self, name, made)
         return made
 
 
-def _telling(method: Callable[..., Any], channel: Channel) -> Callable[..., Any]:
+def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         try:
             return method(*args)
@@ -128,10 +128,10 @@ class BroadcastStore(Store):
 
 def breaker(host: Backend, channel: Channel) -> Callable[[], None]:
     """Return what breaks the host plane when the channel is broken; keeps neither alive."""
-    plane, told = weakref.ref(host), weakref.ref(channel)
+    host_ref, channel_ref = weakref.ref(host), weakref.ref(channel)
 
     def function() -> None:
-        found, source = plane(), told()
+        found, source = host_ref(), channel_ref()
         if found is not None and source is not None and source.failure is not None:
             found.abort(source.failure)
 

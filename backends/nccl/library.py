@@ -115,10 +115,10 @@ class Library:
         last = ""
         if self.has("ncclGetLastError"):
             last = _decoded(self.function("ncclGetLastError")(comm))
-        said = f"{general}: {last}" if last else general
+        message = f"{general}: {last}" if last else general
         name = RESULTS.get(code, "ncclResult_t")
-        return f"{what}: {said.rstrip('. ')} ({name}, {code}; NCCL {self.text}). " + _remedy(
-            code, said
+        return f"{what}: {message.rstrip('. ')} ({name}, {code}; NCCL {self.text}). " + _remedy(
+            code, message
         )
 
     def unique_id(self) -> bytes:
@@ -242,13 +242,13 @@ def _decoded(text: bytes | None) -> str:
     return (text or b"").decode(errors="replace").strip()
 
 
-def _remedy(code: int, said: str) -> str:
-    if "Duplicate GPU" in said:
+def _remedy(code: int, message: str) -> str:
+    if "Duplicate GPU" in message:
         return (
             "Give each rank of a host a GPU of its own: COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES "
             "says which, and start no more ranks than there are."
         )
-    if "driver version is insufficient" in said:
+    if "driver version is insufficient" in message:
         return f"This NCCL is for a newer driver: {install_command()}, or update the driver."
     if code == 6:
         return "The reason is in what the other ranks say: one ended, or its network failed."

@@ -124,10 +124,10 @@ class Blocks:
         try:
             if lacking := host.lacking(problem is not None, request, timeout):
                 ranks = ", ".join(map(str, lacking))
-                told = f": {problem}" if problem is not None else ""
+                reason = f": {problem}" if problem is not None else ""
                 raise AllocationError(
                     f"{request}: {nbytes} bytes on each of {host.size} GPUs: there is not enough "
-                    f"on that of rank {ranks} [rank {host.rank}]{told}"
+                    f"on that of rank {ranks} [rank {host.rank}]{reason}"
                 ) from problem
             if block is None:
                 return DeviceArray(0, (0,), np.uint8, device, stream)

@@ -244,8 +244,10 @@ class NcclMessages:
         try:
             yield
         except levels.OF_LEVELS as error:
-            told = levels.told(self._channel, error, call.where, call.timeout, call.peers)
-            raise told or error from error
+            explanation = levels.explained(
+                self._channel, error, call.where, call.timeout, call.peers
+            )
+            raise explanation or error from error
 
     def _wait_for_stream(self, asked: _MessageCall) -> None:
         """Wait until the caller's stream has got to this call."""

@@ -199,9 +199,9 @@ def _gather(host: Backend, mine: Buffer, every: Buffer, timeout: float) -> None:
 
 def _host() -> str:
     """Return what NCCL tells hosts apart by."""
-    told = os.environ.get("NCCL_HOSTID")
-    if told:
-        return told
+    host_id = os.environ.get("NCCL_HOSTID")
+    if host_id:
+        return host_id
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -221,11 +221,11 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
         BackendUnavailableError: a rank has no library, or versions differ.
         DeviceError: a rank has no GPU, or two have the same.
     """
-    told = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
-    if told:
+    problems = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
+    if problems:
         kinds = {card.kind for card in cards if card.error}
         error = DeviceError if kinds == {"device"} else BackendUnavailableError
-        raise error(f"{where}: {_several(told)} [rank {me}]")
+        raise error(f"{where}: {_several(problems)} [rank {me}]")
     versions: dict[int, list[int]] = {}
     places: dict[tuple[str, str], list[int]] = {}
     for rank, card in zip(ranks, cards):
@@ -253,7 +253,7 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
             )
 
 
-def _several(told: Sequence[str]) -> str:
+def _several(problems: Sequence[str]) -> str:
     """Return the first of many alike, and how many more there are."""
-    more = f" (and so on {len(told) - 1} more)" if len(told) > 1 else ""
-    return told[0] + more
+    more = f" (and so on {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return problems[0] + more

@@ -37,7 +37,7 @@ from collective.errors import (
 from .batching import Batch
 from .collectives import Collectives
 from .engine import NcclComm
-from .hosting import BroadcastStore, Telling, breaker, host_plane
+from .hosting import BroadcastStore, Reporting, breaker, host_plane
 from .memory import Blocks
 from .messages import NcclMessages
 from .opening import Meeting
@@ -92,9 +92,9 @@ class NcclBackend(Collectives, Monitored):
             symmetric_memory=able.symmetric_memory and "cpu" in places,
             detects_lost_peers=True,
         )
-        told = isinstance(host, Monitored) and host.channel is channel
+        monitored = isinstance(host, Monitored) and host.channel is channel
         self._plane = host
-        self._host = host if told else cast(Backend, Telling(host, channel))
+        self._host = host if monitored else cast(Backend, Reporting(host, channel))
         self._meeting = meeting
         self._devices = devices
         self._comm: NcclComm | None = None
@@ -104,7 +104,7 @@ class NcclBackend(Collectives, Monitored):
         self._watch = Watch(channel)
         self._messages = NcclMessages(host, channel, self._watch, self._open_pair)
         self._blocks = Blocks(self._watch, weakref.WeakMethod(self._streams))
-        if not told:
+        if not monitored:
             channel.on_failure.append(breaker(host, channel))
             if channel.failure is not None:
                 host.abort(channel.failure)
@@ -206,14 +206,14 @@ class NcclBackend(Collectives, Monitored):
     def _open_pair(self, sender: int, receiver: int, where: object, timeout: float) -> NcclComm:
         """Make the communicator of one direction; see :mod:`.messages`."""
         end = _now() + timeout
-        place, peer = (0, receiver) if self.rank == sender else (1, sender)
+        pair_rank, peer = (0, receiver) if self.rank == sender else (1, sender)
         with self._inside(where, timeout, (peer,)):
             library, device, named = self._meeting.pair(
                 self._plane, sender, receiver, where, timeout
             )
         wait = self.channel.wait(where, max(0.0, end - _now()), (peer,))
         wait.timeout = timeout  # what its error tells
-        comm = self._create(library, named, place, 2, device, wait, (peer,))
+        comm = self._create(library, named, pair_rank, 2, device, wait, (peer,))
         self._device = device
         return self._watch.adopt(comm)
 
@@ -225,8 +225,8 @@ class NcclBackend(Collectives, Monitored):
         try:
             yield
         except levels.OF_LEVELS as error:
-            told = levels.told(self.channel, error, where, timeout, awaited)
-            raise told or error from error
+            explanation = levels.explained(self.channel, error, where, timeout, awaited)
+            raise explanation or error from error
 
     def _create(
         self,
@@ -251,7 +251,7 @@ class NcclBackend(Collectives, Monitored):
     ) -> None:
         if array.device is not self._device:
             self._refuse_device(array.device, request)
-        channel, watch, stream = self.channel, self._watch, array.in_force
+        channel, watch, stream = self.channel, self._watch, array.effective_stream
         recorder = channel.recorder
         number = None if recorder is None else recorder.started
         # As Asked(…) does it, without a call of Python's; and Pending below.

@@ -107,7 +107,7 @@ class Channel:
         self._left_at: dict[int, tuple[float, int, str]] = {}
         # How many calls the rank that broke it had finished; None where it is no matter.
         self._failed_after: int | None = None
-        self._told = False
+        self._raised = False
         self._closed = False
         self._reported = threading.Condition()
         self._late_ranks: dict[int, Message | None] = {}
@@ -173,11 +173,11 @@ class Channel:
     def _error(self, where: object) -> Exception:
         assert self.failure is not None
         error = self.failure.error(str(where), self.rank)
-        if self.failure.kind == "mismatch" and self._told:
+        if self.failure.kind == "mismatch" and self._raised:
             # The mismatch was one call's; this is another, on what it left behind.
             text = f"{where}: broken by an earlier mismatch: {self.failure.text}"
             return CommunicatorAbortedError(f"{text} [rank {self.rank}]")
-        self._told = True
+        self._raised = True
         return error
 
     def _check_left(
@@ -324,10 +324,12 @@ class Channel:
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "failure":
-            told = message["failure"]
+            failure = message["failure"]
             if self.failure is None:
                 self._failed_after = message["finished"]
-            self._break(Failure(told["kind"], told["rank"], told["text"], tuple(told["ranks"])))
+            self._break(
+                Failure(failure["kind"], failure["rank"], failure["text"], tuple(failure["ranks"]))
+            )
         elif kind == "left":
             rank = self.members.index(message["rank"])
             self.left.add(rank)
@@ -344,7 +346,7 @@ class Channel:
         else:
             with self._reported:
                 late = message["late"].items()
-                self._late_ranks = {self.members.index(int(rank)): said for rank, said in late}
+                self._late_ranks = {self.members.index(int(rank)): report for rank, report in late}
                 self._rounds += 1
                 self._reported.notify_all()
 
@@ -398,10 +400,10 @@ class Channel:
         late = self._late_ranks if answered else {}
         absent = list(awaited or ())
         if awaited is None:
-            behind = (r for r, said in late.items() if said is None or said["started"] < mine)
+            behind = (r for r, report in late.items() if report is None or report["started"] < mine)
             absent = sorted(behind)
         if absent:
-            what = f"rank {', '.join(map(str, absent))}: {_told(absent, late)}"
+            what = f"rank {', '.join(map(str, absent))}: {_last_calls(absent, late)}"
         elif answered and sequence is not None:
             what = "the devices: every rank has made this call, and one's has not got to its end"
         elif answered:
@@ -525,7 +527,7 @@ def _packed(failure: Failure) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(absent: Sequence[int], late: dict[int, Message | None]) -> str:
+def _last_calls(absent: Sequence[int], late: dict[int, Message | None]) -> str:
     """Tell what the absent ranks did last, as far as it is known."""
     known = [_last(rank, late[rank]) for rank in absent if rank in late]
     return "; ".join(known) or "the monitor does not answer"

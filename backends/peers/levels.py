@@ -14,7 +14,7 @@ from collective.request import Disagreement
 
 from .channel import Channel
 
-__all__ = ["OF_LEVELS", "told"]
+__all__ = ["OF_LEVELS", "explained"]
 
 #: What a level raises in its own terms.
 OF_LEVELS = (
@@ -22,7 +22,7 @@ OF_LEVELS = (
 )  # fmt: skip
 
 
-def told(
+def explained(
     channel: Channel,
     error: BaseException,
     where: object,

@@ -34,8 +34,8 @@ _LONGEST = 1 << 17
 # pause before it is tried again.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SCARCE_S = 0.1
-# Addresses of strangers that are kept, to be told.
-_TOLD = 8
+# Addresses of strangers that are kept, to be listed in errors.
+_LISTED = 8
 
 
 class Service(Protocol):
@@ -203,7 +203,7 @@ class Server:
     def _refuse(self, link: Link) -> None:
         """Turn a stranger away who has proved nothing, and remember where it came from."""
         address = self._strangers[link].address
-        if address in self.refused or len(self.refused) < _TOLD:
+        if address in self.refused or len(self.refused) < _LISTED:
             self.refused[address] = self.refused.get(address, 0) + 1
         self._turn_away(link)
 

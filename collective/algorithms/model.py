@@ -96,58 +96,62 @@ def _counts(
     return np.array([near, near_bytes, far, far_bytes, folded], float)
 
 
-def _rounds(place: Arrangement, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
+def _rounds(arrangement: Arrangement, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
     """Rounds in which every rank sends to the next: those between hosts set the pace."""
-    if place.hosts > 1:
+    if arrangement.hosts > 1:
         return _counts(far=rounds, far_bytes=rounds * nbytes, folded=folded)
     return _counts(near=rounds, near_bytes=rounds * nbytes, folded=folded)
 
 
-def _ring(place: Arrangement, n: float) -> Vector:
-    p = place.ranks
-    return _rounds(place, 2 * (p - 1), n / p, n * (p - 1) / p)
+def _ring(arrangement: Arrangement, n: float) -> Vector:
+    p = arrangement.ranks
+    return _rounds(arrangement, 2 * (p - 1), n / p, n * (p - 1) / p)
 
 
-def _climb(place: Arrangement, n: float, folds: bool) -> Vector:
+def _climb(arrangement: Arrangement, n: float, folds: bool) -> Vector:
     """Once up or down a binomial tree."""
-    near, far = place.levels
+    near, far = arrangement.levels
     return _counts(near, near * n, far, far * n, (near + far) * n * folds)
 
 
-def _tree(place: Arrangement, n: float) -> Vector:
-    return _climb(place, n, True) + _climb(place, n, False)
+def _tree(arrangement: Arrangement, n: float) -> Vector:
+    return _climb(arrangement, n, True) + _climb(arrangement, n, False)
 
 
-def _beyond_a_power_of_two(place: Arrangement, n: float) -> Vector:
+def _beyond_a_power_of_two(arrangement: Arrangement, n: float) -> Vector:
     """Ranks beyond a power of two hand in what they have first, and get the result last."""
-    if place.ranks & (place.ranks - 1) == 0:
+    if arrangement.ranks & (arrangement.ranks - 1) == 0:
         return _counts()
-    return _rounds(place, 2, n, n)
+    return _rounds(arrangement, 2, n, n)
 
 
-def _doubling(place: Arrangement, n: float) -> Vector:
-    near, far = place.stages
+def _doubling(arrangement: Arrangement, n: float) -> Vector:
+    near, far = arrangement.stages
     # All ranks of a host send to other hosts at once, and share what connects it.
-    shared = min(place.ranks, place.per_host)
+    shared = min(arrangement.ranks, arrangement.per_host)
     counts = _counts(near, near * n, far, far * n * shared, (near + far) * n)
-    return counts + _beyond_a_power_of_two(place, n)
+    return counts + _beyond_a_power_of_two(arrangement, n)
 
 
-def _rabenseifner(place: Arrangement, n: float) -> Vector:
-    near, far = place.stages
-    shared = min(place.ranks, place.per_host)
+def _rabenseifner(arrangement: Arrangement, n: float) -> Vector:
+    near, far = arrangement.stages
+    shared = min(arrangement.ranks, arrangement.per_host)
     inside, all_of_it = 1 - 0.5**near, 1 - 0.5 ** (near + far)
     counts = _counts(
         2 * near, 2 * n * inside, 2 * far, 2 * n * (all_of_it - inside) * shared, n * all_of_it
     )
-    return counts + _beyond_a_power_of_two(place, n)
+    return counts + _beyond_a_power_of_two(arrangement, n)
 
 
-def _hierarchical(place: Arrangement, n: float) -> Vector:
+def _hierarchical(arrangement: Arrangement, n: float) -> Vector:
     """Fold on each host by a ring, across the hosts by Rabenseifner's, and hand it round."""
-    inside = min(place.ranks, place.per_host)
+    inside = min(arrangement.ranks, arrangement.per_host)
     counts = _ring(Arrangement(inside, inside), n)
-    return counts + _rabenseifner(Arrangement(place.hosts, 1), n) if place.hosts > 1 else counts
+    return (
+        counts + _rabenseifner(Arrangement(arrangement.hosts, 1), n)
+        if arrangement.hosts > 1
+        else counts
+    )
 
 
 #: The ways to all-reduce: counts for ``n`` bytes at a place.
@@ -160,31 +164,31 @@ ALGORITHMS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
 }
 
 
-def _piecewise(place: Arrangement, n: float, folds: bool = False) -> Vector:
-    p = place.ranks
-    return _rounds(place, p - 1, n / p, n * (p - 1) / p * folds)
+def _piecewise(arrangement: Arrangement, n: float, folds: bool = False) -> Vector:
+    p = arrangement.ranks
+    return _rounds(arrangement, p - 1, n / p, n * (p - 1) / p * folds)
 
 
-def _halved(place: Arrangement, n: float) -> Vector:
+def _halved(arrangement: Arrangement, n: float) -> Vector:
     """Once up or down a binomial tree, of which each level carries half as much."""
-    near, far = place.levels
-    p, inside = place.ranks, min(place.ranks, place.per_host)
+    near, far = arrangement.levels
+    p, inside = arrangement.ranks, min(arrangement.ranks, arrangement.per_host)
     above = n * (p - inside) / p
     return _counts(near, n * (p - 1) / p - above, far, above)
 
 
 # The other operations, as the same literature and collective.algorithms do them.
 _OTHERS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
-    "send": lambda place, n: _rounds(place, 1, n),
-    "broadcast": lambda place, n: _climb(place, n, False),
-    "reduce": lambda place, n: _climb(place, n, True),
-    "reduce_scatter": lambda place, n: _piecewise(place, n, True),
-    "all_gather": lambda place, n: _piecewise(place, n),
-    "all_to_all": lambda place, n: _piecewise(place, n),
+    "send": lambda arrangement, n: _rounds(arrangement, 1, n),
+    "broadcast": lambda arrangement, n: _climb(arrangement, n, False),
+    "reduce": lambda arrangement, n: _climb(arrangement, n, True),
+    "reduce_scatter": lambda arrangement, n: _piecewise(arrangement, n, True),
+    "all_gather": lambda arrangement, n: _piecewise(arrangement, n),
+    "all_to_all": lambda arrangement, n: _piecewise(arrangement, n),
     "scatter": _halved,
     "gather": _halved,
     "scan": _doubling,
-    "barrier": lambda place, n: _counts(place.levels[0], 0, place.levels[1], 0),
+    "barrier": lambda arrangement, n: _counts(arrangement.levels[0], 0, arrangement.levels[1], 0),
 }
 
 
@@ -209,9 +213,11 @@ def coefficients(op: str, nbytes: float, ranks: int, per_host: int, algorithm: s
     """
     if ranks < 2:
         return _counts()
-    place = Arrangement(ranks, per_host)
+    arrangement = Arrangement(ranks, per_host)
     return (
-        ALGORITHMS[algorithm](place, nbytes) if op == "all_reduce" else _OTHERS[op](place, nbytes)
+        ALGORITHMS[algorithm](arrangement, nbytes)
+        if op == "all_reduce"
+        else _OTHERS[op](arrangement, nbytes)
     )
 
 

@@ -155,13 +155,13 @@ class Broadcasting(PieceCalls):
         if output is not None:
             found = output.finish()
         else:
-            told = json.loads(buffer.array[:text].tobytes()) if text else options
+            structure = json.loads(buffer.array[:text].tobytes()) if text else options
             outputs = [
                 Output("broadcast", None, adapter, tuple(shape), dtypes.named(name), room)
-                for name, *shape in told["leaves"]
+                for name, *shape in structure["leaves"]
             ]
             unpack(buffer.array[text:], [each.flat for each in outputs])
-            found = nested.rebuild(told["nesting"], iter([each.finish() for each in outputs]))
+            found = nested.rebuild(structure["nesting"], iter([each.finish() for each in outputs]))
         self._settle("broadcast", buffer.array, deadline.left())
         return found
 
@@ -267,8 +267,8 @@ class Broadcasting(PieceCalls):
             ]
         arrays = [leaf.rows.array for leaf in leaves]
         # Where no headers are compared, what None stands for has to travel with it.
-        told = {"leaves": shapes, "nesting": nesting}
-        text = np.frombuffer(json.dumps(told).encode() if self._heads else b"", np.uint8)
+        structure = {"leaves": shapes, "nesting": nesting}
+        text = np.frombuffer(json.dumps(structure).encode() if self._heads else b"", np.uint8)
         nbytes = text.size + sum(array.nbytes for array in arrays)
         request = Request(
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,

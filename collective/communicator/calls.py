@@ -186,7 +186,7 @@ class Calls:
         if not self._enqueues or isinstance(array, np.ndarray):
             return
         if request_module.in_thread.site is not None:
-            self._backend.synchronize_event(array.in_force.record(), what, seconds)
+            self._backend.synchronize_event(array.effective_stream.record(), what, seconds)
 
     def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
         """Call the transport."""
@@ -496,7 +496,7 @@ def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
 
     def finished() -> T:
         result = run()
-        near.in_force.synchronize()
+        near.effective_stream.synchronize()
         return result
 
     return finished
@@ -506,8 +506,8 @@ def _with_site(run: Callable[[], T]) -> Callable[[], T]:
     """Carry the caller's place in the program into the thread that runs the call."""
     site = request_module.call_site()
 
-    def told() -> T:
+    def run_with_site() -> T:
         request_module.in_thread.site = site
         return run()
 
-    return told
+    return run_with_site

@@ -78,7 +78,7 @@ class Output:
         self._array = array
         self.flat = array.ravel() if array.flags.carray else _like(array, dtype)
         if self._near is not None:
-            self._near.in_force.wait_for(array.stream)
+            self._near.effective_stream.wait_for(array.stream)
 
     def finish(self) -> Any:
         """Return the result as the caller wants it."""
@@ -86,11 +86,11 @@ class Output:
             return self._adapter.wrap(self._array, self._dtype)
         array: Any = self._array
         if self._near is not None:
-            array.in_force.wait_for(self._near.in_force)
+            array.effective_stream.wait_for(self._near.effective_stream)
         if self.flat.base is not array and not np.may_share_memory(self.flat, array):
             array[...] = self.flat.reshape(array.shape)
         if self._near is not None:
-            array.stream.wait_for(array.in_force)
+            array.stream.wait_for(array.effective_stream)
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given

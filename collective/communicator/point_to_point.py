@@ -159,7 +159,9 @@ class MessageCalls(Calls):
             if status is not None:
                 status.source = source
             words = _arriving("recv", head)
-            payload, follows, direct = self._place(head, words, out, like if out is None else out)
+            payload, follows, direct = self._payload_room(
+                head, words, out, like if out is None else out
+            )
             if follows:
                 self._receive(payload, source, tag, deadline.left())
             result = out if direct else self._arrived(words, payload, out, like)
@@ -231,7 +233,9 @@ class MessageCalls(Calls):
             )
             words = _arriving("sendrecv", coming)
             # What is sent still may be what it would be received over.
-            received, follows, _ = self._place(coming, words, None, like if out is None else out)
+            received, follows, _ = self._payload_room(
+                coming, words, None, like if out is None else out
+            )
             rest = deadline.left()
             if payload is not None and follows:
                 self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
@@ -298,10 +302,10 @@ class MessageCalls(Calls):
             # up the messages before it.
             side = self._backend.side_stream(near.device, key)
             work = self._stream_work(what, side, near.stream, adapter)
-            come = near.stream.record()
+            ready = near.stream.record()
 
             def turn() -> Any:
-                side.wait(come)
+                side.wait(ready)
                 return within(side, run)()
 
             lane.submit(what, _with_site(turn), work)
@@ -353,7 +357,7 @@ class MessageCalls(Calls):
         head.put(payload.array)
         return head, payload if payload.count > head.room else None, ()
 
-    def _place(
+    def _payload_room(
         self, head: Head, words: Sequence[int], out: Any, like: Any
     ) -> tuple[Buffer, bool, bool]:
         """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""

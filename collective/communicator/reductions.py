@@ -455,7 +455,7 @@ class Reductions(Calls):
         views = self._views(what, x)
         nesting = nested.skeleton(x)
         shapes = [[view.dtype.name, *view.array.shape] for view in views]
-        told = str(nesting), str(shapes), str(counts)
+        structure = str(nesting), str(shapes), str(counts)
         seconds = self._seconds(timeout)
         rows = [Rows(what, view.array, axis) for view in views]
         sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
@@ -463,7 +463,7 @@ class Reductions(Calls):
         for dtype, members in _by_dtype(views).items():
             elements = [sum(sizes[i][r] * rows[i].inner for i in members) for r in range(self.size)]
             kind, whole = type(views[members[0]].array), (sum(elements),)
-            key = (what, dtype, whole, op, order, kind, axis, *told)
+            key = (what, dtype, whole, op, order, kind, axis, *structure)
             planned = self._plans.get(key) or self._reduction(
                 key, None, elements, axis=axis, counts=counts, leaves=shapes, nesting=nesting
             )

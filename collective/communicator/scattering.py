@@ -147,12 +147,12 @@ class Scattering(PieceCalls):
         about = request.comparing("broadcast")
         plan = self._planned(about)
         self._carry(plan, head.buffer, head.buffer, deadline.left(), alike=False)
-        told = head.inline(int(head.words[0]))
-        if told is None:
-            told = np.empty(int(head.words[0]), np.uint8)
+        received = head.inline(int(head.words[0]))
+        if received is None:
+            received = np.empty(int(head.words[0]), np.uint8)
             if self.rank == root:
-                told[:] = text
-            text_of_root = Buffer(told, UINT8)
+                received[:] = text
+            text_of_root = Buffer(received, UINT8)
             plan = self._planned(about)
             self._carry(plan, text_of_root, text_of_root, deadline.left(), alike=False)
-        return dict(json.loads(told.tobytes()))
+        return dict(json.loads(received.tobytes()))

@@ -25,7 +25,7 @@ __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 # Calls kept for each communicator: some training steps of a large model. A power of two.
 _CAPACITY = 512
 # Calls told to people.
-_TOLD = 32
+_LISTED = 32
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Whether a file is part of this package, by its name; a lookup in the path of every call.
 _INSIDE: dict[str, bool] = {}
@@ -153,7 +153,7 @@ class Recorder:
         return Entry(number, call, compares, _site(code, at), began, None)
 
     def __str__(self) -> str:
-        entries = self.entries(_TOLD)
+        entries = self.entries(_LISTED)
         last = f", the last {len(entries)}:" if entries else ""
         head = f"{self.title}: {self.started} collective calls{last}"
         return "\n".join([head, *(f"  {entry}" for entry in entries)])
@@ -193,6 +193,6 @@ def dump_on_signal(name: str) -> None:
 
 
 def _write(number: int, frame: object) -> None:
-    told = "\n".join(map(str, flight_recorder())) or "no communicator"
+    text = "\n".join(map(str, flight_recorder())) or "no communicator"
     # One write: ranks that share a terminal get the signal together.
-    os.write(2, f"[flight recorder, process {os.getpid()}]\n{told}\n".encode())
+    os.write(2, f"[flight recorder, process {os.getpid()}]\n{text}\n".encode())

@@ -29,7 +29,7 @@ __all__ = [
     "device",
     "device_count",
     "driver",
-    "in_force",
+    "effective_stream",
     "on",
     "owner_of",
     "owner_of_stream",
@@ -96,7 +96,7 @@ class _Forced(threading.local):
 _forced = _Forced()
 
 
-def in_force(stream: Stream) -> Stream:
+def effective_stream(stream: Stream) -> Stream:
     """Return the stream that this thread works on instead of ``stream``, or ``stream``."""
     return _forced.stream or stream
 

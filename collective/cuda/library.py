@@ -241,8 +241,8 @@ class Driver:
         name, text = c_char_p(), c_char_p()
         self.cuGetErrorName(code, name)
         self.cuGetErrorString(code, text)
-        told = (text.value or b"unknown error").decode(errors="replace")
-        return f"{told} ({(name.value or b'CUresult').decode(errors='replace')}, {code})"
+        description = (text.value or b"unknown error").decode(errors="replace")
+        return f"{description} ({(name.value or b'CUresult').decode(errors='replace')}, {code})"
 
     def check(self, code: int, what: str) -> None:
         """Raise what ``code`` asks for; 0 asks for nothing.

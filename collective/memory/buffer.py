@@ -50,7 +50,7 @@ class Buffer:
     def stream(self) -> Stream:
         """In a GPU's memory: what is done with the elements is enqueued here."""
         array: Any = self.array
-        stream: Stream = array.in_force
+        stream: Stream = array.effective_stream
         return stream
 
     @property

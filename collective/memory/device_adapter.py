@@ -87,7 +87,7 @@ class CudaArrayAdapter(Adapter):
         device = device or cuda.device(0)
         stream = stream or device.stream(0)
         nbytes = math.prod(shape) * dtype.itemsize
-        memory = cuda.allocate(device, nbytes, cuda.in_force(stream))
+        memory = cuda.allocate(device, nbytes, cuda.effective_stream(stream))
         memory.used_on(stream)
         return DeviceArray(memory.address, shape, dtype.storage, device, stream, owner=memory)
 

@@ -67,7 +67,7 @@ class Flags:
 class DeviceArray:
     """Elements in the memory of a GPU.
 
-    What is done with them is enqueued on :attr:`in_force`. An operation on two arrays of
+    What is done with them is enqueued on :attr:`effective_stream`. An operation on two arrays of
     different streams is ordered after the work on both, and before what comes on both.
 
     Args:
@@ -149,9 +149,9 @@ class DeviceArray:
     # -- what it is -----------------------------------------------------------------------
 
     @property
-    def in_force(self) -> Stream:
+    def effective_stream(self) -> Stream:
         """The stream on which this thread works with it: its own, but for ``cuda.on``."""
-        return cuda.in_force(self.stream)
+        return cuda.effective_stream(self.stream)
 
     @property
     def strides(self) -> Ints:
@@ -283,7 +283,7 @@ class DeviceArray:
         """Return uninitialised memory of its own on the same GPU, of the same framework."""
         wanted = (shape,) if isinstance(shape, int) else shape
         kind = self.dtype if dtype is None else np.dtype(dtype)
-        stream = self.in_force
+        stream = self.effective_stream
         nbytes = math.prod(wanted) * kind.itemsize
         address, owner = self.space.empty(nbytes, self.device, stream)
         made = DeviceArray(
@@ -349,7 +349,7 @@ class DeviceArray:
             "version": 3,
             "strides": self._strides,
             # 0 is the default stream to the driver and forbidden here.
-            "stream": self.in_force.handle or 1,
+            "stream": self.effective_stream.handle or 1,
         }
 
     def __dlpack__(self, **options: Any) -> Any:

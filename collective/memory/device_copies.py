@@ -34,7 +34,7 @@ class Space(Protocol):
         ...
 
     def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Enqueue a copy of elements on ``dst.in_force``.
+        """Enqueue a copy of elements on ``dst.effective_stream``.
 
         The arrays are of one shape, dtype and device; they do not overlap; ``src`` may have
         strides of 0, ``dst`` has not.
@@ -55,9 +55,9 @@ class PlainSpace(Space):
         return memory.address, memory
 
     def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Enqueue a copy of elements on ``dst.in_force``."""
+        """Enqueue a copy of elements on ``dst.effective_stream``."""
         axes = list(zip(dst.shape, dst.strides, src.strides))
-        copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.in_force)
+        copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.effective_stream)
         copies.elements(dst.address, src.address, axes)
 
 
@@ -161,7 +161,7 @@ def assign(dst: DeviceArray, src: Any) -> None:
     (low, high), (start, stop) = dst.bounds, src.bounds
     if low < stop and start < high:
         src = src.copy()
-    stream, other = dst.in_force, src.in_force
+    stream, other = dst.effective_stream, src.effective_stream
     if other is stream:
         _copy(dst, src, stream)
     else:
@@ -194,7 +194,7 @@ def to_host(array: DeviceArray, out: Array | None) -> Array:
     if array.size:
         packed = array if array.flags.c_contiguous else array.copy()
         target = out if out.flags.c_contiguous else np.empty(array.shape, array.dtype)
-        _read(packed.address, target.reshape(-1).view(np.uint8), packed.in_force)
+        _read(packed.address, target.reshape(-1).view(np.uint8), packed.effective_stream)
         if target is not out:
             out[...] = target
     return out
@@ -207,10 +207,10 @@ def fill_from_host(array: DeviceArray, source: Array) -> None:
     if array.size:
         target = array if array.flags.c_contiguous else array.allocate(array.shape)
         raw = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-        _write(target.address, raw, target.in_force)
+        _write(target.address, raw, target.effective_stream)
         if target is not array:
             array[...] = target
-            array.in_force.synchronize()
+            array.effective_stream.synchronize()
 
 
 def _check_host(array: DeviceArray, host: Array) -> None:

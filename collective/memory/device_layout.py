@@ -175,12 +175,12 @@ def axes_moved(ndim: int, source: int | Iterable[int], destination: int | Iterab
     Raises:
         ShapeError: there is no such axis, or one is named twice.
     """
-    came, went = _axes(ndim, source), _axes(ndim, destination)
-    if len(came) != len(went):
-        raise ShapeError(f"moveaxis: {len(came)} axes to {len(went)} places.")
-    order = [axis for axis in range(ndim) if axis not in came]
-    for place, axis in sorted(zip(went, came)):
-        order.insert(place, axis)
+    sources, destinations = _axes(ndim, source), _axes(ndim, destination)
+    if len(sources) != len(destinations):
+        raise ShapeError(f"moveaxis: {len(sources)} axes to {len(destinations)} places.")
+    order = [axis for axis in range(ndim) if axis not in sources]
+    for position, axis in sorted(zip(destinations, sources)):
+        order.insert(position, axis)
     return tuple(order)
 
 

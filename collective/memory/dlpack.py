@@ -286,7 +286,7 @@ def export(
             "max_version=(1, 0), or copy=True."
         )
     if taker is not None:
-        taker.wait_for(cuda.in_force(array.stream))
+        taker.wait_for(cuda.effective_stream(array.stream))
     flags = (0 if array.writeable else _READ_ONLY) | (_IS_COPIED if copy else 0)
     return lend(
         Lent(

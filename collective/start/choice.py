@@ -212,10 +212,10 @@ def _across_hosts(settled: Config) -> Choice:
     hosts = _hosts(settled)
     if hosts == settled.size:
         return Choice(crossing, f"{where}, one on each; {crossing}: {why}")
-    told = f"{hosts} hosts" if hosts else "which others share a host is not told"
+    sharing = f"{hosts} hosts" if hosts else "which others share a host is not told"
     return Choice(
         "hierarchical",
-        f"{where} ({told}): shared memory inside a host, {crossing} between hosts; "
+        f"{where} ({sharing}): shared memory inside a host, {crossing} between hosts; "
         f"{crossing}: {why}",
     )
 

@@ -49,7 +49,7 @@ __all__ = [
 
 _PREFIX = "COLLECTIVE_"
 # All that says who this rank is.
-_PLACE = ("rank", "size", "local_rank", "local_size")
+_IDENTITY = ("rank", "size", "local_rank", "local_size")
 _SIGNALS = frozenset(each.name for each in signal.Signals)
 
 
@@ -179,7 +179,7 @@ def load(arguments: Mapping[str, object]) -> Config:
         launched = detect(os.environ)
     except ConfigError:
         # Whoever has been told its whole place needs no launcher, which may have told others.
-        if any(arguments.get(key) is None for key in _PLACE):
+        if any(arguments.get(key) is None for key in _IDENTITY):
             raise
         launched = None
     file = config_file.find()
@@ -269,14 +269,14 @@ def _variable(key: str) -> str:
 def _parse(name: str, setting: Setting) -> Value:
     key = KEYS.get(name)
     spelt: Callable[[str], str] = str
-    said = name
+    written = name
     if setting.origin.startswith("environment "):
         spelt = _variable
-        said = setting.origin.removeprefix("environment ")
-    if key is None or said != spelt(name):  # one spelling: COLLECTIVE_timeout is another name
+        written = setting.origin.removeprefix("environment ")
+    if key is None or written != spelt(name):  # one spelling: COLLECTIVE_timeout is another name
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"{said} ({setting.origin}): no setting of that name; the nearest is "
+            f"{written} ({setting.origin}): no setting of that name; the nearest is "
             f"{spelt(near)}, all are {', '.join(map(spelt, sorted(KEYS)))}."
         )
     try:

@@ -66,7 +66,7 @@ def detect(environ: Environ) -> Launched | None:
     return None
 
 
-class _Told(NamedTuple):
+class _Number(NamedTuple):
     """A number that a launcher's variable told, and the variable, for error texts."""
 
     number: int
@@ -74,64 +74,66 @@ class _Told(NamedTuple):
 
 
 def _collective(environ: Environ) -> Launched | None:
-    told = _Environment("collective", environ)
-    if not told.any("COLLECTIVE_RANK", "COLLECTIVE_SIZE"):
+    variables = _Environment("collective", environ)
+    if not variables.any("COLLECTIVE_RANK", "COLLECTIVE_SIZE"):
         return None
-    rank, size = told.number("COLLECTIVE_RANK"), told.number("COLLECTIVE_SIZE")
+    rank, size = variables.number("COLLECTIVE_RANK"), variables.number("COLLECTIVE_SIZE")
     local = rank, size
-    if told.any("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE"):
-        local = told.number("COLLECTIVE_LOCAL_RANK"), told.number("COLLECTIVE_LOCAL_SIZE")
+    if variables.any("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE"):
+        local = variables.number("COLLECTIVE_LOCAL_RANK"), variables.number("COLLECTIVE_LOCAL_SIZE")
     job = environ.get("COLLECTIVE_STORE") or None
     if job and not job.startswith("tcp:"):
         job = os.path.abspath(os.path.expanduser(job))
-    return told.launched(rank, size, *local, job)
+    return variables.launched(rank, size, *local, job)
 
 
 def _torchrun(environ: Environ) -> Launched | None:
-    told = _Environment("torchrun", environ)
-    if not told.any("RANK", "WORLD_SIZE"):
+    variables = _Environment("torchrun", environ)
+    if not variables.any("RANK", "WORLD_SIZE"):
         return None
-    rank, size = told.number("RANK"), told.number("WORLD_SIZE")
+    rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
     local = rank, size
     address = environ.get("MASTER_ADDR", "")
     # Programs that set RANK and WORLD_SIZE themselves often leave out the local two.
-    if told.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
-        local = told.number("LOCAL_RANK"), told.number("LOCAL_WORLD_SIZE")
+    if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
+        local = variables.number("LOCAL_RANK"), variables.number("LOCAL_WORLD_SIZE")
     # An elastic agent restarts its processes within one run: another count, another job.
     run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
-    place = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
+    endpoint = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
     # A group is what one agent started; without an agent nobody counts the hosts.
-    hosts = told.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
-    return told.launched(rank, size, *local, told.job(*run, place), hosts)
+    hosts = variables.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
+    return variables.launched(rank, size, *local, variables.job(*run, endpoint), hosts)
 
 
 def _openmpi(environ: Environ) -> Launched | None:
-    told = _Environment("openmpi", environ)
-    if not told.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+    variables = _Environment("openmpi", environ)
+    if not variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         return None
-    return told.launched(
-        told.number("OMPI_COMM_WORLD_RANK"),
-        told.number("OMPI_COMM_WORLD_SIZE"),
-        told.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        told.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        told.job(environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")),
+    return variables.launched(
+        variables.number("OMPI_COMM_WORLD_RANK"),
+        variables.number("OMPI_COMM_WORLD_SIZE"),
+        variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        variables.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        variables.job(
+            environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")
+        ),
     )
 
 
 def _hydra(environ: Environ) -> Launched | None:
     """MPICH and Intel MPI share a process manager and its variables."""
     uuid = environ.get("I_MPI_HYDRA_UUID")
-    told = _Environment("intelmpi" if uuid else "mpich", environ)
-    if not told.any("PMI_RANK", "PMI_SIZE"):
+    variables = _Environment("intelmpi" if uuid else "mpich", environ)
+    if not variables.any("PMI_RANK", "PMI_SIZE"):
         return None
-    if "SLURM_STEP_ID" in environ and not told.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
+    if "SLURM_STEP_ID" in environ and not variables.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
         return None  # srun --mpi=pmi2 sets these two as well, and tells the rest its own way
-    return told.launched(
-        told.number("PMI_RANK"),
-        told.number("PMI_SIZE"),
-        told.number("MPI_LOCALRANKID"),
-        told.number("MPI_LOCALNRANKS"),
-        told.job(uuid or _process("hydra_pmi_proxy")),
+    return variables.launched(
+        variables.number("PMI_RANK"),
+        variables.number("PMI_SIZE"),
+        variables.number("MPI_LOCALRANKID"),
+        variables.number("MPI_LOCALNRANKS"),
+        variables.job(uuid or _process("hydra_pmi_proxy")),
     )
 
 
@@ -143,15 +145,16 @@ def _slurm(environ: Environ) -> Launched | None:
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= 0xFFFFFFF0 or "SLURM_PROCID" not in environ:
         return None
-    told = _Environment("slurm", environ)
+    variables = _Environment("slurm", environ)
     of_step = "SLURM_STEP_NUM_TASKS" in environ
-    return told.launched(
-        told.number("SLURM_PROCID"),
-        told.number("SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS"),
-        told.number("SLURM_LOCALID"),
-        _slurm_tasks_here(told),
-        told.job(environ.get("SLURM_JOB_ID"), step),
-        told.number("SLURM_STEP_NUM_NODES").number if "SLURM_STEP_NUM_NODES" in environ else None,
+    nodes = "SLURM_STEP_NUM_NODES"
+    return variables.launched(
+        variables.number("SLURM_PROCID"),
+        variables.number("SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS"),
+        variables.number("SLURM_LOCALID"),
+        _slurm_tasks_here(variables),
+        variables.job(environ.get("SLURM_JOB_ID"), step),
+        variables.number(nodes).number if nodes in environ else None,
     )
 
 
@@ -174,7 +177,7 @@ class _Environment:
     def any(self, *names: str) -> bool:
         return any(name in self.environ for name in names)
 
-    def number(self, name: str) -> _Told:
+    def number(self, name: str) -> _Number:
         text = self.environ.get(name)
         if text is None:
             raise ConfigError(
@@ -185,17 +188,17 @@ class _Environment:
             raise ConfigError(
                 f"launcher {self.launcher}: {name}={text!r}; it must be an integer >= 0."
             )
-        return _Told(int(text), name)
+        return _Number(int(text), name)
 
     def job(self, *parts: str | None) -> str:
         return " ".join((self.launcher, str(os.geteuid()), *(part or "-" for part in parts)))
 
     def launched(
         self,
-        rank: _Told,
-        size: _Told,
-        local_rank: _Told,
-        local_size: _Told,
+        rank: _Number,
+        size: _Number,
+        local_rank: _Number,
+        local_size: _Number,
         job: str | None,
         hosts: int | None = None,
     ) -> Launched:
@@ -209,14 +212,14 @@ class _Environment:
                     f"launcher {self.launcher}: {low.variable}={low.number} with "
                     f"{high.variable}={high.number}; the first must be {allowed} the second."
                 )
-        place = rank.number, size.number, local_rank.number, local_size.number
-        return Launched(self.launcher, *place, job, hosts)
+        identity = rank.number, size.number, local_rank.number, local_size.number
+        return Launched(self.launcher, *identity, job, hosts)
 
 
-def _slurm_tasks_here(told: _Environment) -> _Told:
+def _slurm_tasks_here(variables: _Environment) -> _Number:
     """Return this node's entry of a list such as ``4(x2),3``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
-    text = told.environ.get(name, "")
+    text = variables.environ.get(name, "")
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
@@ -227,14 +230,14 @@ def _slurm_tasks_here(told: _Environment) -> _Told:
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(set(counts)) == 1:
-        return _Told(counts[0], name)
-    node = told.number("SLURM_NODEID").number
+        return _Number(counts[0], name)
+    node = variables.number("SLURM_NODEID").number
     if node >= len(counts):
         raise ConfigError(
             f"launcher slurm: SLURM_NODEID={node} with {name}={text!r}, which tells of "
             f"{len(counts)} nodes."
         )
-    return _Told(counts[node], name)
+    return _Number(counts[node], name)
 
 
 def _process(*managers: str) -> str:

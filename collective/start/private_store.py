@@ -38,7 +38,7 @@ class PrivateStore(Store):
     """One rank's connection to a store that rank 0 serves.
 
     Args:
-        place: where.
+        endpoint: where.
         secret: all ranks have the same.
         serve: whether this process serves.
         spans_hosts: whether ranks of other hosts have to reach the server.
@@ -52,7 +52,7 @@ class PrivateStore(Store):
 
     def __init__(
         self,
-        place: Address,
+        endpoint: Address,
         secret: Secret,
         *,
         serve: bool,
@@ -60,17 +60,17 @@ class PrivateStore(Store):
         timeout: float,
         tls: Tls | None = None,
     ) -> None:
-        self._place = place
+        self._endpoint = endpoint
         self._key = secret.key("store")
         self._tls = tls
         self._numbers = itertools.count()
         self._asking = threading.Lock()
         if serve:
-            _serve(place, self._key, spans_hosts, tls)
+            _serve(endpoint, self._key, spans_hosts, tls)
         self._link = self._connect(timeout)
 
     def __str__(self) -> str:
-        return str(self._place)
+        return str(self._endpoint)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask({"kind": "set", "key": key, "value": value.hex()})
@@ -100,7 +100,7 @@ class PrivateStore(Store):
                     return self._answer(question, deadline)
             except (EOFError, OSError, ValueError, RendezvousError) as error:
                 raise RendezvousError(
-                    f"rendezvous: {question['kind']} of {question['key']!r} at {self._place} "
+                    f"rendezvous: {question['kind']} of {question['key']!r} at {self._endpoint} "
                     f"failed: {error}. Rank 0 serves it, and has ended or cannot be reached any "
                     "more: keep it running for as long as other ranks connect or make groups."
                 ) from error
@@ -117,16 +117,16 @@ class PrivateStore(Store):
         """Return a link to the server, which may have to be waited for."""
         deadline = time.monotonic() + timeout
         while True:
-            address = reach(self._place, deadline, timeout)
+            address = reach(self._endpoint, deadline, timeout)
             left = max(0.001, deadline - time.monotonic())
             try:
-                return connect(f"{address} {self._place.port}", self._key, left, self._tls)
+                return connect(f"{address} {self._endpoint.port}", self._key, left, self._tls)
             except (EOFError, OSError) as error:
                 # It may be the server of an earlier launch, which is about to end.
                 if time.monotonic() >= deadline:
                     raise RendezvousError(
-                        f"rendezvous: who answers at {self._place} ({self._place.origin}) is not "
-                        f"rank 0 of this job: {error}. Every rank needs the same secret "
+                        f"rendezvous: who answers at {self._endpoint} ({self._endpoint.origin}) is "
+                        f"not rank 0 of this job: {error}. Every rank needs the same secret "
                         "(COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), and certificates "
                         "(COLLECTIVE_TLS_…) if one has them; or the port is another program's."
                     ) from error
@@ -168,20 +168,20 @@ class _Values:
         """Do nothing: it comes again, or its job fails."""
 
 
-def _serve(place: Address, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
-    """Serve at ``place``, unless this process does so already."""
-    where = place.host, place.port
+def _serve(endpoint: Address, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
+    """Serve at ``endpoint``, unless this process does so already."""
+    where = endpoint.host, endpoint.port
     if where in _serving:
         if _serving[where] != key:
             raise RendezvousError(
                 f"rendezvous: this process serves the ranks of another secret, or another launch, "
-                f"at {place} ({place.origin}). Set another port, on all ranks alike."
+                f"at {endpoint} ({endpoint.origin}). Set another port, on all ranks alike."
             )
         return
-    listening = listen(place, spans_hosts)
+    listening = listen(endpoint, spans_hosts)
     if listening is None:
         raise RendezvousError(
-            f"rendezvous: port {place.port} of {place.host} ({place.origin}) is in use on "
+            f"rendezvous: port {endpoint.port} of {endpoint.host} ({endpoint.origin}) is in use on "
             f"{socket.gethostname()} by another program, by torch.distributed in this one, or by "
             "an earlier run that has not ended. Set COLLECTIVE_STORE=tcp://HOST:PORT with another "
             "port, on all ranks alike."

@@ -53,14 +53,14 @@ def build(config: Config) -> World:
     launched = config.launched
     if launched is not None and (config.rank, config.size) != (launched.rank, launched.size):
         launched = None  # arranged by hand: see load()
-    place = _place(config, launched)
+    endpoint = _endpoint(config, launched)
     secret = config.resolved_secret()
     if secret is not None:
         secret = secret.within(_name(config))
-    elif _is_open(config, place):
-        warn_of_open(config, str(place))
+    elif _is_open(config, endpoint):
+        warn_of_open(config, str(endpoint))
     ours = _Offer(config, secret, certificates.resolve(config))
-    job, store = _meeting(ours, launched, place)
+    job, store = _meeting(ours, launched, endpoint)
     return World(
         config.rank,
         config.size,
@@ -71,9 +71,9 @@ def build(config: Config) -> World:
         job,
         seal(store, secret),
         options(config),
-        _address(config, place),
+        _address(config, endpoint),
         secret=secret,
-        open=secret is None and _is_open(config, place),
+        open=secret is None and _is_open(config, endpoint),
         tls=ours.tls,
     )
 
@@ -127,27 +127,27 @@ def name_libraries(config: Config) -> None:
         native.switch(config.native == "on")
 
 
-def _place(config: Config, launched: Launched | None) -> Address | None:
+def _endpoint(config: Config, launched: Launched | None) -> Address | None:
     """Return the address at which the ranks meet, if one was agreed on."""
     if config.store is not None:
-        place = from_url(config.store) if config.store.startswith("tcp:") else None
+        endpoint = from_url(config.store) if config.store.startswith("tcp:") else None
     elif config.size == 1 or (launched and config.local_size == config.size):
         return None  # nobody to meet, or nobody elsewhere
     elif launched is None and config.launched is not None:
         return None  # what there is was made for the launcher's own ranks
     else:
-        place = from_environment(os.environ, launched)
+        endpoint = from_environment(os.environ, launched)
     # Where ranks are arranged by hand, one host is what is assumed if nothing is said.
     assumed = {"default", "launcher collective"}
     by_hand = assumed & {config.origin("local_rank"), config.origin("local_size")}
-    if place is not None and config.size > 1 and by_hand and not is_loopback(place.host):
+    if endpoint is not None and config.size > 1 and by_hand and not is_loopback(endpoint.host):
         raise ConfigError(
             f"local_rank, local_size: not given, with size {config.size} "
-            f"({config.origin('size')}) and a meeting place that other hosts reach, {place} "
-            f"({place.origin}); which ranks share a host decides what connects them. Give both: "
+            f"({config.origin('size')}) and a meeting place that other hosts reach, {endpoint} "
+            f"({endpoint.origin}); which ranks share a host decides what connects them. Give both: "
             "with one rank a host, local_rank=0 and local_size=1."
         )
-    return place
+    return endpoint
 
 
 class _Offer(NamedTuple):
@@ -158,19 +158,21 @@ class _Offer(NamedTuple):
     tls: Tls | None
 
 
-def _meeting(ours: _Offer, launched: Launched | None, place: Address | None) -> tuple[str, Store]:
+def _meeting(
+    ours: _Offer, launched: Launched | None, endpoint: Address | None
+) -> tuple[str, Store]:
     """Return the job's name and its store."""
     config = ours.config
     job = launched.job if launched else None
     if config.store is not None:
-        if place is not None:
-            return job or config.store, _LateStore(lambda: _tcp(ours, place))
+        if endpoint is not None:
+            return job or config.store, _LateStore(lambda: _tcp(ours, endpoint))
         return job or config.store, FileStore(config.store)
     if config.size == 1:
         alone = f"alone-{secrets.token_hex(8)}"
         return job or alone, _LateStore(lambda: RunStore(alone))
-    if job is None and place is not None:
-        job = f"by hand {os.geteuid()} {place}"
+    if job is None and endpoint is not None:
+        job = f"by hand {os.geteuid()} {endpoint}"
     if job is None:
         raise ConfigError(
             f"store: not given, with size {config.size} ({config.origin('size')}) and rank "
@@ -180,7 +182,7 @@ def _meeting(ours: _Offer, launched: Launched | None, place: Address | None) -> 
             "them with: collective run -n N script.py"
         )
     if config.local_size < config.size:
-        return job, _LateStore(lambda: _across_hosts(ours, place))
+        return job, _LateStore(lambda: _across_hosts(ours, endpoint))
     return job, RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
 
 
@@ -192,27 +194,27 @@ def _over_mpi(config: Config) -> bool:
     return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
 
 
-def _across_hosts(ours: _Offer, place: Address | None) -> Store:
+def _across_hosts(ours: _Offer, endpoint: Address | None) -> Store:
     """Return the store of ranks on several hosts."""
     config = ours.config
     if _over_mpi(config):
         if choice.installed("mpi4py"):
             return _mpi(config)
-        if place is None:
+        if endpoint is None:
             raise RendezvousError(
                 f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
                 f"this host, and no mpi4py to meet through. Install it ({hint('mpi')}), "
                 "or set MASTER_ADDR and MASTER_PORT on all ranks: the host of rank 0 "
                 "and a port that is free there."
             )
-    if place is None:
+    if endpoint is None:
         raise RendezvousError(
             f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; a "
             "directory of this host cannot serve the others. Set MASTER_ADDR and MASTER_PORT to "
             "the host of rank 0 and a port that is free there, or COLLECTIVE_STORE to a private "
             "directory that all hosts see and no other launch uses."
         )
-    return _tcp(ours, place)
+    return _tcp(ours, endpoint)
 
 
 def _mpi(config: Config) -> Store:
@@ -240,12 +242,12 @@ def _name(config: Config) -> str:
     return str(launched.job) if launched and known else "by hand"
 
 
-def _is_open(config: Config, place: Address | None) -> bool:
+def _is_open(config: Config, endpoint: Address | None) -> bool:
     """Return whether ranks of several hosts meet where anybody can write who gets there.
 
     A directory is of one user, and MPI's ranks are those that mpiexec has connected.
     """
-    if config.local_size == config.size or place is None:
+    if config.local_size == config.size or endpoint is None:
         return False
     over_mpi = config.store is None and _over_mpi(config) and choice.installed("mpi4py")
     return not over_mpi
@@ -270,17 +272,17 @@ def warn_of_open(config: Config, where: str) -> None:
         )
 
 
-def _tcp(ours: _Offer, place: Address) -> Store:
+def _tcp(ours: _Offer, endpoint: Address) -> Store:
     config = ours.config
     spans_hosts, serve = config.local_size < config.size, config.rank == 0
-    if ours.secret is not None and not place.served:
+    if ours.secret is not None and not endpoint.served:
         return PrivateStore(
-            place, ours.secret,
+            endpoint, ours.secret,
             serve=serve, spans_hosts=spans_hosts, timeout=config.start_timeout, tls=ours.tls,
         )  # fmt: skip
     # An agent's is torch's, and lets in whoever comes.
     return TcpStore(
-        place,
+        endpoint,
         f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/",
         serve=serve,
         spans_hosts=spans_hosts,
@@ -288,17 +290,17 @@ def _tcp(ours: _Offer, place: Address) -> Store:
     )
 
 
-def _address(config: Config, place: Address | None) -> str:
+def _address(config: Config, endpoint: Address | None) -> str:
     """Return where ranks of other hosts reach this one."""
     if config.local_size == config.size:
         return "127.0.0.1"
     if config.interface:
         return address_of(config.interface)
-    if place is not None:
+    if endpoint is not None:
         # A name that does not resolve is told of when the store is opened.
         with contextlib.suppress(RendezvousError):
-            address = address_toward(place.host, place.port)
-            if is_loopback(place.host) or not is_loopback(address):
+            address = address_toward(endpoint.host, endpoint.port)
+            if is_loopback(endpoint.host) or not is_loopback(address):
                 return address
     return own_address()
 

@@ -18,19 +18,19 @@ CONNECT_S = 3.0
 _RETRY_S = 0.1
 
 
-def listen(place: Address, spans_hosts: bool) -> socket.socket | None:
-    """Return a socket that listens at ``place`` and nowhere else; None if the port is in use.
+def listen(endpoint: Address, spans_hosts: bool) -> socket.socket | None:
+    """Return a socket that listens at ``endpoint`` and nowhere else; None if the port is in use.
 
     Args:
-        place: an address of this host, or a name for one.
+        endpoint: an address of this host, or a name for one.
         spans_hosts: whether ranks of other hosts have to reach it.
 
     Raises:
         RendezvousError: it is none of this host's, or may not be used.
     """
-    addresses = [address for _, address in _resolve(place)]
+    addresses = [address for _, address in _resolve(endpoint)]
     # Debian gives a host's own name a loopback address, under which no other host finds it.
-    if spans_hosts and not is_loopback(place.host) and all(map(is_loopback, addresses)):
+    if spans_hosts and not is_loopback(endpoint.host) and all(map(is_loopback, addresses)):
         addresses = ["0.0.0.0"]
     refusal: OSError | None = None
     for address in addresses:
@@ -38,7 +38,7 @@ def listen(place: Address, spans_hosts: bool) -> socket.socket | None:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, place.port))
+            listener.bind((address, endpoint.port))
             listener.listen(socket.SOMAXCONN)
             return listener
         except OSError as error:
@@ -48,50 +48,50 @@ def listen(place: Address, spans_hosts: bool) -> socket.socket | None:
             refusal = error
     own = ", ".join(address for each in interfaces() for address in each.addresses)
     raise RendezvousError(
-        f"rendezvous: rank 0 cannot listen at {place} ({place.origin}): {refusal}; it runs on "
-        f"{socket.gethostname()}, which has {own}. Name the host that rank 0 runs on, and a port "
-        "that it may use."
+        f"rendezvous: rank 0 cannot listen at {endpoint} ({endpoint.origin}): {refusal}; it runs "
+        f"on {socket.gethostname()}, which has {own}. Name the host that rank 0 runs on, and a "
+        "port that it may use."
     ) from refusal
 
 
-def _resolve(place: Address) -> list[tuple[socket.AddressFamily, str]]:
+def _resolve(endpoint: Address) -> list[tuple[socket.AddressFamily, str]]:
     try:
-        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RendezvousError(
-            f"rendezvous: host {place.host!r} ({place.origin}) does not resolve on "
+            f"rendezvous: host {endpoint.host!r} ({endpoint.origin}) does not resolve on "
             f"{socket.gethostname()}: {error}. Correct the name, or give the address of the host "
             "of rank 0."
         ) from error
     return [(family, str(address[0])) for family, *_, address in found]
 
 
-def reach(place: Address, deadline: float, timeout: float) -> str:
-    """Wait until somebody listens at ``place`` and return the address that answers.
+def reach(endpoint: Address, deadline: float, timeout: float) -> str:
+    """Wait until somebody listens at ``endpoint`` and return the address that answers.
 
     TCPStore could wait as well, but writes pages to standard error meanwhile.
     """
     while True:
-        told = "no address"
-        for family, address in _resolve(place):
+        reason = "no address"
+        for family, address in _resolve(endpoint):
             left = deadline - time.monotonic()
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(max(0.01, min(left, CONNECT_S)))
                 try:
-                    probe.connect((address, place.port))
+                    probe.connect((address, endpoint.port))
                     # Without a listener a port of this host may connect to itself.
                     if probe.getsockname() != probe.getpeername():
                         return address
                 except OSError as error:
-                    told = str(error)
+                    reason = str(error)
         if time.monotonic() >= deadline:
             break
         time.sleep(_RETRY_S)
-    server = "torchrun's agent serves there" if place.served else "rank 0 serves there"
+    server = "torchrun's agent serves there" if endpoint.served else "rank 0 serves there"
     remedy = "Start it, or correct the address; a firewall may be in the way."
-    if is_loopback(place.host):
+    if is_loopback(endpoint.host):
         remedy = "This address leads to the same host only: ranks of several need another."
     raise RendezvousError(
-        f"rendezvous: nobody answered at {place} ({place.origin}) within {timeout:g} s: {told}; "
-        f"{server}, and has not come. {remedy}"
+        f"rendezvous: nobody answered at {endpoint} ({endpoint.origin}) within {timeout:g} s: "
+        f"{reason}; {server}, and has not come. {remedy}"
     )

@@ -52,9 +52,9 @@ class TcpStore(Store):
     """One rank's connection to a TCPStore.
 
     Args:
-        place: where it is served.
+        endpoint: where it is served.
         prefix: of all keys; equal for the ranks of one launch, and no other's.
-        serve: whether this process serves, unless :attr:`Place.served`.
+        serve: whether this process serves, unless :attr:`Address.served`.
         spans_hosts: whether ranks of other hosts have to reach the server.
         timeout: seconds until the server must have answered for the first time.
 
@@ -64,39 +64,39 @@ class TcpStore(Store):
     """
 
     def __init__(
-        self, place: Address, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
+        self, endpoint: Address, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
     ) -> None:
-        self._place = place
+        self._endpoint = endpoint
         self._prefix = prefix
         deadline = time.monotonic() + timeout
         kind = _tcp_store()
-        if serve and not place.served and (place.host, place.port) not in _serving:
-            _serving[place.host, place.port] = served = _serve(kind, place, spans_hosts)
+        if serve and not endpoint.served and (endpoint.host, endpoint.port) not in _serving:
+            _serving[endpoint.host, endpoint.port] = served = _serve(kind, endpoint, spans_hosts)
             keep_in_children(served)
-        address = reach(place, deadline, timeout)
+        address = reach(endpoint, deadline, timeout)
         self._calls = _CallThread()
         weakref.finalize(self, self._calls.end)
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         try:
             self._client: Any = self._calls.call(
-                lambda: kind(address, place.port, is_master=False, timeout=left),
+                lambda: kind(address, endpoint.port, is_master=False, timeout=left),
                 left.total_seconds(),
             )
             keep_in_children(self._client)
         except LateError:
             raise RendezvousError(
-                f"rendezvous: what listens at {place} ({place.origin}) is no store of torch's: it "
-                f"took the connection and did not answer within {timeout:g} s. Is the port "
-                f"another program's? Choose one that is free on the host of rank 0. {_SECRET}"
+                f"rendezvous: what listens at {endpoint} ({endpoint.origin}) is no store of "
+                f"torch's: it took the connection and did not answer within {timeout:g} s. Is the "
+                f"port another program's? Choose one that is free on the host of rank 0. {_SECRET}"
             ) from None
         except RuntimeError as error:
             raise RendezvousError(
-                f"rendezvous: the store at {place} ({place.origin}) refused the connection: "
+                f"rendezvous: the store at {endpoint} ({endpoint.origin}) refused the connection: "
                 f"{_first_line(error)}. Is the port another program's? {_SECRET}"
             ) from error
 
     def __str__(self) -> str:
-        return str(self._place)
+        return str(self._endpoint)
 
     def set(self, key: str, value: bytes) -> None:
         name = self._prefix + key
@@ -113,7 +113,7 @@ class TcpStore(Store):
         pause = _POLL_FIRST_S
         while (value := self._try_get(key, deadline)) is None:
             if time.monotonic() >= deadline:
-                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self._place}")
+                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self._endpoint}")
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_LAST_S)
         return value
@@ -145,9 +145,9 @@ class TcpStore(Store):
             return self._calls.call(call, patience)
         except (LateError, RuntimeError) as error:
             late = isinstance(error, LateError)
-            server = "torchrun's agent" if self._place.served else "rank 0"
+            server = "torchrun's agent" if self._endpoint.served else "rank 0"
             raise RendezvousError(
-                f"rendezvous: {what} of {key!r} at {self._place} failed: "
+                f"rendezvous: {what} of {key!r} at {self._endpoint} failed: "
                 f"{f'no answer within {patience:g} s' if late else _first_line(error)}. "
                 f"{server} serves it, and has ended or cannot be reached any more: keep "
                 "it running for as long as other ranks connect or make groups."
@@ -200,9 +200,9 @@ def _tcp_store() -> Any:
 # -- serving -------------------------------------------------------------------------------
 
 
-def _serve(kind: Any, place: Address, spans_hosts: bool) -> Any:
-    listener = listen(place, spans_hosts)
-    port = place.port
+def _serve(kind: Any, endpoint: Address, spans_hosts: bool) -> Any:
+    listener = listen(endpoint, spans_hosts)
+    port = endpoint.port
     # multi_tenant: the program's own init_process_group may serve the same port, which then
     # is the same server. use_libuv: the other backend reads each request to its end before it
     # looks at another connection, so that half a request of a stranger stops everybody.
@@ -214,10 +214,10 @@ def _serve(kind: Any, place: Address, spans_hosts: bool) -> Any:
     }
     if listener is None:
         try:
-            return kind(place.host, port, **served)  # of this process, or else not free
+            return kind(endpoint.host, port, **served)  # of this process, or else not free
         except RuntimeError as error:
             raise RendezvousError(
-                f"rendezvous: port {port} of {place.host} ({place.origin}) is in use on "
+                f"rendezvous: port {port} of {endpoint.host} ({endpoint.origin}) is in use on "
                 f"{socket.gethostname()} by another program, perhaps an earlier run that has not "
                 "ended. Set another port, on all ranks alike."
             ) from error
@@ -228,7 +228,7 @@ def _serve(kind: Any, place: Address, spans_hosts: bool) -> Any:
         return kind(address, port, master_listen_fd=listener.detach(), **served)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rendezvous: a store cannot be served at {place} ({place.origin}): "
+            f"rendezvous: a store cannot be served at {endpoint} ({endpoint.origin}): "
             f"{_first_line(error)}."
         ) from error
 

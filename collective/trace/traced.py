@@ -24,7 +24,7 @@ T = TypeVar("T")
 # Distinct calls and places whose text is kept.
 _KEPT = 1024
 # Members of a group, or ranks in an error, that are told one by one.
-_TOLD = 8
+_LISTED = 8
 
 
 class TracedCalls(Listener):
@@ -52,9 +52,9 @@ class TracedCalls(Listener):
         if event.request is None:
             self._begin_message(event)
         elif event.compares:
-            self._tracer.begin(f"compare {event.operation}", "compare", self._told(event))
+            self._tracer.begin(f"compare {event.operation}", "compare", self._arguments(event))
         else:
-            self._tracer.begin(event.operation, self._category, self._told(event))
+            self._tracer.begin(event.operation, self._category, self._arguments(event))
 
     def after(self, event: CallEvent, error: BaseException | None) -> None:
         if isinstance(error, Disagreement):
@@ -81,14 +81,14 @@ class TracedCalls(Listener):
         return _TracedLane(name, self._tracer, track)
 
     def _begin_message(self, event: CallEvent) -> None:
-        told: dict[str, Any] = {"comm": self._name}
-        told |= {name: end for name, end in (("dst", event.dst), ("src", event.src))
+        fields: dict[str, Any] = {"comm": self._name}
+        fields |= {name: end for name, end in (("dst", event.dst), ("src", event.src))
                  if end is not None}  # fmt: skip
-        text = json.dumps({**told, "tag": event.tag})[1:-1]
+        text = json.dumps({**fields, "tag": event.tag})[1:-1]
         text += f',"bytes":{event.nbytes}' * (event.nbytes >= 0)
         self._tracer.begin(event.operation, "message", f'{text},"site":{self._site()}')
 
-    def _told(self, event: CallEvent) -> str:
+    def _arguments(self, event: CallEvent) -> str:
         """Return what is said of a call."""
         request = event.request
         assert request is not None
@@ -233,10 +233,10 @@ def _refuse(every: Sequence[Sequence[Any]], rank: int) -> None:
     """Raise if a rank cannot write its trace."""
     refused = {r: one[1] for r, one in enumerate(every) if one[1]}
     if refused:
-        told = "; ".join(f"rank {r}: {why}" for r, why in list(refused.items())[:_TOLD])
-        told += f"; {len(refused) - _TOLD} more" * (len(refused) > _TOLD)
+        listed = "; ".join(f"rank {r}: {why}" for r, why in list(refused.items())[:_LISTED])
+        listed += f"; {len(refused) - _LISTED} more" * (len(refused) > _LISTED)
         raise ConfigError(
-            f"trace: it cannot be written: {told} [rank {rank} of {len(every)}]. Set "
+            f"trace: it cannot be written: {listed} [rank {rank} of {len(every)}]. Set "
             "COLLECTIVE_TRACE to a directory that every rank can write to, or leave it out."
         )
 
@@ -249,7 +249,7 @@ def _cores() -> int:
 
 def _members(ranks: tuple[int, ...]) -> str:
     """Return a short text that no other members have."""
-    if len(ranks) <= _TOLD:
+    if len(ranks) <= _LISTED:
         return ",".join(map(str, ranks))
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=4).hexdigest()
     return f"{len(ranks)} ranks {digest}"

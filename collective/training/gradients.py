@@ -125,7 +125,7 @@ class Gradients:
         self._bucket_of: list[Bucket] = []
         self._settled = False
         self._counts: list[int] | None = [0] * len(self.parameters) if counts else None
-        self._place(range(len(self.parameters)))
+        self._lay_out(range(len(self.parameters)))
         self.begun = False
         self._arrived: list[int] = []
         self._left: list[int] = []
@@ -174,7 +174,7 @@ class Gradients:
             slab[...] = 0
         return slabs
 
-    def _place(self, order: Sequence[int]) -> None:
+    def _lay_out(self, order: Sequence[int]) -> None:
         """Lay out the buckets and the gradients in them in an order of arrival."""
         first, limit = self._limits
         used = dict.fromkeys(self._slabs, 0)
@@ -221,7 +221,7 @@ class Gradients:
         before = [_copy(view) for view in self.views]
         for slab in self._slabs.values():
             slab[...] = 0
-        self._place(order)
+        self._lay_out(order)
         for view, kept in zip(self.views, before):
             view[...] = kept
         self.moved()
@@ -284,11 +284,11 @@ class Gradients:
         if missing:
             self.drop()
             names = [self.parameters[number].name for number in missing]
-            told = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+            listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
             raise GradientError(
-                f"gradients: none came in this backward pass for {told} [rank {self.comm.rank} of "
-                f"{self.comm.size}]. If a pass does not use all parameters, or not all outputs go "
-                "into the loss, pass find_unused_parameters=True; parameters that are never "
+                f"gradients: none came in this backward pass for {listed} [rank {self.comm.rank} "
+                f"of {self.comm.size}]. If a pass does not use all parameters, or not all outputs "
+                "go into the loss, pass find_unused_parameters=True; parameters that are never "
                 "trained want requires_grad=False."
             )
         self._conclude()

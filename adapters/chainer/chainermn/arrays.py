@@ -120,8 +120,8 @@ def exchanged(comm: Communicator, xs: Sequence[Any]) -> list[list[Shape]]:
     """
     rows = _rows(xs)
     table = comm.all_gather(rows, counts=[len(rows)] * comm.size)
-    told = [_shape(row) for row in table]
-    return [told[start : start + len(rows)] for start in range(0, len(told), len(rows))]
+    shapes = [_shape(row) for row in table]
+    return [shapes[start : start + len(rows)] for start in range(0, len(shapes), len(rows))]
 
 
 def from_root(comm: Communicator, root: int, xs: Sequence[Any] | None) -> list[Shape]:
@@ -135,9 +135,9 @@ def agreed(what: str, shapes: Sequence[Shape], comm: Communicator) -> None:
     """Refuse arrays of different element types, one a rank, on all ranks."""
     kinds = [each.dtype for each in shapes]
     if len(set(kinds)) > 1:
-        told = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
+        listed = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
         raise MessageMismatchError(
-            f"{what}: all dtypes must be the same; {told} [rank {comm.rank} of {comm.size}]. "
+            f"{what}: all dtypes must be the same; {listed} [rank {comm.rank} of {comm.size}]. "
             "Cast them."
         )
 

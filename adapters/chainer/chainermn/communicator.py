@@ -67,11 +67,11 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         self.set_config("allreduce_grad_dtype", allreduce_grad_dtype)
         self.set_config("pickle", pickle)
         self.set_config("batched_copy", True)
-        told = comm.all_gather_object((comm.host, bool(chainer.backends.cuda.available)))
-        hosts = list(dict.fromkeys(host for host, _ in told))
+        every = comm.all_gather_object((comm.host, bool(chainer.backends.cuda.available)))
+        hosts = list(dict.fromkeys(host for host, _ in every))
         self._inter_rank, self._inter_size = hosts.index(comm.host), len(hosts)
         # Without GPUs nobody has to ask where the root's array is.
-        self._gpus = any(gpu for _, gpu in told)
+        self._gpus = any(gpu for _, gpu in every)
         opened.add(self)
 
     def __repr__(self) -> str:
@@ -221,19 +221,19 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
 
     def gather(self, x: Any, root: int = 0) -> tuple[Any, ...] | None:
         """Give ``root`` the ranks' arrays, whose shapes may differ; None elsewhere."""
-        x, shapes = self._told("gather", x)
+        x, shapes = self._exchanged("gather", x)
         counts = [each.length for each in shapes]
         joined = self.comm.gather(messages.flat([x]), root=root, counts=counts)
         return None if joined is None else messages.parted(joined, shapes)
 
     def allgather(self, x: Any) -> tuple[Any, ...]:
         """Give every rank all ranks' arrays, whose shapes may differ."""
-        x, shapes = self._told("allgather", x)
+        x, shapes = self._exchanged("allgather", x)
         counts = [each.length for each in shapes]
         joined = self.comm.all_gather(messages.flat([x]), counts=counts)
         return messages.parted(joined, shapes)
 
-    def _told(self, what: str, x: Any) -> tuple[Any, list[messages.Shape]]:
+    def _exchanged(self, what: str, x: Any) -> tuple[Any, list[messages.Shape]]:
         """Return ``x`` as an array, and what array each rank has."""
         x = messages.checked(what, x)
         shapes = [each[0] for each in messages.exchanged(self.comm, [x])]

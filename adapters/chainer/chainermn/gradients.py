@@ -76,8 +76,8 @@ class PackedGradients:
             self._layout = layout
         self._zero_fill = bool(zero_fill)
         self._missing = [name for name, param in self._named if param.grad is None]
-        told = "" if self._zero_fill else repr(self._missing)
-        digest = hashlib.blake2b(f"{self._zero_fill}{told}".encode(), digest_size=_MARKS)
+        missing = "" if self._zero_fill else repr(self._missing)
+        digest = hashlib.blake2b(f"{self._zero_fill}{missing}".encode(), digest_size=_MARKS)
         self._marks = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
         for bucket in self._engine.buckets:
             for number, view in zip(bucket.members, bucket.views):
@@ -145,14 +145,14 @@ class PackedGradients:
     def _explain(self) -> None:
         """Raise, on every rank, who has no gradient for what."""
         every: list[Any] = self._comm.all_gather_object([self._zero_fill, self._missing])
-        told = [
+        lines = [
             f"  rank {rank}: "
             + ("zero_fill=True" if filled else "None for " + (_few(missing) or "no parameter"))
             for rank, (filled, missing) in enumerate(every)
         ]
         raise MismatchError(
             f"multi_node_mean_grad: the ranks have gradients of different parameters [rank "
-            f"{self._comm.rank} of {self._comm.size}]:\n" + "\n".join(told) + "\nPass "
+            f"{self._comm.rank} of {self._comm.size}]:\n" + "\n".join(lines) + "\nPass "
             "zero_fill=True on every rank to take zeros for what is None, or use the same "
             "parameters on all ranks."
         )

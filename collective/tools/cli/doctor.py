@@ -89,9 +89,9 @@ def text(report: dict[str, Any], width: int = 80) -> str:
 def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:
     column = 4 + max(len(label) for label, _ in rows)
     lines = []
-    for label, said in rows:
+    for label, text in rows:
         # Each line of what is said begins a line of its own.
-        for number, line in enumerate(said.splitlines() or ["-"]):
+        for number, line in enumerate(text.splitlines() or ["-"]):
             lines += textwrap.wrap(
                 line,
                 width,

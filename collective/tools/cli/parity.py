@@ -51,8 +51,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "dtype": "dtypes (default: all)",
         "shape": "shape classes: scalar, empty, odd, strided, large (default: all)",
     }
-    for name, told in helps.items():
-        parser.add_argument(f"--{name}", type=names, metavar="A,B", help=told)
+    for name, text in helps.items():
+        parser.add_argument(f"--{name}", type=names, metavar="A,B", help=text)
     parser.add_argument(
         "--ranks", type=counts, default=(2, 3, 4), metavar="N,N", help="(default: 2,3,4)"
     )

@@ -149,8 +149,8 @@ def _rows(content: Any) -> Iterator[dict[str, Any]]:
 def _is_usable(row: dict[str, Any], backend: str | None) -> bool:
     """Whether a measurement is one of what a step of a program does."""
     # mpi/openmpi is the transport mpi over one of several libraries.
-    said = str(row.get("backend", backend)).partition("/")[0]
-    if row.get("wrong") or (backend is not None and said != backend):
+    transport = str(row.get("backend", backend)).partition("/")[0]
+    if row.get("wrong") or (backend is not None and transport != backend):
         return False
     # Short calls back to back overlap each other; a program's stand alone.
     return bool(row.get("method") != "bandwidth" or row["bytes"] >= _LONG)

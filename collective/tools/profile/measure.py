@@ -239,17 +239,17 @@ def _steps(
         busy, waiting = blocked[trace.rank], waits[trace.rank]
         # The first step pays for what is set up once.
         start, end = at[1:-1], at[2:]
-        beside = Intervals((s.start, s.end) for s in trace.calls() if s.background)
+        concurrent = Intervals((s.start, s.end) for s in trace.calls() if s.background)
         under_way = Intervals(trace.handles)
         sync = busy.within(start, end)
-        background = beside.within(start, end)
+        background = concurrent.within(start, end)
         parts = [
             end - start,
             end - start - sync,
             sync,
             (busy & waiting).within(start, end),
             background,
-            background - (beside & busy).within(start, end),
+            background - (concurrent & busy).within(start, end),
             under_way.within(start, end) - (under_way & busy).within(start, end),
         ]
         rows.append([float(np.median(part)) for part in parts])

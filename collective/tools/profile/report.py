@@ -22,23 +22,23 @@ __all__ = ["as_json", "show"]
 
 def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
     """Return everything that was found as plain data, in seconds and bytes."""
-    told: dict[str, Any] = dataclasses.asdict(found)
-    for one, operation in zip(told["operations"], found.operations):
+    plain: dict[str, Any] = dataclasses.asdict(found)
+    for one, operation in zip(plain["operations"], found.operations):
         one |= {"algbw": operation.algbw, "busbw": operation.busbw}
         one["late"] = {str(rank): count for rank, count in operation.late.items()}
-    told["verdict"] = None
+    plain["verdict"] = None
     if found.steps is not None:
-        told["verdict"] = dataclasses.asdict(judge(found.steps, found.ranks))
-        if math.isinf(told["verdict"]["ratio"]):
-            told["verdict"]["ratio"] = None
-    told["prediction"] = None
+        plain["verdict"] = dataclasses.asdict(judge(found.steps, found.ranks))
+        if math.isinf(plain["verdict"]["ratio"]):
+            plain["verdict"]["ratio"] = None
+    plain["prediction"] = None
     if outlook is not None:
-        told["prediction"] = dataclasses.asdict(outlook)
-        for one, fitted in zip(told["prediction"]["fits"], outlook.fits):
+        plain["prediction"] = dataclasses.asdict(outlook)
+        for one, fitted in zip(plain["prediction"]["fits"], outlook.fits):
             one |= {"typical": fitted.typical, "worst": fitted.worst}
             one["errors"] = fitted.errors.tolist()
             del one["drawn"]
-    return told
+    return plain
 
 
 def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
@@ -104,8 +104,8 @@ def _notes(found: Profile) -> Iterable[str]:
         yield f"the ranks' clocks may be {apart} apart: so may be the waiting"
     failed = {one.name: one.failed for one in found.operations if one.failed}
     if failed:
-        told = ", ".join(f"{count} {name}" for name, count in failed.items())
-        yield f"calls that failed or never ended: {told}"
+        listed = ", ".join(f"{count} {name}" for name, count in failed.items())
+        yield f"calls that failed or never ended: {listed}"
     missing = int(found.about["size"]) - found.ranks
     if missing > 0:
         yield f"{missing} of {found.about['size']} ranks left no trace"

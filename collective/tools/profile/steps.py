@@ -43,12 +43,12 @@ def find(traces: Sequence[RankTrace]) -> TrainingSteps | None:
     Returns:
         None if there are no steps to be seen.
     """
-    told = (
+    marked = (
         ("program", "marks of the program"),
         ("gradients", "gradients reduced, once a step"),
         ("optimizer", "steps of the optimizer"),
     )
-    for by, how in told:
+    for by, how in marked:
         marks = [np.array(trace.steps.get(by, ())) for trace in traces]
         fewest = min(map(len, marks))
         if fewest >= _FEWEST:

@@ -75,7 +75,7 @@ class MemoryReport:
         figure = Figure(figsize=(8, 1.2 + 0.3 * len(names)), layout="constrained")
         axes = figure.subplots()
         for offset, label, sizes in ((-0.2, "whole", self.whole), (0.2, "split", split)):
-            at = [place + offset for place in range(len(names))]
+            at = [position + offset for position in range(len(names))]
             axes.barh(at, [sizes.get(name, 0) / 2**20 for name in names], 0.4, label=label)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
