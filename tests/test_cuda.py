@@ -472,7 +472,7 @@ def test_gpus_without_memory_pools_allocate_and_free_all_the_same(fake, device, 
 
 @pytest.fixture
 def pool(fake: fakes.Fake, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pinned, "_pool", pinned._Pool())
+    monkeypatch.setattr(pinned, "_pool", pinned._FreeBlocks())
     return pinned._pool
 
 
