@@ -91,5 +91,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for file, taken in seconds.most_common(10):
             known = Path(file).stem.removeprefix("test_") in SLOW
-            remark = "" if known else "  (is not in SLOW of tests/conftest.py)"
+            late = taken > 60 and not known
+            remark = "  (is not in SLOW of tests/conftest.py)" if late else ""
             terminalreporter.line(f"{taken:7.1f} s  {file}{remark}")
