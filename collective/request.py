@@ -191,15 +191,15 @@ def describe(header: dict[str, Any]) -> str:
     return f"{header['operation']}({', '.join(parts)})"
 
 
-def differing(told: Mapping[int, dict[str, Any]], absent: Sequence[int] = ()) -> str:
+def differing(headers: Mapping[int, dict[str, Any]], absent: Sequence[int] = ()) -> str:
     """Return who called what, and where: a line for all ranks that did the same.
 
     Args:
-        told: rank -> header.
+        headers: rank -> header.
         absent: ranks that have not come to it.
     """
     groups: dict[str, list[int]] = {}
-    for rank, header in told.items():
+    for rank, header in headers.items():
         site = f" at {header['site']}" if header["site"] else ""
         groups.setdefault(describe(header) + site, []).append(rank)
     if absent:
