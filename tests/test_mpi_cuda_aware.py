@@ -28,6 +28,7 @@ from collective.errors import (
     CollectiveTimeoutError,
     DtypeError,
     MismatchError,
+    UnsupportedError,
 )
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
@@ -328,6 +329,15 @@ def _on_groups(comm: Communicator) -> None:
         assert type(group._backend) is Watched
         x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
         _same("all_reduce", group.all_reduce(x), np.full(3, 3))
+
+
+def _asks_for_memory(comm: Communicator) -> None:
+    with pytest.raises(UnsupportedError, match=r"has none that ranks share .* with its framework"):
+        comm.empty(4, like=FakeArray((3,), np.int32, device=comm.rank))
+
+
+def test_memory_of_gpus_that_is_shared_is_refused(watched: Run) -> None:
+    watched(_asks_for_memory)
 
 
 def test_groups_take_arrays_of_gpus_too(watched: Run) -> None:

@@ -26,6 +26,7 @@ from collective.errors import (
     PeerLostError,
     RankError,
     ShapeError,
+    UnsupportedError,
 )
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_of
@@ -135,6 +136,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
 
         Raises:
             AllocationError: there is not enough; on every rank.
+            UnsupportedError: it is to be on a GPU, and the transport has no such memory to share.
             MismatchError: shapes or dtypes differ.
 
         See Also:
@@ -157,6 +159,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
                 f"empty: shape {shape!r}; an integer or some, none of them negative {self._who}."
             )
         on_gpu = self._wants_gpu(like)
+        if on_gpu and not self._enqueues:
+            raise UnsupportedError(
+                f"empty: memory of a GPU; backend {self._backend.name!r} has none that ranks share "
+                f"{self._who}. Make the array with its framework: calls take it as it is."
+            )
         adapter = self._adapter(like, on_gpu)
         count = int(np.prod(dimensions, dtype=np.int64))
         nbytes = count * kind.itemsize
