@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE, Failure
+from collective.contract.backend import ANY_SOURCE
 from collective.contract.capabilities import Capabilities
+from collective.contract.failure import Failure
 from collective.errors import PeerLostError, RendezvousError
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request

@@ -18,8 +18,9 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from collective.contract.backend import ANY_SOURCE, Backend, Failure
+from collective.contract.backend import ANY_SOURCE, Backend
 from collective.contract.capabilities import Capabilities
+from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.errors import CommunicatorClosedError, RendezvousError
 from collective.memory.buffer import Buffer

@@ -16,7 +16,7 @@ from collective.backends.peers.channel import tell_dropped
 from collective.backends.peers.hub import Hub, disagreement
 from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.contract.recorder import Recorder
 from collective.contract.world import World
 from collective.errors import (

@@ -21,7 +21,7 @@ from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, 
 
 from collective import ops
 from collective.backends.nccl import NcclBackend
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.contract.world import World
 from collective.errors import (
     AllocationError,

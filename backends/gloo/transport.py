@@ -19,9 +19,10 @@ import torch.distributed as dist
 from collective.algorithms import arithmetic, pieces
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
-from collective.contract.backend import Failure, Plan
+from collective.contract.backend import Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import shortage
+from collective.contract.failure import Failure
 from collective.contract.forking import keep
 from collective.errors import CollectiveError, RendezvousError
 from collective.memory.buffer import Buffer

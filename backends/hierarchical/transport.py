@@ -26,8 +26,9 @@ from collective.backends.peers import levels
 from collective.backends.peers.channel import Monitored
 from collective.backends.shm import ShmBackend
 from collective.contract import registry
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.contract.failure import Failure
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import (

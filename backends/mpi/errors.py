@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.errors import BackendError
 
 if TYPE_CHECKING:

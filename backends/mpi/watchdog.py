@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.contract import registry
-from collective.contract.backend import Backend, Failure, Plan
+from collective.contract.backend import Backend, Plan
+from collective.contract.failure import Failure
 from collective.contract.store import Store
 from collective.errors import (
     BackendError,

@@ -41,7 +41,8 @@ import numpy as np
 
 from collective import cuda
 from collective.backends.peers import levels
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
+from collective.contract.failure import Failure
 from collective.contract.work import Lane
 from collective.errors import (
     BackendError,

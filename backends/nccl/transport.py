@@ -24,8 +24,9 @@ import numpy as np
 from collective.backends.peers import levels
 from collective.backends.peers.channel import Channel, Monitored
 from collective.backends.peers.monitor import Monitor
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.contract.failure import Failure
 from collective.errors import (
     BackendError,
     CollectiveError,

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.errors import (
     BackendError,
     CollectiveError,

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
-from collective.contract.backend import Backend, Failure, Note
+from collective.contract.backend import Backend, Note
+from collective.contract.failure import Failure
 from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
 from collective.contract.stalls import look

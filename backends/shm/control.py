@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.contract.stalls import look
 from collective.errors import RendezvousError, UnsupportedError
 from collective.request import Disagreement, Request

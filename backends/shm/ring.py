@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.errors import BackendError
 
 from .control import Control, fence

@@ -13,9 +13,10 @@ import numpy as np
 from collective import native
 from collective.algorithms import arithmetic
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE, Backend, Failure, Plan
+from collective.contract.backend import ANY_SOURCE, Backend, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
+from collective.contract.failure import Failure
 from collective.errors import (
     BackendUnavailableError,
     RendezvousError,

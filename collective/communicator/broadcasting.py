@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer

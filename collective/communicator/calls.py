@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 
 from collective import request as request_module
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
+from collective.contract.failure import Failure
 from collective.contract.recorder import Recorder
 from collective.contract.work import Lane, Work
 from collective.errors import (

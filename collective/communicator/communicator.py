@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
+from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
 from collective.contract.store import Store
 from collective.errors import (

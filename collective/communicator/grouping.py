@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from collective.algorithms.tags import GROUP_TAG
-from collective.contract.backend import Backend, Failure
+from collective.contract.backend import Backend
 from collective.contract.descriptors import shortage
+from collective.contract.failure import Failure
 from collective.errors import (
     AllocationError,
     CollectiveTimeoutError,

@@ -1,7 +1,8 @@
 """What a transport fulfils, and what it is given: ``docs/writing-a-backend.md``."""
 
-from .backend import ANY_SOURCE, Backend, Failure
+from .backend import ANY_SOURCE, Backend
 from .capabilities import Capabilities
+from .failure import Failure
 from .store import Store
 from .work import Work
 from .world import World

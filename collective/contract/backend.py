@@ -37,7 +37,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -57,14 +56,7 @@ from collective.algorithms import (
     sendrecv,
 )
 from collective.algorithms.tags import COLLECTIVE_TAG
-from collective.errors import (
-    AllocationError,
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    MismatchError,
-    PeerFailedError,
-    PeerLostError,
-)
+from collective.errors import AllocationError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
@@ -78,11 +70,12 @@ if TYPE_CHECKING:
     from collective.request import Request
 
     from .capabilities import Capabilities
+    from .failure import Failure
     from .recorder import Recorder
     from .work import Work
     from .world import World
 
-__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Failure", "Group", "Note", "Plan"]
+__all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan"]
 
 #: What a rank notes: ``name`` of the communicator and ``number`` of the call there, ``begun`` calls
 #: of each communicator by name, ``header`` as of ``Request.header``, ``made``: where the
@@ -96,55 +89,6 @@ Plan = Callable[[Any, Any, float], "Work[Any] | None"]
 
 #: As ``src`` of a receive: whoever sends first.
 ANY_SOURCE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a communicator is broken, as it is passed from the rank that broke it.
-
-    Attributes:
-        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"``, ``"mismatch"`` (found
-            when it was too late to go on) or ``"aborted"``.
-        rank: who reports it.
-        text: for people; the traceback for ``"failed"``.
-        ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.
-    """
-
-    kind: str
-    rank: int
-    text: str
-    ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def timed_out(cls, rank: int, seconds: float, what: str, ranks: Sequence[int]) -> Self:
-        """Return the failure of a call that has waited for ``what`` past its deadline.
-
-        Args:
-            rank: who reports it.
-            seconds: what the call was given.
-            what: what has not come, and what is known of it.
-            ranks: the ranks in question.
-        """
-        # Programs and torch's own tests look for "timed out", or the word "timeout".
-        text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
-        return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
-
-    def error(self, where: str, me: int) -> Exception:
-        """Return the exception that rank ``me`` raises in operation ``where``."""
-        if self.kind == "failed":
-            return PeerFailedError(
-                f"{where}: rank {self.rank} failed [rank {me}]; its traceback:\n"
-                f"{self.text.rstrip()}",
-                self.rank,
-                self.text,
-            )
-        if self.kind == "lost":
-            return PeerLostError(f"{where}: {self.text} [rank {me}]", self.ranks)
-        if self.kind == "mismatch":
-            return MismatchError(f"{where}: {self.text} [rank {me}]")
-        if self.kind == "timeout" and me not in self.ranks:
-            return CollectiveTimeoutError(f"{where}: {self.text} [rank {me}]", self.ranks)
-        return CommunicatorAbortedError(f"{where}: {self.text} [rank {me}]")
 
 
 class Backend(ABC):

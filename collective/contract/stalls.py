@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from collective.request import call_site, differing
 
-from .backend import Failure, Note
+from .backend import Note
+from .failure import Failure
 from .recorder import Entry
 from .work import all_idle
 

@@ -22,7 +22,7 @@ from importlib.abc import InspectLoader
 from types import CodeType
 from typing import Any, TextIO
 
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from collective.communicator import Communicator
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.contract.recorder import dump_on_signal
 from collective.contract.world import World
 from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError

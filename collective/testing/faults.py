@@ -25,7 +25,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from collective.algorithms.tags import GROUP_TAG
-from collective.contract.backend import Backend, Failure, Plan
+from collective.contract.backend import Backend, Plan
+from collective.contract.failure import Failure
 
 if TYPE_CHECKING:
     import numpy as np

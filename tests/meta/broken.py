@@ -15,7 +15,7 @@ import numpy as np
 
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
-from collective.contract.backend import Failure
+from collective.contract.failure import Failure
 from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
