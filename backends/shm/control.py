@@ -31,7 +31,7 @@ LINE = 64
 # steps. collective/native/shared.c reads and writes the first three words, too.
 _STEP = 0
 _DIGEST = 1  # + parity
-_PLACE = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
+_LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH, _NOTICE = range(32, 39)
 #: Where the native core counts the blocks that a rank has posted, folded and read, each alone in
 #: a line of the cache; see ``collective/native/staging.c``.
@@ -133,8 +133,8 @@ class Control:
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
         self.request: Request | str = "connect"
         self.timeout = 0.0
-        self._told: dict[Request, int] = {}
-        self._told_count = 0
+        self._noted: dict[Request, int] = {}
+        self._noted_count = 0
         # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
         # it is said.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
@@ -216,8 +216,8 @@ class Control:
     def begin(self, request: Request, timeout: float) -> int:
         """Let peers that wonder know of a call; return its first step, which is yet to be made."""
         self.request, self.timeout = request, timeout
-        told = self._told.get(request)
-        self.words[self._line + _LAST] = self._tell(request) if told is None else told
+        known = self._noted.get(request)
+        self.words[self._line + _LAST] = self._tell(request) if known is None else known
         self.step += 1
         return self.step
 
@@ -290,13 +290,13 @@ class Control:
             start += _NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
 
-    def place(self, rank: int, parity: int) -> int:
+    def location(self, rank: int, parity: int) -> int:
         """Return the index of the six words that say where ``rank``'s buffers are.
 
         ``parity`` is that of the step which opened the operation. A rank writes them
         before it arrives; they stay until it opens another operation at that parity.
         """
-        return (1 + rank) * LINE + _PLACE + 8 * parity
+        return (1 + rank) * LINE + _LOCATION + 8 * parity
 
     def version_of_notice(self, rank: int) -> int:
         """Return the index of the word that grows with each notice of ``rank``."""
@@ -399,24 +399,24 @@ class Control:
         raise self.broken_by(Failure("lost", self.rank, text, lost), what)
 
     def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
-        told = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
-        missing = f"rank {', '.join(map(str, awaited))}: {told}"
+        known = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
+        missing = f"rank {', '.join(map(str, awaited))}: {known}"
         raise self.broken_by(Failure.timed_out(self.rank, timeout, missing, awaited), what)
 
     # -- what happened ----------------------------------------------------------------------
 
     def _tell(self, request: Request) -> int:
         """Write ``call`` to this rank's table, for peers that wonder what it did last."""
-        entry = self._told_count % _CALLS
-        if self._told_count >= _CALLS:
-            old = next(iter(self._told))
-            entry = self._told.pop(old) - 1
-        self._told_count += 1
+        entry = self._noted_count % _CALLS
+        if self._noted_count >= _CALLS:
+            old = next(iter(self._noted))
+            entry = self._noted.pop(old) - 1
+        self._noted_count += 1
         at = self.layout.calls[self.rank] + entry * _CALL_BYTES
         self.segment.map[at : at + _CALL_BYTES] = _clip(str(request), _CALL_BYTES).ljust(
             _CALL_BYTES, b"\0"
         )
-        self._told[request] = entry + 1
+        self._noted[request] = entry + 1
         return entry + 1
 
     def last_call(self, rank: int) -> str:

@@ -30,9 +30,9 @@ class PeerMemory:
         self._control = control
         self._heap = heap
 
-    def fetch_from(self, rank: int, place: tuple[int, int, int], out: Array) -> None:
+    def fetch_from(self, rank: int, location: tuple[int, int, int], out: Array) -> None:
         """Copy what ``rank`` has at an address, or where that is mapped here: segment, offset."""
-        address, segment, offset = place
+        address, segment, offset = location
         mapped = self._heap.view(segment, rank, offset, out.dtype, out.size) if segment else None
         if mapped is None:
             self.fetch(rank, address, out)

@@ -187,12 +187,12 @@ class Sending:
     """
 
     def __init__(
-        self, ring: Ring, source: Array, tag: int, place: tuple[int, int, int] | None
+        self, ring: Ring, source: Array, tag: int, location: tuple[int, int, int] | None
     ) -> None:
         self._ring = ring
         self._source = source
-        self._header = [source.size, tag, *(place or (0, 0, 0)), 0]
-        self._remote = place is not None
+        self._header = [source.size, tag, *(location or (0, 0, 0)), 0]
+        self._remote = location is not None
         self._slot = -1
         self._started = self._announced = self.over = False
 
@@ -235,13 +235,13 @@ class Sending:
 class _Arrived:
     """A message whose header has been read."""
 
-    def __init__(self, ring: Ring, nbytes: int, place: tuple[int, int, int], slot: int) -> None:
+    def __init__(self, ring: Ring, nbytes: int, location: tuple[int, int, int], slot: int) -> None:
         self.ring = ring
         self.nbytes = nbytes
-        self.place = place
+        self.location = location
         self.slot = slot
         #: Whether nothing more of it comes through the ring.
-        self.complete = bool(place[0]) or nbytes == 0
+        self.complete = bool(location[0]) or nbytes == 0
         self._heap: Array | None = None
         self._rest: Array | None = None
 
@@ -262,8 +262,8 @@ class _Arrived:
 
     def deliver(self, out: Array) -> None:
         """Hand a complete message over."""
-        if self.place[0]:
-            self.ring.fetch(self.ring.src, self.place, out)
+        if self.location[0]:
+            self.ring.fetch(self.ring.src, self.location, out)
             fence()
             self.ring.words[_ACKS + self.slot] = 1
         elif self._heap is not None:
@@ -307,7 +307,7 @@ class Receiving:
         if self._streaming:
             message.ring.receiving.release()
         else:
-            self.fetched = bool(message.place[0])
+            self.fetched = bool(message.location[0])
             message.deliver(self._out)
         self.over = True
         return True

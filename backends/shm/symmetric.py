@@ -128,8 +128,8 @@ class Heap:
         try:
             descriptor = move()
             found = os.fstat(descriptor)
-            place = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
-            note = json.dumps(place).encode()
+            file = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
+            note = json.dumps(file).encode()
         except Exception:  # whatever the framework raises: the others wait, and all do without
             pass
         mapped = []

@@ -200,13 +200,13 @@ class ShmBackend(OneSided):
         if native.chosen.extension is not None:
             self._compiled = Compiled(control)
         probe = np.full(1, self.rank, np.int64)
-        control.words[control.place(self.rank, 0) + _SOURCE + 2] = address_of(probe)
+        control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         control.sync(timeout)
         works = self._wanted.single_copy
         for rank in range(self.size):
             if works and rank != self.rank:
                 got = np.full(1, -1, np.int64)
-                address = control.words[control.place(rank, 0) + _SOURCE + 2]
+                address = control.words[control.location(rank, 0) + _SOURCE + 2]
                 works = process_vm_readv(control.pid(rank), address, address_of(got), 8)
                 works = works and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
@@ -332,13 +332,13 @@ class ShmBackend(OneSided):
     def _sending(self, src: Buffer, dst: int, tag: int) -> Sending:
         ring = self._rings[self.rank, dst]
         raw = src.array.view(np.uint8)
-        place = None
+        location = None
         if raw.size > ring.capacity // 2:
             segment, offset, address = self._heap.locate(raw)
             # A peer that has dropped its part of the segment needs the address.
             if self._single_copy:
-                place = (address, segment, offset)
-        return Sending(ring, raw, tag, place)
+                location = (address, segment, offset)
+        return Sending(ring, raw, tag, location)
 
     def _receiving(self, dst: Buffer, src: int, tag: int) -> Receiving:
         sources = range(self.size) if src == ANY_SOURCE else (src,)
@@ -389,7 +389,7 @@ class ShmBackend(OneSided):
             self._into_slot(src)
             control.arrive(request, timeout)
             return True
-        words, at = control.words, control.place(self.rank, parity)
+        words, at = control.words, control.location(self.rank, parity)
         words[at], words[at + 1], words[at + 2] = self._heap.locate(src)
         symmetric = words[at]
         at += _OUTPUT
@@ -406,7 +406,7 @@ class ShmBackend(OneSided):
                 return False
             # Some are in symmetric memory and some are not: all go through the slots, those of the
             # step that follows, as the next call may write to these again.
-            if any(words[control.place(rank, parity) + _SOURCE] for rank in range(self.size)):
+            if any(words[control.location(rank, parity) + _SOURCE] for rank in range(self.size)):
                 self._parity = parity ^ 1
                 self._into_slot(src)
                 control.sync(timeout)
@@ -424,15 +424,15 @@ class ShmBackend(OneSided):
 
     def _segment(self, which: int) -> int:
         """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
-        words, place, parity = self._control.words, self._control.place, self._parity
-        number = words[place(0, parity) + which]
+        words, location, parity = self._control.words, self._control.location, self._parity
+        number = words[location(0, parity) + which]
         for rank in range(self.size):
-            if words[place(rank, parity) + which] != number:
+            if words[location(rank, parity) + which] != number:
                 return 0
         return int(number)
 
     def _peer(self, which: int, rank: int, dtype: np.dtype[Any], count: int) -> Region:
-        at = self._control.place(rank, self._parity) + which
+        at = self._control.location(rank, self._parity) + which
         number, offset, address = self._control.words[at : at + 3]
         if number:
             mapped = self._heap.view(number, rank, offset, dtype, count)
@@ -454,7 +454,7 @@ class ShmBackend(OneSided):
             return None
         words, outputs = self._control.words, []
         for rank in range(self.size):
-            offset = words[self._control.place(rank, self._parity) + _OUTPUT + 1]
+            offset = words[self._control.location(rank, self._parity) + _OUTPUT + 1]
             mapped = self._heap.view(number, rank, offset, dtype, count)
             assert mapped is not None  # this rank's own buffer keeps it
             outputs.append(mapped)

@@ -222,8 +222,8 @@ class Check:
 
     def title(self, case: Case) -> str:
         """Return ``check_broadcast[root=1]``."""
-        told = ",".join(f"{key}={value}" for key, value in case.items())
-        return f"{self.name}[{told}]" if told else self.name
+        arguments = ",".join(f"{key}={value}" for key, value in case.items())
+        return f"{self.name}[{arguments}]" if arguments else self.name
 
     def __repr__(self) -> str:
         return f"<Check {self.name}>"

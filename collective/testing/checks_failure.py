@@ -63,10 +63,10 @@ def check_killed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A rank that dies before a call is PeerLostError on all others, within two seconds."""
     victim = size - 1
     plan = [faults.kill(victim, at_call=2)]
-    for rank, told in _survivors(factory, size, victim, _wait_for, call, faults=plan).items():
+    for rank, outcome in _survivors(factory, size, victim, _wait_for, call, faults=plan).items():
         what = f"rank {rank} in {call} with rank {victim}, which was killed"
-        hold(told, PeerLostError, what, rank=victim)
-        assert victim in told.error.ranks, f"{what}: .ranks is {told.error.ranks}"
+        hold(outcome, PeerLostError, what, rank=victim)
+        assert victim in outcome.error.ranks, f"{what}: .ranks is {outcome.error.ranks}"
 
 
 def _wait_for(comm: Communicator, call: str) -> Heard:
@@ -87,8 +87,8 @@ _MIDDLE: list[Case] = [{"after": after} for after in (0.002, 0.02)]
 def check_killed_in_the_middle(factory: RankFactory, size: int, *, after: float) -> None:
     """A rank that dies during a large operation is PeerLostError on all others too."""
     plan = [faults.kill(0, at_call=4, after=after)]
-    for rank, told in _survivors(factory, size, 0, _large_calls, faults=plan).items():
-        hold(told, PeerLostError, f"rank {rank} in a large all_reduce", rank=0)
+    for rank, outcome in _survivors(factory, size, 0, _large_calls, faults=plan).items():
+        hold(outcome, PeerLostError, f"rank {rank} in a large all_reduce", rank=0)
 
 
 def _large_calls(comm: Communicator) -> Heard:
@@ -99,9 +99,9 @@ def _large_calls(comm: Communicator) -> Heard:
 @check(at_least=2, needs=_detects)
 def check_left_peer(factory: RankFactory, size: int) -> None:
     """A rank that closes while others still need it is PeerLostError for them."""
-    for rank, told in enumerate(factory.run(size, _left_peer, fresh=True)):
+    for rank, outcome in enumerate(factory.run(size, _left_peer, fresh=True)):
         if rank != size - 1:
-            hold(told, PeerLostError, f"rank {rank}", rank=size - 1)
+            hold(outcome, PeerLostError, f"rank {rank}", rank=size - 1)
 
 
 def _left_peer(comm: Communicator) -> Heard | None:
@@ -139,14 +139,14 @@ def _after_abort(
 ) -> list[Any]:
     """Run ``function``, in which ranks are to be woken by an abort; return the results."""
     try:
-        told = factory.run(
+        outcomes = factory.run(
             size, function, *args, fresh=True, timeout=_DEAF_S, call_timeout=_UNHEARD_S
         )
     except RanksFailedError as failure:
         _hold_woken(size, failure.results, failure.errors)
         raise
-    _hold_woken(size, dict(enumerate(told)), {})
-    return told
+    _hold_woken(size, dict(enumerate(outcomes)), {})
+    return outcomes
 
 
 def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, BaseException]) -> None:
@@ -157,7 +157,7 @@ def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, Base
             by an abort is at fault, and every such check would show the same of it.
     """
     deaf = [rank for rank, error in errors.items() if isinstance(error, RankHungError)]
-    deaf += [rank for rank, told in results.items() if _unheard(told)]
+    deaf += [rank for rank, outcome in results.items() if _unheard(outcome)]
     if deaf:
         ranks = f"rank{'s' * (len(deaf) > 1)} {', '.join(map(str, sorted(deaf)))}"
         raise AssertionError(
@@ -166,8 +166,8 @@ def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, Base
         ) from None
 
 
-def _unheard(told: Any) -> bool:
-    heard = told if isinstance(told, tuple) else (told,)
+def _unheard(outcome: Any) -> bool:
+    heard = outcome if isinstance(outcome, tuple) else (outcome,)
     return any(isinstance(each, Heard) and each.seconds > 0.9 * _UNHEARD_S for each in heard)
 
 
@@ -187,11 +187,11 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
         heard = failure.results
     else:
         raise AssertionError(f"rank {victim} was to raise and did not")
-    for rank, told in heard.items():
+    for rank, outcome in heard.items():
         what = f"rank {rank} in {call} with rank {victim}, which raised"
-        hold(told, PeerFailedError, what, "_Trouble", "lost the keys", rank=victim)
-        assert told.error.rank == victim, f"{what}: .rank is {told.error.rank}"
-        assert "in _failed_peer" in told.error.traceback, f"{what}: {told.error.traceback!r}"
+        hold(outcome, PeerFailedError, what, "_Trouble", "lost the keys", rank=victim)
+        assert outcome.error.rank == victim, f"{what}: .rank is {outcome.error.rank}"
+        assert "in _failed_peer" in outcome.error.traceback, f"{what}: {outcome.error.traceback!r}"
 
 
 def _failed_peer(comm: Communicator, call: str) -> Heard:
@@ -207,8 +207,8 @@ def check_abort(factory: RankFactory, size: int, *, call: str) -> None:
     with tempfile.TemporaryDirectory() as heard:
         ranks = _after_abort(factory, size, _abort, call, heard)
     for rank, (now, later) in enumerate(ranks):
-        for told, when in ((now, f"while it waited in {call}"), (later, "afterwards")):
-            hold(told, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
+        for outcome, when in ((now, f"while it waited in {call}"), (later, "afterwards")):
+            hold(outcome, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
 
 
 def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
@@ -233,9 +233,9 @@ def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
 @check(at_least=2)
 def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
     """abort() reaches ranks that wait in a group made of the communicator."""
-    for rank, told in enumerate(_after_abort(factory, size, _abort_group)):
+    for rank, outcome in enumerate(_after_abort(factory, size, _abort_group)):
         if rank:
-            hold(told, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
+            hold(outcome, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
 
 
 def _abort_group(comm: Communicator) -> Heard | None:
@@ -254,7 +254,7 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A late rank is CollectiveTimeoutError, which names it; it hears of it when it comes."""
     late = size - 1
     outcomes = factory.run(size, _late_peer, call, fresh=True, call_timeout=0.25)
-    kinds = [type(told.error).__name__ for told in outcomes]
+    kinds = [type(outcome.error).__name__ for outcome in outcomes]
     timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
     assert timed_out, f"nobody's call timed out: {kinds}"
     for rank in timed_out:
@@ -265,9 +265,9 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
             what = f"rank {rank} in {call} with rank {late}, which is late"
             hold(outcomes[rank], CollectiveTimeoutError, what, rank=late)
             assert outcomes[rank].error.ranks == (late,), f"{what}: {outcomes[rank].error.ranks}"
-    for rank, told in enumerate(outcomes):
+    for rank, outcome in enumerate(outcomes):
         if rank not in timed_out:
-            hold(told, CommunicatorAbortedError, f"rank {rank}, after the timeout")
+            hold(outcome, CommunicatorAbortedError, f"rank {rank}, after the timeout")
 
 
 def _late_peer(comm: Communicator, call: str) -> Heard:
@@ -285,9 +285,9 @@ def _compares(capabilities: Capabilities) -> str | None:
 @check(at_least=2, needs=_compares)
 def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
     """The error of a timeout says what the absent rank did last."""
-    for rank, told in enumerate(factory.run(size, _last_call, fresh=True, call_timeout=0.2)):
-        if rank != size - 1 and isinstance(told.error, CollectiveTimeoutError):
-            hold(told, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
+    for rank, outcome in enumerate(factory.run(size, _last_call, fresh=True, call_timeout=0.2)):
+        if rank != size - 1 and isinstance(outcome.error, CollectiveTimeoutError):
+            hold(outcome, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
 
 
 def _last_call(comm: Communicator) -> Heard:
@@ -301,12 +301,12 @@ def _last_call(comm: Communicator) -> Heard:
 def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
     """timeout= of a call counts instead of the communicator's."""
     outcomes = factory.run(size, _one_call, fresh=True)[1:]
-    kinds = [type(told.error).__name__ for told in outcomes]
-    assert any(isinstance(told.error, TimeoutError) for told in outcomes), (
+    kinds = [type(outcome.error).__name__ for outcome in outcomes]
+    assert any(isinstance(outcome.error, TimeoutError) for outcome in outcomes), (
         f"rank 0 left without the call; nobody's call timed out before: {kinds}"
     )
-    for rank, told in enumerate(outcomes, start=1):
-        hold(told, CollectiveError, f"rank {rank}")
+    for rank, outcome in enumerate(outcomes, start=1):
+        hold(outcome, CollectiveError, f"rank {rank}")
 
 
 def _one_call(comm: Communicator) -> Heard | None:

@@ -85,10 +85,10 @@ def _outcome(does: Callable[[], list[str]]) -> tuple[int, list[str]]:
         child = os.fork()
     if child == 0:
         try:
-            told = does()
+            found = does()
         except BaseException as error:  # nothing may leave the child
-            told = [f"{type(error).__name__}: {error}"]
-        os.write(writing, json.dumps(told).encode())
+            found = [f"{type(error).__name__}: {error}"]
+        os.write(writing, json.dumps(found).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:

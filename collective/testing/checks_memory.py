@@ -81,8 +81,8 @@ def _empty_views(comm: Communicator) -> None:
         comm.all_reduce(view, out=view)
         total = expected("sum", inputs)
         assert_same(whole[start:stop], total, f"all_reduce of elements {start} to {stop}")
-        beside = np.delete(whole, slice(start, stop))
-        assert_same(beside, np.full_like(beside, -5), f"the memory beside {start} to {stop}")
+        around = np.delete(whole, slice(start, stop))
+        assert_same(around, np.full_like(around, -5), f"the memory beside {start} to {stop}")
     grid = whole[:90_000].reshape(300, 300)
     comm.barrier()
     inputs = [values("int32", (300, 300), rank, 112) for rank in range(comm.size)]

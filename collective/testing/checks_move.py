@@ -244,7 +244,7 @@ def _barrier(comm: Communicator, late: int) -> list[tuple[float, float]]:
     for pause in (0.03, 0.01, 0.0):
         if comm.rank == late:
             time.sleep(pause)
-        came = time.monotonic()
+        arrived = time.monotonic()
         comm.barrier()
-        times.append((came, time.monotonic()))
+        times.append((arrived, time.monotonic()))
     return times
