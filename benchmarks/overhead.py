@@ -32,7 +32,7 @@ import numpy as np
 import peers
 
 from collective.launch.mpiexec import Mpiexec
-from collective.tools.bench.libraries import Library, Ours
+from collective.tools.bench.libraries import BenchLibrary, Ours
 from collective.tools.bench.machine import Observer
 from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import (
@@ -68,7 +68,7 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
     """Measure as one of the ranks; rank 0 writes the figures to ``folder``."""
     import collective
 
-    raw: Library
+    raw: BenchLibrary
     if engine == "mpi":
         raw = Mpi()
         ours = _OursRaw(collective.init("mpi"))
@@ -106,7 +106,7 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
     raw.close()
 
 
-def _prepared(library: Library, operation: str, nbytes: int) -> tuple[Any, Any]:
+def _prepared(library: BenchLibrary, operation: str, nbytes: int) -> tuple[Any, Any]:
     """Return the call, and a check of it on fresh data."""
     size = library.size
     count = -(-nbytes // 4 // size) * size

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.launch.screen import Screen, Stream
+from collective.launch.screen import RankOutput, Screen
 
 
 class Output:
@@ -18,8 +18,8 @@ class Output:
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         self.screen = Screen(self.writer)
-        self.a = Stream(0, self.screen, keep=0)
-        self.b = Stream(1, self.screen, keep=0)
+        self.a = RankOutput(0, self.screen, keep=0)
+        self.b = RankOutput(1, self.screen, keep=0)
 
     def written(self) -> bytes:
         self.screen.flush()
@@ -176,7 +176,7 @@ def test_memory_of_an_endless_line_is_bounded(output: Output) -> None:
         output.written()
     output.a.finish()
     assert len(output.a._line) == 0
-    tail = Stream(0, output.screen, keep=1000)
+    tail = RankOutput(0, output.screen, keep=1000)
     for number in range(10_000):
         tail.feed(f"{number}\n".encode())
         output.written()

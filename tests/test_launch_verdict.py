@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from collective.launch.verdict import Failure, exit_code, first_in_cause, report
+from collective.launch.verdict import FailedRank, exit_code, first_in_cause, report
 
 FRAMES = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\n'
 CAUSE = FRAMES + "ValueError: boom\nwith a second line\n"
@@ -23,8 +23,8 @@ HANDLED = (
 COLOURED = LOST.replace("collective", "\x1b[1;35mcollective").replace(":", "\x1b[0m:")
 
 
-def failure(rank: int, stderr: str, code: int = 1) -> Failure:
-    return Failure(rank, code, stderr.encode())
+def failure(rank: int, stderr: str, code: int = 1) -> FailedRank:
+    return FailedRank(rank, code, stderr.encode())
 
 
 @pytest.mark.parametrize("other", [LOST, FAILED, LATE, ABORTED, HANDLED, COLOURED])
@@ -90,4 +90,4 @@ def test_no_words() -> None:
 
 
 def test_bytes_that_are_no_text() -> None:
-    assert "\N{REPLACEMENT CHARACTER}" in report(Failure(0, 1, b"\xff\xfe broken"))
+    assert "\N{REPLACEMENT CHARACTER}" in report(FailedRank(0, 1, b"\xff\xfe broken"))

@@ -26,11 +26,11 @@ from collective.tools.parity.cases import (
     REDUCTIONS,
     SHAPES,
     Case,
-    Leaf,
+    CaseLeaf,
     reduces,
 )
 from collective.tools.parity.frameworks import framework, unavailable
-from collective.tools.parity.runner import CaseResult, Plan, run
+from collective.tools.parity.runner import CaseResult, Comparison, run
 from collective.tools.parity.transports import survey
 from tests.test_reduction import NAN, extreme
 
@@ -42,7 +42,7 @@ def fractions(x: Any, dtype: str) -> list[Fraction]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("op", ["sum", "prod", "avg"])
 def test_the_oracle_is_exact_to_many_more_bits_than_any_dtype(op: str, dtype: str) -> None:
-    case = Case("all_reduce", Leaf((50,), dtype), op)
+    case = Case("all_reduce", CaseLeaf((50,), dtype), op)
     (reference,) = oracle.references(case, 0, 5, 0) or []
     inputs = [fractions(oracle.inputs(case, rank, 5, 0), dtype) for rank in range(5)]
     assert reference.value is not None
@@ -61,7 +61,7 @@ def test_the_oracle_is_exact_to_many_more_bits_than_any_dtype(op: str, dtype: st
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_products_of_the_oracle(dtype: str) -> None:
-    case = Case("all_reduce", Leaf((20,), dtype), "prod")
+    case = Case("all_reduce", CaseLeaf((20,), dtype), "prod")
     (reference,) = oracle.references(case, 0, 3, 0) or []
     assert reference.value is not None
     a, b, c = (fractions(oracle.inputs(case, rank, 3, 0), dtype) for rank in range(3))
@@ -80,7 +80,7 @@ def test_complex_products_of_the_oracle(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bool" and reduces("band", d)])
 @pytest.mark.parametrize("op", ["sum", "prod"])
 def test_integers_wrap(op: str, dtype: str) -> None:
-    case = Case("all_reduce", Leaf((200,), dtype), op)
+    case = Case("all_reduce", CaseLeaf((200,), dtype), op)
     inputs = [oracle.inputs(case, rank, 3, 0).tolist() for rank in range(3)]
     (reference,) = oracle.references(case, 0, 3, 0) or []
     assert reference.bits is not None
@@ -93,7 +93,7 @@ def test_integers_wrap(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_extremes_of_zeros_and_nan(op: str, dtype: str) -> None:
-    case = Case("all_reduce", Leaf((500,), dtype), op)
+    case = Case("all_reduce", CaseLeaf((500,), dtype), op)
     unsigned = f"u{BY_NAME[dtype].itemsize}"
     inputs = [oracle.inputs(case, rank, 3, 0).view(unsigned).tolist() for rank in range(3)]
     (reference,) = oracle.references(case, 0, 3, 0) or []
@@ -129,7 +129,7 @@ def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[CaseR
     }  # fmt: skip
     found: list[CaseResult] = []
     run(
-        Plan(transports=survey([backend]), sizes=sizes, timeout=30.0, **(given | options)),
+        Comparison(transports=survey([backend]), sizes=sizes, timeout=30.0, **(given | options)),
         found.append,
         lambda transport, size: None,
     )
@@ -193,7 +193,7 @@ def explored(backend: str, count: int, **options: Any) -> dict[str, Any]:
 
     (transport,) = survey([backend])
     given: dict[str, Any] = {"frameworks": ["numpy"], "operations": OPERATIONS, "seed": 1}
-    plan = Plan(
+    plan = Comparison(
         transports=[transport], ops=OPS, dtypes=[d for d in DTYPES if "complex" not in d],
         shapes=(), sizes=(2, 3), timeout=20.0, **(given | options),
     )  # fmt: skip

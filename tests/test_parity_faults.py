@@ -10,7 +10,7 @@ import pytest
 from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
 from collective.tools.parity.cases import OPERATIONS
-from collective.tools.parity.runner import CaseResult, Plan, run
+from collective.tools.parity.runner import CaseResult, Comparison, run
 from collective.tools.parity.transports import survey
 from tests.loopback import Loopback
 from tests.meta import broken
@@ -76,7 +76,7 @@ def outcomes(
     ops: tuple[str, ...] = ("sum", "avg", "user", "min"),
     dtypes: tuple[str, ...] = ("float32", "int16"),
 ) -> list[CaseResult]:
-    plan = Plan(
+    plan = Comparison(
         transports=survey([f"{kind.__module__}:{kind.__name__}"]),
         frameworks=["numpy"],
         operations=operations,

@@ -15,12 +15,12 @@ if importlib.util.find_spec("chainer") is None:
 from collective.errors import InvalidArgumentError
 from collective.tools.parity import splits, torch_splits
 from collective.tools.parity.layers import NETWORKS, draw, gradients
-from collective.tools.parity.runner import Plan
+from collective.tools.parity.runner import Comparison
 from collective.tools.parity.transports import survey
 
 
-def plan(backend: str, size: int, *frameworks: str) -> Plan:
-    return Plan(
+def plan(backend: str, size: int, *frameworks: str) -> Comparison:
+    return Comparison(
         transports=survey([backend]), frameworks=list(frameworks), operations=(), ops=(),
         dtypes=(), shapes=(), sizes=(size,),
     )  # fmt: skip

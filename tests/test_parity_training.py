@@ -16,13 +16,13 @@ if importlib.util.find_spec("chainer") is None:
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.tools.parity import weights
 from collective.tools.parity.cases import OPERATIONS
-from collective.tools.parity.runner import Plan
+from collective.tools.parity.runner import Comparison
 from collective.tools.parity.training import compare
 from collective.tools.parity.transports import survey
 
 
-def plan(*backends: str) -> Plan:
-    return Plan(
+def plan(*backends: str) -> Comparison:
+    return Comparison(
         transports=survey(backends), frameworks=["numpy", "torch", "chainer"],
         operations=OPERATIONS, ops=(), dtypes=(), shapes=(), sizes=(2,),
     )  # fmt: skip

@@ -19,25 +19,25 @@ from collective.contract.secret import Secret
 from collective.errors import RendezvousError
 from collective.start import private_store
 from collective.start.private_store import PrivateStore
-from collective.start.rendezvous import Address
+from collective.start.rendezvous import Endpoint
 from tests.hosts import ROOT
 from tests.test_monitor import FAR
 
 SECRET = Secret(bytes(range(32)))
 
 
-def free_address() -> Address:
+def free_address() -> Endpoint:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Address("127.0.0.1", probe.getsockname()[1], "a test")
+        return Endpoint("127.0.0.1", probe.getsockname()[1], "a test")
 
 
-def store(where: Address, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
+def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
     return PrivateStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
 
 
 @pytest.fixture
-def where() -> Iterator[Address]:
+def where() -> Iterator[Endpoint]:
     """An address at which this process serves."""
     address = free_address()
     with contextlib.closing(store(address, serve=True)) as first:
@@ -45,31 +45,31 @@ def where() -> Iterator[Address]:
         yield address
 
 
-def asks(where: Address) -> Link:
+def asks(where: Endpoint) -> Link:
     """Return a link of a rank that then says what no store says."""
     return connect(f"{where.host} {where.port}", SECRET.key("store"), FAR)
 
 
-def holds_its_value(where: Address) -> bool:
+def holds_its_value(where: Endpoint) -> bool:
     with contextlib.closing(store(where)) as another:
         return another.get("key", time.monotonic() + FAR) == b"value"
 
 
-def test_ranks_read_what_others_publish(where: Address) -> None:
+def test_ranks_read_what_others_publish(where: Endpoint) -> None:
     assert holds_its_value(where)
 
 
-def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Address) -> None:
+def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Endpoint) -> None:
     with contextlib.closing(store(where, serve=True)) as again:
         assert again.try_get("key") == b"value"
 
 
-def test_another_secret_is_not_served_at_the_same_address(where: Address) -> None:
+def test_another_secret_is_not_served_at_the_same_address(where: Endpoint) -> None:
     with pytest.raises(RendezvousError, match=r"another secret.*Set another port"):
         store(where, serve=True, secret=Secret(bytes(32)))
 
 
-def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Address) -> None:
+def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Endpoint) -> None:
     wanted = rf"{where} \(a test\) is not rank 0 of this job: .*COLLECTIVE_SECRET_FILE"
     with pytest.raises(RendezvousError, match=wanted):
         store(where, secret=Secret(bytes(32)), timeout=0.3)
@@ -77,7 +77,7 @@ def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Address) -
 
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = Address("127.0.0.1", other.getsockname()[1], "a test")
+        address = Endpoint("127.0.0.1", other.getsockname()[1], "a test")
         with pytest.raises(RendezvousError, match=r"in use.*COLLECTIVE_STORE=tcp://HOST:PORT"):
             store(address, serve=True)
 
@@ -92,7 +92,7 @@ def test_a_port_in_use_is_named() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
-    where: Address, words: dict[str, object]
+    where: Endpoint, words: dict[str, object]
 ) -> None:
     with contextlib.closing(asks(where)) as link:
         link.send(words)
@@ -101,7 +101,7 @@ def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
     assert holds_its_value(where)
 
 
-def test_ten_thousand_random_strings(where: Address) -> None:
+def test_ten_thousand_random_strings(where: Endpoint) -> None:
     """No exception escapes in the server's thread, and ranks connect meanwhile."""
     chance = random.Random(9)
     for number in range(10_000):
@@ -112,13 +112,13 @@ def test_ten_thousand_random_strings(where: Address) -> None:
     assert holds_its_value(where)
 
 
-def test_a_connection_that_broke_is_made_again(where: Address) -> None:
+def test_a_connection_that_broke_is_made_again(where: Endpoint) -> None:
     with contextlib.closing(store(where)) as rank:
         rank._link.cut()
         assert rank.try_get("key") == b"value"
 
 
-def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Address) -> None:
+def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) -> None:
     with contextlib.closing(store(where)) as rank:
         # A question whose answer nobody waits for.
         rank._link.send({"kind": "get", "key": "key", "number": -1})
@@ -127,8 +127,8 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Address) -
 
 SERVER = """
     import sys
-    from tests.test_private_store import Address, store
-    served = store(Address("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
+    from tests.test_private_store import Endpoint, store
+    served = store(Endpoint("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
     served.set("ready", b"")
     assert "torch" not in sys.modules
     sys.stdin.read()

@@ -20,7 +20,7 @@ from hosts import Hosts, needs_hosts
 
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store
-from collective.start.rendezvous import Address
+from collective.start.rendezvous import Endpoint
 from collective.start.tcp_store import TcpStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,24 +36,24 @@ def free_port() -> int:
     return port
 
 
-def place(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Address:
-    return Address(
+def place(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Endpoint:
+    return Endpoint(
         host, free_port() if port is None else port, "MASTER_ADDR and MASTER_PORT", **kind
     )
 
 
 def store(
-    where: Address, *, serve: bool, spans_hosts: bool = False, timeout: float = 30.0
+    where: Endpoint, *, serve: bool, spans_hosts: bool = False, timeout: float = 30.0
 ) -> TcpStore:
     return TcpStore(where, "job/", serve=serve, spans_hosts=spans_hosts, timeout=timeout)
 
 
 SERVER = """
     import sys
-    from collective.start.rendezvous import Address
+    from collective.start.rendezvous import Endpoint
     from collective.start.tcp_store import TcpStore
     port = int(sys.argv[1])
-    store = TcpStore(Address("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
+    store = TcpStore(Endpoint("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
                      timeout=30.0)
     store.set("ready", b"")
     sys.stdin.read()
@@ -148,12 +148,12 @@ def test_a_program_may_use_torch_distributed_at_the_same_port() -> None:
     body = """
         import sys
         import torch.distributed as dist
-        from collective.start.rendezvous import Address
+        from collective.start.rendezvous import Endpoint
         from collective.start.tcp_store import TcpStore
         for first in ("ours", "theirs"):
             port = int(sys.argv.pop())
             def ours():
-                where = Address("127.0.0.1", port, "test")
+                where = Endpoint("127.0.0.1", port, "test")
                 store = TcpStore(where, "job/", serve=True, spans_hosts=False, timeout=30.0)
                 store.set("key", b"value")
                 assert store.try_get("key") == b"value"
@@ -313,8 +313,8 @@ def test_program_ends_though_a_call_hangs() -> None:
         import sys
         from collective.start import tcp_store
         from collective.errors import RendezvousError
-        from collective.start.rendezvous import Address
-        store = tcp_store.TcpStore(Address("127.0.0.1", int(sys.argv[1]), "test"), "job/",
+        from collective.start.rendezvous import Endpoint
+        store = tcp_store.TcpStore(Endpoint("127.0.0.1", int(sys.argv[1]), "test"), "job/",
                                    serve=False, spans_hosts=False, timeout=60.0)
         print("connected", flush=True)
         sys.stdin.readline()
@@ -407,9 +407,9 @@ FORKING = """
     import os
     import sys
     from collective.start import tcp_store
-    from collective.start.rendezvous import Address
+    from collective.start.rendezvous import Endpoint
 
-    place = Address("127.0.0.1", int(sys.argv[1]), "test")
+    place = Endpoint("127.0.0.1", int(sys.argv[1]), "test")
     store = tcp_store.TcpStore(place, "job/", serve=True, spans_hosts=False, timeout=30.0)
     child = os.fork()
     if child == 0:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collective.ops import ReduceOp
     from collective.request import Request
 
-__all__ = ["Exchange", "Small", "all_gather", "all_reduce", "all_to_all", "gather", "reduce",
-           "reduce_scatter", "scatter"]  # fmt: skip
+__all__ = ["Exchange", "PreparedRound", "all_gather", "all_reduce", "all_to_all", "gather",
+           "reduce", "reduce_scatter", "scatter"]  # fmt: skip
 
 # Folded at a time, so that what one rank has added is in the cache for the next.
 _BLOCK_BYTES = 64 << 10
@@ -126,7 +126,7 @@ def all_reduce(
 ) -> None:
     """Fold the ranks' ``src``, in rank order, into every ``dst``: everybody gets them all.
 
-    :class:`Small` does the same where time matters more than memory.
+    :class:`PreparedRound` does the same where time matters more than memory.
     """
     folding = Folding(op, src.dtype, size)
     mine = folding.enter(src)
@@ -157,7 +157,7 @@ def reduce(
     _fold(folding, rank, into, mine, dst)
 
 
-class Small:
+class PreparedRound:
     """An all-reduce of few elements, prepared: what it takes depends on the request alone.
 
     A call of this size spends as much time in Python as in Gloo, and every rank waits for

@@ -124,7 +124,7 @@ class GlooBackend(Messenger):
         # A user's function would be kept alive by what is prepared with it.
         small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
         if request.operation == "all_reduce" and small and request.op.function is None:
-            prepared = rounds.Small(self.rank, self.size, request)
+            prepared = rounds.PreparedRound(self.rank, self.size, request)
             return partial(self._all_reduce_small, request, prepared)
         return super().plan(request)
 
@@ -184,7 +184,12 @@ class GlooBackend(Messenger):
             rounds.all_gather(exchange, self.rank, mine, dst, counts)
 
     def _all_reduce_small(
-        self, request: Request, small: rounds.Small, src: Buffer, dst: Buffer, timeout: float
+        self,
+        request: Request,
+        small: rounds.PreparedRound,
+        src: Buffer,
+        dst: Buffer,
+        timeout: float,
     ) -> None:
         self._begin(request)
         mine = small.enter(src)

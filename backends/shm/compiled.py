@@ -57,13 +57,13 @@ class Compiled:
             op.function is None and dtype is not None and self._shared.folds(_name(op), dtype.code)
         )
 
-    def small(self, request: Request) -> _Small:
+    def small(self, request: Request) -> _SmallInC:
         """Return a plan of an all-reduce that fits into the slots and scales no input."""
-        return _Small(self._control, self._shared, request)
+        return _SmallInC(self._control, self._shared, request)
 
-    def large(self, request: Request) -> _Large:
+    def large(self, request: Request) -> _LargeInC:
         """Return a plan of an all-reduce of any length, for when all ranks have arrived."""
-        return _Large(self._control, self._shared, request)
+        return _LargeInC(self._control, self._shared, request)
 
 
 def _name(op: Any) -> str:
@@ -101,7 +101,7 @@ class _Reduction:
         self._divide = arithmetic.post(op, dtype, control.size) if op.name == "avg" else None
 
 
-class _Small(_Reduction):
+class _SmallInC(_Reduction):
     __slots__ = ()
 
     def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:
@@ -117,7 +117,7 @@ class _Small(_Reduction):
                 self._divide(out, out)
 
 
-class _Large(_Reduction):
+class _LargeInC(_Reduction):
     __slots__ = ()
 
     def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:

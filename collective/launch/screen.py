@@ -13,7 +13,7 @@ import re
 import select
 import time
 
-__all__ = ["Screen", "Stream"]
+__all__ = ["RankOutput", "Screen"]
 
 # POSIX: a pipe that poll() calls writable takes this many bytes without blocking.
 _CHUNK = select.PIPE_BUF
@@ -51,8 +51,8 @@ class Screen:
         self._backlog = bytearray()
         # The stream in whose unfinished line the cursor stands; who wrote last; and how
         # many whole lines above the cursor are all from that one.
-        self._open: Stream | None = None
-        self._last: Stream | None = None
+        self._open: RankOutput | None = None
+        self._last: RankOutput | None = None
         self._above = 0
 
     @property
@@ -97,7 +97,7 @@ class Screen:
         if self.hidden:
             self.write(_SHOW_CURSOR)
 
-    def put(self, stream: Stream, text: bytes, end: bytes) -> None:
+    def put(self, stream: RankOutput, text: bytes, end: bytes) -> None:
         """Show a line of ``stream``; ``end`` is a newline or a carriage return."""
         mine = self._open is stream
         if mine and stream.shown:
@@ -113,7 +113,7 @@ class Screen:
             self._open = None
             self._above += 1
 
-    def show_unfinished(self, stream: Stream, text: bytes) -> None:
+    def show_unfinished(self, stream: RankOutput, text: bytes) -> None:
         """Show a line that has no end yet."""
         if self._open is stream and stream.shown:
             self.write(text[stream.shown :])
@@ -121,7 +121,7 @@ class Screen:
             self._begin(stream, text)
         stream.shown = len(text)
 
-    def _begin(self, stream: Stream, text: bytes) -> None:
+    def _begin(self, stream: RankOutput, text: bytes) -> None:
         if self._open is not stream:
             self.fresh_line()
         if self._last is not stream:
@@ -143,7 +143,7 @@ class Screen:
         return b"\x1b[%d%s" % (lines, move[2]) if lines else b""
 
 
-class Stream:
+class RankOutput:
     """The output or the error output of one rank.
 
     Attributes:

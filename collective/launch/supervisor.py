@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from .processes import adopt_orphans, die_with_parent, end_children
-from .screen import Screen, Stream
-from .verdict import Failure, exit_code, first_in_cause, report
+from .screen import RankOutput, Screen
+from .verdict import FailedRank, exit_code, first_in_cause, report
 
 __all__ = ["Rank", "Supervisor", "supervise"]
 
@@ -69,7 +69,7 @@ class Rank:
         self.number = number
         self.process = process
         self.code: int | None = None
-        self.streams: list[Stream] = []
+        self.streams: list[RankOutput] = []
 
     @property
     def runs(self) -> bool:
@@ -94,7 +94,7 @@ class Supervisor:
         self._command = command
         self._environments = environments
         self._ranks: list[Rank] = []
-        self._pipes: dict[int, Stream] = {}  # those still open at the other end
+        self._pipes: dict[int, RankOutput] = {}  # those still open at the other end
         self._failed: list[Rank] = []
         # What is to be sent when, once the run is ending; the signal that ended it, if
         # one did; and whether ranks were signalled, so that how they end tells nothing.
@@ -161,7 +161,7 @@ class Supervisor:
         due += [since + _PAUSE_S for since, _ in self._unfinished()]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _unfinished(self) -> list[tuple[float, Stream]]:
+    def _unfinished(self) -> list[tuple[float, RankOutput]]:
         streams = [stream for rank in self._ranks for stream in rank.streams]
         return [(s.silent_since, s) for s in streams if s.screen.terminal and s.silent_since]
 
@@ -206,7 +206,7 @@ class Supervisor:
         self._ranks.append(rank)
         for pipe, screen, keep in ((out, self._out, 0), (error, self._error, _TAIL)):
             os.set_blocking(pipe, False)
-            stream = Stream(rank.number, screen, keep)
+            stream = RankOutput(rank.number, screen, keep)
             rank.streams.append(stream)
             self._pipes[pipe] = stream
             self._watch(pipe, partial(self._relay, pipe))
@@ -299,7 +299,7 @@ class Supervisor:
         if self._failed:
             first = first_in_cause(
                 [
-                    Failure(rank.number, rank.code or 0, rank.streams[1].tail)
+                    FailedRank(rank.number, rank.code or 0, rank.streams[1].tail)
                     for rank in self._failed
                 ]
             )

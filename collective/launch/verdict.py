@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Failure", "exit_code", "first_in_cause", "report"]
+__all__ = ["FailedRank", "exit_code", "first_in_cause", "report"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
@@ -28,7 +28,7 @@ _LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedRank:
     """A rank that failed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Failure:
     stderr: bytes
 
 
-def first_in_cause(failures: Sequence[Failure]) -> Failure:
+def first_in_cause(failures: Sequence[FailedRank]) -> FailedRank:
     """Return the failure that the others follow from.
 
     Args:
@@ -51,12 +51,12 @@ def first_in_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=_distance)  # min keeps the order among equals
 
 
-def exit_code(failure: Failure) -> int:
+def exit_code(failure: FailedRank) -> int:
     """Return the code a shell would give: 128 + n for a process killed by signal n."""
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
-def report(failure: Failure) -> str:
+def report(failure: FailedRank) -> str:
     """Return the last words of a run that failed."""
     how = f"exit code {failure.code}"
     if failure.code < 0:
@@ -76,7 +76,7 @@ def report(failure: Failure) -> str:
     return f"{head}; it wrote nothing to its standard error.\n"
 
 
-def _distance(failure: Failure) -> int:
+def _distance(failure: FailedRank) -> int:
     """Return 0 for a cause, more for what follows from another rank's failure."""
     if failure.code < 0:
         return 0

@@ -20,7 +20,7 @@ from collective.contract.store import Store
 from collective.contract.world import Tls
 from collective.errors import RendezvousError
 
-from .rendezvous import Address
+from .rendezvous import Endpoint
 from .tcp import listen, reach
 
 __all__ = ["PrivateStore"]
@@ -52,7 +52,7 @@ class PrivateStore(Store):
 
     def __init__(
         self,
-        endpoint: Address,
+        endpoint: Endpoint,
         secret: Secret,
         *,
         serve: bool,
@@ -168,7 +168,7 @@ class _Values:
         """Do nothing: it comes again, or its job fails."""
 
 
-def _serve(endpoint: Address, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
+def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
     """Serve at ``endpoint``, unless this process does so already."""
     where = endpoint.host, endpoint.port
     if where in _serving:

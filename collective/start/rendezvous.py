@@ -12,14 +12,14 @@ from collective.errors import ConfigError
 
 from .launchers import Launched
 
-__all__ = ["Address", "expand", "from_environment", "from_url"]
+__all__ = ["Endpoint", "expand", "from_environment", "from_url"]
 
 # A port that srun's tasks work out alike: above the well-known ones, below those that Linux
 # gives to outgoing connections.
 _PORTS = range(15000, 30000)
 
 
-class Address(NamedTuple):
+class Endpoint(NamedTuple):
     """An address at which one process serves all ranks.
 
     Attributes:
@@ -39,7 +39,7 @@ class Address(NamedTuple):
         return f"{host}:{self.port}"
 
 
-def from_url(url: str) -> Address:
+def from_url(url: str) -> Endpoint:
     """Return the place that ``tcp://host:port`` names; the host may be ``[::1]``.
 
     Raises:
@@ -50,10 +50,10 @@ def from_url(url: str) -> Address:
     if parts.scheme != "tcp" or not parts.hostname or not parts.port or extra:
         raise ValueError(url)
     # hostname is in lower case, as names are compared anyway.
-    return Address(parts.hostname, parts.port, "COLLECTIVE_STORE")
+    return Endpoint(parts.hostname, parts.port, "COLLECTIVE_STORE")
 
 
-def from_environment(environ: Mapping[str, str], launched: Launched | None) -> Address | None:
+def from_environment(environ: Mapping[str, str], launched: Launched | None) -> Endpoint | None:
     """Return the place that the launcher or the user's script tells of, or None.
 
     That is ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun sets and batch scripts export.
@@ -85,7 +85,7 @@ def from_environment(environ: Mapping[str, str], launched: Launched | None) -> A
         and launched.launcher == "torchrun"
         and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
-    return Address(host, _port(port) if port else _derived(environ), origin, served)
+    return Endpoint(host, _port(port) if port else _derived(environ), origin, served)
 
 
 def _port(text: str) -> int:

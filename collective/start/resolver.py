@@ -25,7 +25,7 @@ from .file_store import FileStore
 from .launchers import MPI_LAUNCHERS, Launched
 from .network import address_of, address_toward, is_loopback, own_address
 from .private_store import PrivateStore
-from .rendezvous import Address, from_environment, from_url
+from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
 from .tcp_store import TcpStore
@@ -127,7 +127,7 @@ def name_libraries(config: Config) -> None:
         native.switch(config.native == "on")
 
 
-def _endpoint(config: Config, launched: Launched | None) -> Address | None:
+def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
     """Return the address at which the ranks meet, if one was agreed on."""
     if config.store is not None:
         endpoint = from_url(config.store) if config.store.startswith("tcp:") else None
@@ -159,7 +159,7 @@ class _Offer(NamedTuple):
 
 
 def _meeting(
-    ours: _Offer, launched: Launched | None, endpoint: Address | None
+    ours: _Offer, launched: Launched | None, endpoint: Endpoint | None
 ) -> tuple[str, Store]:
     """Return the job's name and its store."""
     config = ours.config
@@ -194,7 +194,7 @@ def _over_mpi(config: Config) -> bool:
     return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
 
 
-def _across_hosts(ours: _Offer, endpoint: Address | None) -> Store:
+def _across_hosts(ours: _Offer, endpoint: Endpoint | None) -> Store:
     """Return the store of ranks on several hosts."""
     config = ours.config
     if _over_mpi(config):
@@ -242,7 +242,7 @@ def _name(config: Config) -> str:
     return str(launched.job) if launched and known else "by hand"
 
 
-def _is_open(config: Config, endpoint: Address | None) -> bool:
+def _is_open(config: Config, endpoint: Endpoint | None) -> bool:
     """Return whether ranks of several hosts meet where anybody can write who gets there.
 
     A directory is of one user, and MPI's ranks are those that mpiexec has connected.
@@ -272,7 +272,7 @@ def warn_of_open(config: Config, where: str) -> None:
         )
 
 
-def _tcp(ours: _Offer, endpoint: Address) -> Store:
+def _tcp(ours: _Offer, endpoint: Endpoint) -> Store:
     config = ours.config
     spans_hosts, serve = config.local_size < config.size, config.rank == 0
     if ours.secret is not None and not endpoint.served:
@@ -290,7 +290,7 @@ def _tcp(ours: _Offer, endpoint: Address) -> Store:
     )
 
 
-def _address(config: Config, endpoint: Address | None) -> str:
+def _address(config: Config, endpoint: Endpoint | None) -> str:
     """Return where ranks of other hosts reach this one."""
     if config.local_size == config.size:
         return "127.0.0.1"

@@ -9,7 +9,7 @@ import time
 from collective.errors import RendezvousError
 
 from .network import interfaces, is_loopback
-from .rendezvous import Address
+from .rendezvous import Endpoint
 
 __all__ = ["CONNECT_S", "listen", "reach"]
 
@@ -18,7 +18,7 @@ CONNECT_S = 3.0
 _RETRY_S = 0.1
 
 
-def listen(endpoint: Address, spans_hosts: bool) -> socket.socket | None:
+def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
     """Return a socket that listens at ``endpoint`` and nowhere else; None if the port is in use.
 
     Args:
@@ -54,7 +54,7 @@ def listen(endpoint: Address, spans_hosts: bool) -> socket.socket | None:
     ) from refusal
 
 
-def _resolve(endpoint: Address) -> list[tuple[socket.AddressFamily, str]]:
+def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -66,7 +66,7 @@ def _resolve(endpoint: Address) -> list[tuple[socket.AddressFamily, str]]:
     return [(family, str(address[0])) for family, *_, address in found]
 
 
-def reach(endpoint: Address, deadline: float, timeout: float) -> str:
+def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
     """Wait until somebody listens at ``endpoint`` and return the address that answers.
 
     TCPStore could wait as well, but writes pages to standard error meanwhile.

@@ -25,7 +25,7 @@ from collective.contract.store import Store
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint
 
-from .rendezvous import Address
+from .rendezvous import Endpoint
 from .tcp import CONNECT_S, listen, reach
 
 __all__ = ["TcpStore"]
@@ -64,7 +64,7 @@ class TcpStore(Store):
     """
 
     def __init__(
-        self, endpoint: Address, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
+        self, endpoint: Endpoint, prefix: str, *, serve: bool, spans_hosts: bool, timeout: float
     ) -> None:
         self._endpoint = endpoint
         self._prefix = prefix
@@ -200,7 +200,7 @@ def _tcp_store() -> Any:
 # -- serving -------------------------------------------------------------------------------
 
 
-def _serve(kind: Any, endpoint: Address, spans_hosts: bool) -> Any:
+def _serve(kind: Any, endpoint: Endpoint, spans_hosts: bool) -> Any:
     listener = listen(endpoint, spans_hosts)
     port = endpoint.port
     # multi_tenant: the program's own init_process_group may serve the same port, which then

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (CollectiveError, ValueError) as error:
             parser.error(str(error))
         return 0
-    progress = _Progress() if sys.stderr.isatty() else None
+    progress = _ChecksDone() if sys.stderr.isatty() else None
     try:
         results = run_checks(
             given.name,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if _verdict(results)[0] else 1
 
 
-class _Progress:
+class _ChecksDone:
     """Shows on a terminal which check was last."""
 
     def __call__(self, result: Result) -> None:

@@ -17,7 +17,7 @@ from .heard import Heard, hold
 from .samples import LARGE, assert_same, expected, regions, values
 
 
-class _Trouble(Exception):
+class _OperatorError(Exception):
     """What the operator raises."""
 
 
@@ -67,7 +67,7 @@ def _used(factory: RankFactory, size: int, call: str, operator: _Operator) -> bo
         # Nothing was folded there; then the result is right.
         assert all(outcome.error is None for outcome in outcomes), f"{call}: {outcomes}"
         return False
-    own: type[Exception] = InvalidArgumentError if operator.shortens else _Trouble
+    own: type[Exception] = InvalidArgumentError if operator.shortens else _OperatorError
     says = "returned shape (0,)" if operator.shortens else "no such sum"
     for rank, outcome in enumerate(outcomes):
         what = f"rank {rank} in {call} with an operator that failed on rank {victim}"
@@ -95,7 +95,7 @@ def _failed_operator(comm: Communicator, call: str, operator: _Operator) -> _Fol
         failed.append(True)
         if operator.shortens:
             return a[:0]
-        raise _Trouble("no such sum")
+        raise _OperatorError("no such sum")
 
     # In the background, and of short arrays and long ones, transports go several ways.
     later = operator.later
@@ -106,7 +106,7 @@ def _failed_operator(comm: Communicator, call: str, operator: _Operator) -> _Fol
     try:
         found = _FOLDING[call](comm, inputs[comm.rank], user_op(fold), later)
         found = found.wait() if later else found
-    except (CollectiveError, _Trouble) as problem:
+    except (CollectiveError, _OperatorError) as problem:
         error = problem
     seconds = time.monotonic() - since
     if error is None and not failed:

@@ -114,7 +114,7 @@ class OfKind:
     def __init__(self, comm: Communicator, kind: Kind) -> None:
         self._comm = comm
         self._kind = kind
-        self._flying: list[_Work] = []
+        self._flying: list[_KindWork] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._comm, name)
@@ -140,7 +140,7 @@ class OfKind:
         del given["self"]
         result = getattr(self._comm, name)(**given)
         if given.get("async_op"):
-            work = _Work(result, call)
+            work = _KindWork(result, call)
             self._flying.append(work)
             return work
         call.loan.end(name)
@@ -215,7 +215,7 @@ class _Call:
         return leaf
 
 
-class _Work:
+class _KindWork:
     """A call on its way, whose arrays are taken back by whoever first learns that it is over."""
 
     def __init__(self, work: Any, call: _Call) -> None:

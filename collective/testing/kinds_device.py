@@ -68,7 +68,7 @@ def _as_numpy(array: Any, dtype: Any) -> Array:
     return found
 
 
-class _Span:
+class _Extent:
     """Bytes of the host, and as many on the GPU."""
 
     def __init__(self, low: int, high: int, stream: cuda.Stream) -> None:
@@ -106,7 +106,7 @@ class _Copies(Loan):
             made = adapter_like(kind.name).wrap(self._there(host), dtype)
             self.made.append(made)
 
-    def _copied(self, bounds: list[tuple[int, int]]) -> list[_Span]:
+    def _copied(self, bounds: list[tuple[int, int]]) -> list[_Extent]:
         """Copy to the GPU what the arrays span, once where they overlap."""
         merged: list[list[int]] = []
         for low, high in sorted(each for each in bounds if each[0] < each[1]):
@@ -114,7 +114,7 @@ class _Copies(Loan):
                 merged[-1][1] = max(high, merged[-1][1])
             else:
                 merged.append([low, high])
-        return [_Span(low, high, self._stream) for low, high in merged]
+        return [_Extent(low, high, self._stream) for low, high in merged]
 
     def _there(self, host: Array) -> DeviceArray:
         address, owner = 0, None
@@ -126,7 +126,7 @@ class _Copies(Loan):
             strides=host.strides, owner=owner, writeable=host.flags.writeable,
         )  # fmt: skip
 
-    def _of(self, host: Array) -> list[_Span]:
+    def _of(self, host: Array) -> list[_Extent]:
         low, high = _bounds(host)
         return [span for span in self._spans if span.low <= low < high <= span.high]
 

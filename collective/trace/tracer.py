@@ -275,7 +275,7 @@ class _Nothing(AbstractContextManager[None]):
         return None
 
 
-class _Slice(AbstractContextManager[None]):
+class _ProgramSlice(AbstractContextManager[None]):
     """A slice of the program's."""
 
     def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
@@ -329,7 +329,7 @@ def span(name: str, **args: Any) -> AbstractContextManager[None]:
     if not _open:
         return _NOTHING
     tracer = current()
-    return _NOTHING if tracer is None else _Slice(tracer, name, args)
+    return _NOTHING if tracer is None else _ProgramSlice(tracer, name, args)
 
 
 def interval(name: str) -> Interval | None:

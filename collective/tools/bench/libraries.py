@@ -17,7 +17,7 @@ from collective.tools.parity.frameworks import ArrayFramework, framework
 
 from .operations import stored
 
-__all__ = ["Call", "Library", "Memcpy", "Ours", "Unsupported"]
+__all__ = ["BenchLibrary", "Call", "Memcpy", "Ours", "Unsupported"]
 
 Array = np.ndarray[Any, Any]
 # A reference to code, whatever it returns.
@@ -28,7 +28,7 @@ class Unsupported(Exception):
     """Raised for an operation that a library does not have."""
 
 
-class Library(ABC):
+class BenchLibrary(ABC):
     """One library as one rank sees it; ranks are connected when it has been made.
 
     Attributes:
@@ -141,7 +141,7 @@ class Library(ABC):
 _ALL = (slice(None),)
 
 
-class Ours(Library):
+class Ours(BenchLibrary):
     """This project's library, over one of its transports."""
 
     def __init__(self, comm: Any) -> None:
@@ -185,7 +185,7 @@ class Ours(Library):
         self.comm.close()
 
 
-class Memcpy(Library):
+class Memcpy(BenchLibrary):
     """No communication at all: each rank copies its own memory, at the same time."""
 
     def __init__(self) -> None:

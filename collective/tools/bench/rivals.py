@@ -13,12 +13,12 @@ import numpy as np
 from collective.tools.parity.frameworks import framework
 
 from .contestants import ALONE
-from .libraries import Call, Library, Memcpy, Ours, Unsupported
+from .libraries import BenchLibrary, Call, Memcpy, Ours, Unsupported
 
 __all__ = ["ChainerMN", "Gloo", "Mpi", "open_library"]
 
 
-class Mpi(Library):
+class Mpi(BenchLibrary):
     """mpi4py: the upper-case calls, which take buffers."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Mpi(Library):
         self._mpi.Finalize()
 
 
-class Gloo(Library):
+class Gloo(BenchLibrary):
     """torch.distributed over Gloo, or NCCL for GPUs; ranks meet in a file below ``folder``."""
 
     def __init__(self, folder: Path) -> None:
@@ -119,7 +119,7 @@ class Gloo(Library):
 _CHAINERMN = ("int32", "int64", "float16", "float32", "float64")
 
 
-class ChainerMN(Library):
+class ChainerMN(BenchLibrary):
     """ChainerMN over its own communicator ``naive``; results are new arrays.
 
     Its calls exchange shapes before the arrays, as pickles; it has no reduce, reduce-scatter or
@@ -193,14 +193,14 @@ class ChainerMN(Library):
         self.comm.finalize()
 
 
-def open_library(name: str, folder: Path) -> Library:
+def open_library(name: str, folder: Path) -> BenchLibrary:
     """Connect this process with the other ranks of the library's job.
 
     Args:
         name: ``"mpi4py"``, ``"torch"``, ``"chainermn"``, ``"memcpy"`` or one of our transports.
         folder: private to this job.
     """
-    rivals: dict[str, Callable[[], Library]] = {
+    rivals: dict[str, Callable[[], BenchLibrary]] = {
         "mpi4py": Mpi, "torch": lambda: Gloo(folder), "chainermn": ChainerMN, "memcpy": Memcpy,
         ALONE: Memcpy,
     }  # fmt: skip

@@ -16,11 +16,11 @@ from .measure import Gap, Pace, Record, Task, compare
 from .training import Training
 from .training import measure as measure_steps
 
-__all__ = ["Plan", "Results", "measure"]
+__all__ = ["Benchmark", "Results", "measure"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Benchmark:
     """What is asked.
 
     Attributes:
@@ -126,7 +126,7 @@ class Results:
         )
 
 
-def measure(plan: Plan, tell: Callable[[str], None]) -> Results:
+def measure(plan: Benchmark, tell: Callable[[str], None]) -> Results:
     """Measure all that is asked; an interrupt ends it with what has been measured.
 
     Args:
@@ -143,7 +143,7 @@ def measure(plan: Plan, tell: Callable[[str], None]) -> Results:
     return results
 
 
-def _measure(plan: Plan, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+def _measure(plan: Benchmark, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
     able, missing = named(plan.names, plan.environments, ranks, plan.memories, plan.frameworks)
     tell(f"starting {ranks} ranks of {', '.join(contestant.name for contestant in able)}")
     with Arena(able) as arena:
@@ -159,7 +159,7 @@ def _measure(plan: Plan, ranks: int, results: Results, tell: Callable[[str], Non
             ]
 
 
-def _train(plan: Plan, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+def _train(plan: Benchmark, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
     for framework in plan.frameworks:
         tell(f"training steps, {framework}, {ranks} ranks")
         for found in measure_steps(

@@ -24,7 +24,7 @@ from collective.launch import control
 from collective.launch.ranks import Job, Participant
 from collective.memory.dtypes import BY_NAME
 
-from .libraries import Array, Call, Library, Unsupported
+from .libraries import Array, BenchLibrary, Call, Unsupported
 from .operations import ALL, count_wrong, lengths, stored, value_of
 from .rivals import open_library
 from .startline import StartLine
@@ -56,7 +56,7 @@ class Worker:
             ``RUSAGE_THREAD`` where ranks are threads.
     """
 
-    def __init__(self, library: Library, folder: Path, whose: int) -> None:
+    def __init__(self, library: BenchLibrary, folder: Path, whose: int) -> None:
         self._library = library
         self._line = StartLine(folder / "startline", library.rank, library.size)
         self._whose = whose

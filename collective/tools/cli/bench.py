@@ -26,7 +26,7 @@ from .outputs import check_file, written
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from collective.tools.bench.run import Plan, Results
+    from collective.tools.bench.run import Benchmark, Results
 
 __all__ = ["add_parser"]
 
@@ -114,7 +114,7 @@ def execute(options: argparse.Namespace) -> int:
     return 1 if results.failures or not (results.records or results.trainings) else 0
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> Benchmark:
     """Return what the options ask for.
 
     Raises:
@@ -125,7 +125,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     from collective.tools.bench.contestants import PEERS
     from collective.tools.bench.measure import METHODS, Pace
     from collective.tools.bench.operations import DTYPES, OPERATIONS
-    from collective.tools.bench.run import Plan
+    from collective.tools.bench.run import Benchmark
     from collective.tools.bench.training import FRAMEWORKS, MODELS
     from collective.tools.parity.frameworks import NAMES
 
@@ -146,7 +146,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     except argparse.ArgumentTypeError as error:
         raise InvalidArgumentError(f"--sizes: {error}.") from None
     only = [m for m, asked in zip(METHODS, (options.latency, options.bandwidth)) if asked]
-    return Plan(
+    return Benchmark(
         operations=operations,
         sizes=parsed,
         dtypes=options.dtype,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from collective.tools.parity.report import Report
-    from collective.tools.parity.runner import Plan
+    from collective.tools.parity.runner import Comparison
 
 __all__ = ["add_parser"]
 
@@ -151,9 +151,9 @@ def _run(options: argparse.Namespace) -> Report:
         progress.clear()
 
 
-def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Plan, dict[str, str]]:
+def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Comparison, dict[str, str]]:
     from collective.tools.parity import cases, frameworks, transports
-    from collective.tools.parity.runner import Plan
+    from collective.tools.parity.runner import Comparison
 
     known = {
         "framework": (*frameworks.NAMES, "mixed"),
@@ -167,7 +167,7 @@ def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Plan, dict[s
     found = transports.survey(options.backend, progress.show)
     asked = [name for name in chosen["framework"] if name != "mixed"]
     missing = {name: why for name, why in frameworks.unavailable(asked).items() if why}
-    plan = Plan(
+    plan = Comparison(
         transports=found,
         frameworks=[name for name in chosen["framework"] if name not in missing],
         operations=chosen["op"],
@@ -182,7 +182,7 @@ def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Plan, dict[s
     return plan, missing
 
 
-def _run_matrix(plan: Plan, report: Report, progress: Progress) -> Plan:
+def _run_matrix(plan: Comparison, report: Report, progress: Progress) -> Comparison:
     from collective.tools.parity.runner import run
 
     there = [transport for transport in plan.transports if not transport.reason]

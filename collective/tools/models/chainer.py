@@ -12,7 +12,7 @@ import numpy as np
 
 from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 from collective.communicator import Communicator
-from collective.tools.bench.libraries import Call, Library, Ours
+from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import ChainerMN
 from collective.tools.parity import weights
 
@@ -105,7 +105,7 @@ def _averaged(x: Any) -> Any:
     return F.mean(x, axis=(2, 3))
 
 
-def steps(library: Library, name: str) -> tuple[dict[str, Call], list[Any]]:
+def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]:
     """Return what is timed and what is updated, as :func:`.torch.steps`."""
     model, x = model_of(name)
     x = x + np.float32(library.rank / 8)

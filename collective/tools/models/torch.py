@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from collective.adapters.torch import DistributedDataParallel
 from collective.communicator import Communicator
-from collective.tools.bench.libraries import Call, Library, Ours
+from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import Gloo
 from collective.tools.parity import weights
 
@@ -90,7 +90,7 @@ def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*head, *blocks, *tail), torch.randn(4, 3, 32, 32)
 
 
-def steps(library: Library, name: str) -> tuple[dict[str, Call], list[Any]]:
+def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]:
     """Return what is timed, and the parameters that the step updates.
 
     Returns:

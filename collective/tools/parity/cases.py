@@ -22,7 +22,7 @@ __all__ = [
     "ROOTED",
     "SHAPES",
     "Case",
-    "Leaf",
+    "CaseLeaf",
     "matrix",
     "reduces",
 ]
@@ -45,7 +45,7 @@ DTYPES = tuple(BY_NAME)
 
 
 @dataclass(frozen=True)
-class Leaf:
+class CaseLeaf:
     """One array.
 
     Attributes:
@@ -66,7 +66,7 @@ class Case:
 
     Attributes:
         operation: one of :data:`OPERATIONS`.
-        data: a :class:`Leaf`, or a list, tuple or dict of such, nested.
+        data: a :class:`CaseLeaf`, or a list, tuple or dict of such, nested.
         op: of :data:`OPS`, where it reduces.
         order: ``"rank"`` or None.
         root: of the first turn, modulo the number of ranks; the next turn has the next one.
@@ -159,7 +159,7 @@ def matrix(
     moves = [name for name in operations if name in MOVES]
     for dtype in dtypes:
         for name in shapes:
-            data = Leaf(SHAPES[name][0], dtype, SHAPES[name][1])
+            data = CaseLeaf(SHAPES[name][0], dtype, SHAPES[name][1])
             model = Case(
                 "", data, seed=seed, root=1, frameworks=tuple(frameworks), shape_class=name
             )

@@ -22,7 +22,7 @@ from collective.memory.dtypes import BY_NAME
 
 from . import conduct, oracle
 from .bounds import ulp
-from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, Leaf
+from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, CaseLeaf
 from .frameworks import ArrayFramework, framework
 
 __all__ = ["Difference", "Verdict", "call", "prepare", "run_cases"]
@@ -125,7 +125,7 @@ def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
     kind = framework(case.frameworks[comm.rank % len(case.frameworks)])
     stored = oracle.inputs(case, comm.rank, comm.size, turn)
     wanted = oracle.references(case, comm.rank, comm.size, turn)
-    leaves: list[Leaf] = nested.flatten(case.data)
+    leaves: list[CaseLeaf] = nested.flatten(case.data)
     given = [
         lay_out(kind, array, leaf.dtype, leaf.steps)
         for array, leaf in zip(nested.flatten(stored), leaves)
@@ -179,7 +179,7 @@ def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ..
     return kind.make(whole, dtype, part)
 
 
-def _steps_of(leaf: Leaf, reference: oracle.Reference) -> tuple[int, ...]:
+def _steps_of(leaf: CaseLeaf, reference: oracle.Reference) -> tuple[int, ...]:
     return leaf.steps if len(leaf.steps) == len(reference.shape) else ()
 
 
@@ -268,7 +268,7 @@ def _judge(
     kind: ArrayFramework,
     found: Sequence[Any],
     wanted: Sequence[oracle.Reference],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[CaseLeaf],
     what: str,
 ) -> tuple[float, float]:
     if len(found) != len(wanted):

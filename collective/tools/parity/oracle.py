@@ -21,7 +21,7 @@ from collective.memory.dtypes import BY_NAME
 
 from . import double_double as dd
 from .bounds import ROUNDED, bound
-from .cases import REDUCTIONS, Case, Leaf
+from .cases import REDUCTIONS, Case, CaseLeaf
 from .frameworks import framework
 
 __all__ = ["Reference", "decoded", "factor", "inputs", "references", "special", "values"]
@@ -100,7 +100,7 @@ def _drawn_for(case: Case) -> str:
     return case.op if case.operation in REDUCTIONS and (special(case) or not extreme) else ""
 
 
-def _shape(case: Case, leaf: Leaf, rank: int) -> tuple[int, ...]:
+def _shape(case: Case, leaf: CaseLeaf, rank: int) -> tuple[int, ...]:
     if case.rows is None:
         return leaf.shape
     shape = list(leaf.shape)
@@ -189,7 +189,7 @@ def references(case: Case, rank: int, size: int, turn: int) -> list[Reference] |
 
 
 def _reference(
-    case: Case, leaf: Leaf, number: int, rank: int, size: int, turn: int, root: int
+    case: Case, leaf: CaseLeaf, number: int, rank: int, size: int, turn: int, root: int
 ) -> Reference:
     seed = (case.seed, turn, number)
     if case.operation in REDUCTIONS:

@@ -8,9 +8,9 @@ from typing import Any
 
 from collective.errors import InvalidArgumentError
 
-from .cases import MOVES, REDUCTIONS, ROOTED, Case, Leaf, reduces
+from .cases import MOVES, REDUCTIONS, ROOTED, Case, CaseLeaf, reduces
 from .frameworks import framework
-from .runner import CaseResult, CaseRunner, Plan
+from .runner import CaseResult, CaseRunner, Comparison
 from .snippets import snippet
 from .transports import Transport
 
@@ -36,7 +36,7 @@ class _Failing(Exception):
 
 
 def explore(
-    plan: Plan, transport: Transport, count: int, step: Callable[[], None]
+    plan: Comparison, transport: Transport, count: int, step: Callable[[], None]
 ) -> dict[str, Any]:
     """Try ``count`` random cases over a transport; return how it went.
 
@@ -88,7 +88,9 @@ def explore(
     return found
 
 
-def cases(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> st.SearchStrategy[tuple[int, Case]]:
+def cases(
+    plan: Comparison, kinds: Sequence[tuple[str, ...]]
+) -> st.SearchStrategy[tuple[int, Case]]:
     """Return the strategy that draws a number of ranks and a case for them."""
     operations = [name for name in plan.operations if name in (*REDUCTIONS, *MOVES)]
     if not operations or not kinds:
@@ -100,7 +102,11 @@ def cases(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> st.SearchStrategy[tup
 
 @st.composite
 def _case(
-    draw: Any, plan: Plan, operations: Sequence[str], kinds: Sequence[tuple[str, ...]], size: int
+    draw: Any,
+    plan: Comparison,
+    operations: Sequence[str],
+    kinds: Sequence[tuple[str, ...]],
+    size: int,
 ) -> Case:
     operation = draw(st.sampled_from(operations))
     held = draw(st.sampled_from(kinds))
@@ -114,7 +120,7 @@ def _case(
         if operation != "scan" and op in ("sum", "prod", "avg", "min", "max"):
             order = draw(st.sampled_from([None, "rank"]))
     data = draw(_data(dtypes))
-    single = data if isinstance(data, Leaf) else None
+    single = data if isinstance(data, CaseLeaf) else None
     axis, counts, rows = 0, None, None
     if single is not None and single.shape:
         if operation in ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter"):
@@ -150,14 +156,14 @@ def _data(dtypes: Sequence[str]) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def _leaf(draw: Any, dtypes: Sequence[str]) -> Leaf:
+def _leaf(draw: Any, dtypes: Sequence[str]) -> CaseLeaf:
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(
         st.lists(st.integers(0, _LENGTH), max_size=3).map(tuple)
         | st.integers(_LENGTH, _LONG).map(lambda length: (length,))
     )
     steps = st.lists(st.sampled_from(_STEPS), min_size=len(shape), max_size=len(shape)).map(tuple)
-    return Leaf(shape, dtype, draw(st.just(()) | steps))
+    return CaseLeaf(shape, dtype, draw(st.just(()) | steps))
 
 
 def _counts(length: int, size: int) -> st.SearchStrategy[tuple[int, ...]]:

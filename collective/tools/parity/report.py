@@ -17,7 +17,7 @@ from collective.tools.doctor import host
 from collective.tools.show import table
 
 from .cases import CONDUCT, OPERATIONS, REDUCTIONS
-from .runner import CaseResult, Plan
+from .runner import CaseResult, Comparison
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +38,7 @@ class Report:
         missing: frameworks that cannot be used here, and why.
     """
 
-    plan: Plan
+    plan: Comparison
     missing: Mapping[str, str]
     failures: list[CaseResult] = field(default_factory=list)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -10,7 +10,7 @@ from collective.errors import BackendUnavailableError
 from collective.testing import RankPool, RanksFailedError
 
 from . import execution
-from .cases import CONDUCT, Case, Leaf, matrix
+from .cases import CONDUCT, Case, CaseLeaf, matrix
 from .execution import Verdict
 from .frameworks import framework
 from .transports import Transport
@@ -18,7 +18,7 @@ from .transports import Transport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CaseResult", "CaseRunner", "Plan", "run"]
+__all__ = ["CaseResult", "CaseRunner", "Comparison", "run"]
 
 # Cases that are sent to the ranks at once.
 _BATCH = 100
@@ -32,7 +32,7 @@ _FEW_OPS = ("sum", "avg", "max", "lor")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Comparison:
     """What is to be compared.
 
     Attributes:
@@ -80,7 +80,7 @@ class Plan:
         found.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
         conduct = [name for name in self.operations if name in CONDUCT]
         if transport.on_host and "numpy" in self.frameworks:
-            found += [Case(name, Leaf((1,)), shape_class="") for name in conduct]
+            found += [Case(name, CaseLeaf((1,)), shape_class="") for name in conduct]
         return found
 
 
@@ -109,7 +109,7 @@ class CaseRunner:
     """Runs cases on the ranks of one transport and size: a context manager.
 
     Attributes:
-        transport, size, timeout: as in :class:`Plan`.
+        transport, size, timeout: as in :class:`Comparison`.
         frameworks: that they import first.
     """
 
@@ -241,8 +241,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def run(
-    plan: Plan, report: Callable[[CaseResult], None], note: Callable[[Transport, int], None]
-) -> Plan:
+    plan: Comparison, report: Callable[[CaseResult], None], note: Callable[[Transport, int], None]
+) -> Comparison:
     """Run a plan.
 
     Args:
@@ -265,7 +265,7 @@ def run(
 
 def _run_over(
     transport: Transport,
-    plan: Plan,
+    plan: Comparison,
     report: Callable[[CaseResult], None],
     note: Callable[[Transport, int], None],
 ) -> None:

@@ -53,7 +53,7 @@ _OPERATORS = {
 }
 
 _BY_CASE = """\
-from collective.tools.parity.cases import Case, Leaf
+from collective.tools.parity.cases import Case, CaseLeaf
 from collective.tools.parity.snippets import reproduce
 
 CASE = {case}

@@ -14,7 +14,7 @@ from collective.testing import RankPool, RanksFailedError
 
 from .frameworks import framework
 from .layers import NETWORKS, draw, gradients
-from .runner import Plan
+from .runner import Comparison
 
 __all__ = ["TOLERANCE", "compare", "require"]
 
@@ -37,7 +37,7 @@ _OVER_RANKS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def require(plan: Plan) -> list[str]:
+def require(plan: Comparison) -> list[str]:
     """Return the frameworks to compute in.
 
     Raises:
@@ -49,7 +49,7 @@ def require(plan: Plan) -> list[str]:
     return found
 
 
-def compare(plan: Plan, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def compare(plan: Comparison, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Compute in every framework, in turn and over every transport.
 
     Args:

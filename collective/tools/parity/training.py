@@ -22,7 +22,7 @@ from collective.testing import RankPool, RanksFailedError
 
 from . import weights
 from .frameworks import framework
-from .runner import Plan
+from .runner import Comparison
 
 __all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
 
@@ -59,7 +59,7 @@ class Setup:
     data: str
 
 
-def require(plan: Plan, model: str | None) -> list[str]:
+def require(plan: Comparison, model: str | None) -> list[str]:
     """Return the frameworks to train in; refuse what :func:`compare` would come to later.
 
     Args:
@@ -81,7 +81,7 @@ def require(plan: Plan, model: str | None) -> list[str]:
 
 
 def compare(
-    plan: Plan, steps: int, model: str | None, say: Callable[[str], None]
+    plan: Comparison, steps: int, model: str | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Train in every framework, over every transport, and compare the weights.
 
@@ -113,7 +113,7 @@ def compare(
 
 
 def _setups(
-    frameworks: Sequence[str], models: Sequence[str], directory: str, steps: int, plan: Plan
+    frameworks: Sequence[str], models: Sequence[str], directory: str, steps: int, plan: Comparison
 ) -> list[Setup]:
     setups = []
     for number, model in enumerate(models):
@@ -271,7 +271,10 @@ _Found = dict[tuple[Setup, str, int], tuple[_Weights, _Weights]]
 
 
 def _on_ranks(
-    plan: Plan, setups: Sequence[Setup], say: Callable[[str], None], rows: list[dict[str, Any]]
+    plan: Comparison,
+    setups: Sequence[Setup],
+    say: Callable[[str], None],
+    rows: list[dict[str, Any]],
 ) -> _Found:
     found: _Found = {}
     there = [each for each in plan.transports if not each.reason and each.on_host]
