@@ -378,7 +378,7 @@ def test_the_suite_holds(name: str, row: str) -> None:
         for mark in SUITE[name].pytestmark
         if mark.name == "parametrize"
         for bound in mark.args[1]
-        if (bound.check.name, bound.size) == (check, SIZE) and case.items() <= bound.case.items()
+        if bound.check.name == check and bound.size > 1 and case.items() <= bound.case.items()
     ]
     assert runs
 
