@@ -444,6 +444,8 @@ class Calls:
     @staticmethod
     def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
         """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
+        if output is not None and given is array and array.flags.carray:
+            return Buffer(output.flat, dtype)  # in place, of NumPy's
         flat = array.ravel()
         if output is not None and given is not None:
             if given is x:

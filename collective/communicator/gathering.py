@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -105,37 +105,59 @@ class Gathering(PieceCalls):
         async_op: bool,
     ) -> Any:
         seconds = self._seconds(timeout)
+        if nested.is_tree(x):
+            return self._collect_tree(what, x, root, counts, axis, out, seconds, async_op)
+        view = self._view(what, x)
+        leaf = Leaf(what, view, axis)
+        lengths = None if counts is None else tuple(counts)
+        key = (what, leaf.dtype, leaf.shape, root, axis, lengths, type(view.array))
+        planned = self._plans.get(key)
+        if planned is None:
+            self._check_lengths(what, [leaf], counts)
+            planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, counts))
+        receives = root is None or root == self.rank
+
+        def packed() -> Array:
+            return leaf.rows.array.ravel().view(np.uint8)
+
+        def send(rows: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
+            """Move the piece, knowing how many rows each rank has."""
+            at = sum(agreed.request.elements[: self.rank])
+            return self._move_one(what, agreed, leaf, sum(rows[0]), at, receives, out, seconds)
+
+        def run() -> Any:
+            known = None if counts is None else [counts]
+            return self._with_lengths(planned, [leaf], 0, known, packed, send, Deadline(seconds))
+
+        return self._go(what, run, async_op, view.array, view.adapter)
+
+    def _collect_tree(
+        self,
+        what: str,
+        x: Any,
+        root: int | None,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        seconds: float,
+        async_op: bool,
+    ) -> Any:
+        """Collect a structure: what a rank has of all its leaves is one message."""
         nesting = nested.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         receives = root is None or root == self.rank
-        known: list[list[int]] | None = None
-        if counts is not None:
-            lengths = check_counts(what, counts, self.size)
-            for leaf in leaves:
-                if leaf.rows.length != lengths[self.rank]:
-                    raise ShapeError(
-                        f"{what}: counts give rank {self.rank} {lengths[self.rank]} rows; its "
-                        f"array has {leaf.rows.length} {self._who}."
-                    )
-            known = [lengths] * len(leaves)
+        self._check_lengths(what, leaves, counts)
+        known = None if counts is None else [counts] * len(leaves)
         planned = self._piece_plan(what, leaves, nesting, root, axis, counts)
-        request = planned.request
-        on_gpu = request.options.get("device")
 
         @functools.cache
         def packed() -> Array:
             """Return this rank's pieces as bytes."""
-            arrays = [leaf.rows.array.ravel() for leaf in leaves]
-            return arrays[0].view(np.uint8) if nesting == 0 else bytes_of(arrays)
+            return bytes_of([leaf.rows.array.ravel() for leaf in leaves])
 
-        def send(rows: list[list[int]], agreed: Planned, seconds: float) -> Any:
+        def send(rows: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
             elements = agreed.request.elements
-            if nesting == 0:
-                at = sum(elements[: self.rank])
-                return self._move_one(
-                    what, agreed, leaves[0], sum(rows[0]), at, receives, out, seconds
-                )
             src = Buffer(packed(), UINT8)
             dst = Buffer.empty(sum(elements), UINT8, src.array) if receives else None
             self._carry(agreed, src, dst, seconds, alike=False)
@@ -147,26 +169,61 @@ class Gathering(PieceCalls):
 
         def run() -> Any:
             deadline = Deadline(seconds)
-            even = known or [[leaf.rows.length] * self.size for leaf in leaves]
-            try:
-                if self._agree_first:
-                    self._agree(request, deadline.left())
-                elif (self._agree_sizes or on_gpu) and known is None:
-                    found = self._exchange_heads(request, packed(), deadline)
-                    if found is not None:
-                        joined = functools.partial(_joined, found)
-                        return send(even, Planned(request, joined), deadline.left())
-                return send(even, planned, deadline.left())
-            except Disagreement as difference:
-                headers = difference.headers
-            if known is not None:
-                self._mismatch(headers)
-            rows = self._rows_of(headers, len(leaves))
-            elements = self._lengths(rows, leaves, nesting)
-            agreed = Request(what, root=root, elements=elements, sizes=rows)
-            return send(rows, self._planned(agreed), deadline.left())
+            return self._with_lengths(planned, leaves, nesting, known, packed, send, deadline)
 
         return self._go(what, run, async_op, *self._near(leaves))
+
+    def _check_lengths(
+        self, what: str, leaves: Sequence[Leaf], counts: Sequence[int] | None
+    ) -> None:
+        """Refuse lengths that are not those of this rank's arrays."""
+        if counts is None:
+            return
+        mine = check_counts(what, counts, self.size)[self.rank]
+        for leaf in leaves:
+            if leaf.rows.length != mine:
+                raise ShapeError(
+                    f"{what}: counts give rank {self.rank} {mine} rows; its array has "
+                    f"{leaf.rows.length} {self._who}."
+                )
+
+    def _with_lengths(
+        self,
+        planned: Planned,
+        leaves: Sequence[Leaf],
+        nesting: Any,
+        known: Sequence[Sequence[int]] | None,
+        packed: Callable[[], Array],
+        send: Callable[[Sequence[Sequence[int]], Planned, float], Any],
+        deadline: Deadline,
+    ) -> Any:
+        """Find out how much each rank has, and move it.
+
+        Args:
+            planned: the call, if all ranks have as much as this one or as is ``known``.
+            known: how many rows of each leaf each rank has, where all ranks know.
+            packed: returns what this rank has as bytes.
+            send: moves it, of the rows of each leaf and rank, a plan and seconds.
+        """
+        request = planned.request
+        alike = known or [[leaf.rows.length] * self.size for leaf in leaves]
+        try:
+            if self._agree_first:
+                self._agree(request, deadline.left())
+            elif known is None and (self._agree_sizes or request.options.get("device")):
+                found = self._exchange_heads(request, packed(), deadline)
+                if found is not None:
+                    joined = functools.partial(_joined, found)
+                    return send(alike, Planned(request, joined), deadline.left())
+            return send(alike, planned, deadline.left())
+        except Disagreement as difference:
+            headers = difference.headers
+        if known is not None:
+            self._mismatch(headers)
+        rows = self._rows_of(headers, len(leaves))
+        elements = self._lengths(rows, leaves, nesting)
+        agreed = Request(request.operation, root=request.root, elements=elements, sizes=rows)
+        return send(rows, self._planned(agreed), deadline.left())
 
 
 def _joined(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:

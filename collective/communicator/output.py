@@ -32,7 +32,7 @@ class Output:
         flat: contiguous, of the result's length; what the transport writes to.
     """
 
-    __slots__ = ("_adapter", "_array", "_dtype", "_given", "_near", "_target", "flat")
+    __slots__ = ("_adapter", "_apart", "_array", "_dtype", "_given", "_near", "_target", "flat")
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Output:
         if on_host and not isinstance(array, np.ndarray):
             self._target, array = array, np.empty(shape, dtype.storage)
         self._array = array
-        self.flat = array.ravel() if array.flags.carray else _like(array, dtype)
+        self._apart = not array.flags.carray
+        self.flat = _like(array, dtype) if self._apart else array.reshape(-1)
         if self._near is not None:
             self._near.effective_stream.wait_for(array.stream)
 
@@ -87,7 +88,7 @@ class Output:
         array: Any = self._array
         if self._near is not None:
             array.effective_stream.wait_for(self._near.effective_stream)
-        if self.flat.base is not array and not np.may_share_memory(self.flat, array):
+        if self._apart:
             array[...] = self.flat.reshape(array.shape)
         if self._near is not None:
             array.stream.wait_for(array.effective_stream)

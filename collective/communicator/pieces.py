@@ -213,7 +213,7 @@ class PieceCalls(Calls):
         self,
         what: str,
         parts: Sequence[Array],
-        results: Sequence[tuple[Rows, DType, list[int]]],
+        results: Sequence[tuple[Rows, DType, Sequence[int]]],
         likes: Sequence[Any],
         out: Any,
         nesting: Any,
