@@ -49,7 +49,7 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # none of them is left over when the others are done. The summary tells of one that is missing.
 SLOW = """
     mpi_conformance hosts mpi_failures hierarchical examples docs doctor torch_examples conformance
-    nccl_conformance gloo_conformance mpi_cuda_aware
+    nccl_conformance faults benchmarks gloo_conformance mpi_cuda_aware
 """.split()
 
 
