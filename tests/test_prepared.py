@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from collective import Communicator
-from collective.errors import CommunicatorClosedError, InvalidArgumentError, MismatchError
+from collective.errors import (
+    CommunicatorClosedError,
+    InvalidArgumentError,
+    MismatchError,
+    ShapeError,
+)
 from collective.testing import run_ranks
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -126,5 +131,24 @@ def test_a_closed_communicator_says_so() -> None:
         mine.close()
         with pytest.raises(CommunicatorClosedError, match="all_reduce"):
             step()
+
+    run_ranks(2, program, backend="threads")
+
+
+def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+
+    def program(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgumentError, match="x has no memory that is looked at each"):
+            comm.plan("all_reduce", torch.ones(3, dtype=torch.complex64).conj())
+
+    run_ranks(1, program, backend="threads")
+
+
+@pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])
+def test_lengths_that_are_none_are_refused_in_words(counts: Any) -> None:
+    def program(comm: Communicator) -> None:
+        with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
+            comm.all_gather(np.ones(2), counts=counts)
 
     run_ranks(2, program, backend="threads")

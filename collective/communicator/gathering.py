@@ -109,12 +109,14 @@ class Gathering(PieceCalls):
             return self._collect_tree(what, x, root, counts, axis, out, seconds, async_op)
         view = self._view(what, x)
         leaf = Leaf(what, view, axis)
-        lengths = None if counts is None else tuple(counts)
-        key = (what, leaf.dtype, leaf.shape, root, axis, lengths, type(view.array))
+        lengths = None if counts is None else check_counts(what, counts, self.size)
+        known = None if lengths is None else [lengths]
+        key = (what, leaf.dtype, leaf.shape, root, axis, lengths and tuple(lengths),
+               type(view.array))  # fmt: skip
         planned = self._plans.get(key)
         if planned is None:
-            self._check_lengths(what, [leaf], counts)
-            planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, counts))
+            self._check_lengths(what, [leaf], lengths)
+            planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, lengths))
         receives = root is None or root == self.rank
 
         def packed() -> Array:
@@ -126,7 +128,6 @@ class Gathering(PieceCalls):
             return self._move_one(what, agreed, leaf, sum(rows[0]), at, receives, out, seconds)
 
         def run() -> Any:
-            known = None if counts is None else [counts]
             return self._with_lengths(planned, [leaf], 0, known, packed, send, Deadline(seconds))
 
         return self._go(what, run, async_op, view.array, view.adapter)
@@ -146,9 +147,10 @@ class Gathering(PieceCalls):
         nesting = nested.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         receives = root is None or root == self.rank
-        self._check_lengths(what, leaves, counts)
-        known = None if counts is None else [counts] * len(leaves)
-        planned = self._piece_plan(what, leaves, nesting, root, axis, counts)
+        lengths = None if counts is None else check_counts(what, counts, self.size)
+        self._check_lengths(what, leaves, lengths)
+        known = None if lengths is None else [lengths] * len(leaves)
+        planned = self._piece_plan(what, leaves, nesting, root, axis, lengths)
 
         @functools.cache
         def packed() -> Array:
@@ -174,12 +176,12 @@ class Gathering(PieceCalls):
         return self._go(what, run, async_op, *self._near(leaves))
 
     def _check_lengths(
-        self, what: str, leaves: Sequence[Leaf], counts: Sequence[int] | None
+        self, what: str, leaves: Sequence[Leaf], lengths: Sequence[int] | None
     ) -> None:
         """Refuse lengths that are not those of this rank's arrays."""
-        if counts is None:
+        if lengths is None:
             return
-        mine = check_counts(what, counts, self.size)[self.rank]
+        mine = lengths[self.rank]
         for leaf in leaves:
             if leaf.rows.length != mine:
                 raise ShapeError(

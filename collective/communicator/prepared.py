@@ -56,7 +56,8 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
     """Refuse arrays of which a call would work on a copy: it would be of one moment.
 
     Raises:
-        InvalidArgumentError: a structure, strides, an ``out`` that overlaps ``x``, an ``axis``.
+        InvalidArgumentError: a structure, strides, an ``out`` that overlaps ``x``, an ``axis``, or
+            what is seen through a copy.
     """
     seen: list[Any] = []
     for name, each in (("x", x), ("out", out)):
@@ -76,6 +77,11 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
             raise InvalidArgumentError(
                 f"plan: {operation}: {name} is on a GPU; an array on the CPU. Make the call, "
                 "which only enqueues it."
+            )
+        if array.size and not np.may_share_memory(array, adapter_of(each).view(each)[0]):
+            raise InvalidArgumentError(
+                f"plan: {operation}: {name} has no memory that is looked at each time (a scalar, a "
+                "lazily conjugated or negated tensor); an array that has. Pass a copy of it."
             )
         seen.append(array)
     if len(seen) == 2 and out is not x and np.may_share_memory(seen[0], seen[1]):
