@@ -28,10 +28,9 @@ typedef fold_function *fold_table[OPS][DTYPES];
 /* Divides count elements in place, as the mean of so many ranks wants it. */
 typedef void divide_function(void *values, size_t count, int divisor);
 
-/* The loops are compiled for several levels of a processor's instructions, 0 the least. This many
-   can run here; "baseline", "avx2", "avx512" are their names. */
+/* The loops are compiled for several levels of a processor's instructions: 0 the compiler's own, 1
+   AVX2, 2 AVX-512. This many can run here. */
 int fold_levels(void);
-const char *fold_level(int level);
 
 /* Returns NULL if the operator has no meaning for the type, or NumPy's arithmetic is not ours to
    repeat: the product of complex numbers. */

@@ -1,12 +1,16 @@
 /* The loops of all folds, for one level of instructions; included by folds.c, which says which:
-   LEVEL(name) is a function's name at this level. There is no guard, as it is included repeatedly.
+   LEVEL(name) is a function's name at this level, TARGET its instructions. There is no guard, as it
+   is included repeatedly; a macro may be defined again as what it is.
 
    Floats as integers: IEEE 754 orders numbers of one sign as their bits are ordered. What has a
    sign is a number's magnitude with the highest bit, so that flipping the other bits of negative
    numbers gives integers in the same order, with -0 just below +0. */
 
+#define FOLD(NAME)                                                                          \
+    TARGET static void LEVEL(NAME)(const void *left, const void *right, void *out, size_t count)
+
 #define LOOP(NAME, TYPE, EXPRESSION)                                                        \
-    static void LEVEL(NAME)(const void *left, const void *right, void *out, size_t count)   \
+    FOLD(NAME)                                                                              \
     {                                                                                       \
         const TYPE *a = left, *b = right;                                                   \
         TYPE *result = out;                                                                 \
@@ -51,119 +55,78 @@ LOOP(prod_float32, float, x *LEFT_NAN(x, y))
 LOOP(sum_float64, double, x + LEFT_NAN(x, y))
 LOOP(prod_float64, double, x *LEFT_NAN(x, y))
 
-/* Complex numbers are added as twice as many reals. */
-static void LEVEL(sum_complex64)(const void *left, const void *right, void *out, size_t count)
-{
-    LEVEL(sum_float32)(left, right, out, 2 * count);
-}
-
-static void LEVEL(sum_complex128)(const void *left, const void *right, void *out, size_t count)
-{
-    LEVEL(sum_float64)(left, right, out, 2 * count);
-}
-
 /* bfloat16 two at a time, as the halves of a word, which are floats where they stand: apart they
    would have to be unpacked and packed, at half the speed. */
 #define LOOP_BFLOAT16(NAME, OPERATOR)                                                       \
-    static inline uint32_t LEVEL(NAME##_one)(uint32_t left, uint32_t right)                 \
+    TARGET static inline uint32_t LEVEL(NAME##_one)(uint32_t left, uint32_t right)          \
     {                                                                                       \
         float x = float_of(left), y = float_of(right);                                      \
         return rounded_to_bfloat16(x OPERATOR LEFT_NAN(x, y));                              \
     }                                                                                       \
-    static void LEVEL(NAME)(const void *left, const void *right, void *out, size_t count)   \
+    TARGET static inline uint32_t LEVEL(NAME##_two)(uint32_t x, uint32_t y)                 \
     {                                                                                       \
-        const two_bfloat16 *a = left, *b = right;                                           \
-        two_bfloat16 *result = out;                                                         \
-        INDEPENDENT                                                                         \
-        for (size_t i = 0; i < count / 2; i++) {                                            \
-            uint32_t x = a[i], y = b[i];                                                    \
-            uint32_t upper = LEVEL(NAME##_one)(x & 0xFFFF0000, y & 0xFFFF0000);             \
-            uint32_t lower = LEVEL(NAME##_one)(x << 16, y << 16);                           \
-            result[i] = (upper & 0xFFFF0000) | lower >> 16;                                                \
-        }                                                                                   \
-        if (count % 2) {                                                                    \
-            uint32_t x = ((const uint16_t *)left)[count - 1];                               \
-            uint32_t y = ((const uint16_t *)right)[count - 1];                              \
-            uint32_t last = LEVEL(NAME##_one)(x << 16, y << 16) >> 16;                      \
-            ((uint16_t *)out)[count - 1] = (uint16_t)last;                                  \
-        }                                                                                   \
+        uint32_t upper = LEVEL(NAME##_one)(x & 0xFFFF0000, y & 0xFFFF0000);                 \
+        return (upper & 0xFFFF0000) | LEVEL(NAME##_one)(x << 16, y << 16) >> 16;            \
+    }                                                                                       \
+    LOOP(NAME##_pairs, two_bfloat16, LEVEL(NAME##_two)(x, y))                               \
+    FOLD(NAME)                                                                              \
+    {                                                                                       \
+        const uint16_t *a = left, *b = right;                                               \
+        LEVEL(NAME##_pairs)(a, b, out, count / 2);                                          \
+        if (count-- % 2)                                                                    \
+            ((uint16_t *)out)[count] = (uint16_t)LEVEL(NAME##_two)(a[count], b[count]);     \
     }
 
 LOOP_BFLOAT16(sum_bfloat16, +)
 LOOP_BFLOAT16(prod_bfloat16, *)
 
-static inline uint16_t LEVEL(add_float16)(uint16_t left, uint16_t right)
-{
-    float x = widen_float16(left), y = widen_float16(right);
-    return narrow_float16(x + LEFT_NAN(x, y));
-}
+/* The processor converts float16 eight at a time, where it can, as the functions below do. */
+#undef EIGHT_FLOAT16
+#ifdef HAS_F16C
+#define EIGHT_FLOAT16(OPERATOR)                                                             \
+    for (; i + 8 <= count; i += 8) {                                                        \
+        __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(a + i)));                 \
+        __m256 y = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(b + i)));                 \
+        y = _mm256_blendv_ps(y, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));                      \
+        __m128i rounded = _mm256_cvtps_ph(x OPERATOR y, _MM_FROUND_TO_NEAREST_INT);         \
+        _mm_storeu_si128((void *)(result + i), rounded);                                    \
+    }
+#else
+#define EIGHT_FLOAT16(OPERATOR)
+#endif
 
-static inline uint16_t LEVEL(multiply_float16)(uint16_t left, uint16_t right)
-{
-    float x = widen_float16(left), y = widen_float16(right);
-    return narrow_float16(x * LEFT_NAN(x, y));
-}
-
-LOOP(sum_float16_plain, uint16_t, LEVEL(add_float16)(x, y))
-LOOP(prod_float16_plain, uint16_t, LEVEL(multiply_float16)(x, y))
-
-#ifdef LEVEL_HAS_F16C
-
-/* The processor converts eight at a time, as the functions above do. */
-static inline __m256 LEVEL(eight)(const uint16_t *halves)
-{
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
-}
-
-static inline void LEVEL(put_eight)(uint16_t *halves, __m256 values)
-{
-    __m128i rounded = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128((__m128i *)halves, rounded);
-}
-
-#define LOOP_FLOAT16(NAME, INTRINSIC)                                                       \
-    static void LEVEL(NAME)(const void *left, const void *right, void *out, size_t count)   \
+#define LOOP_FLOAT16(NAME, OPERATOR)                                                        \
+    TARGET static inline uint16_t LEVEL(NAME##_one)(uint16_t left, uint16_t right)          \
+    {                                                                                       \
+        float x = widen_float16(left), y = widen_float16(right);                            \
+        return narrow_float16(x OPERATOR LEFT_NAN(x, y));                                   \
+    }                                                                                       \
+    FOLD(NAME)                                                                              \
     {                                                                                       \
         const uint16_t *a = left, *b = right;                                               \
         uint16_t *result = out;                                                             \
         size_t i = 0;                                                                       \
-        for (; i + 8 <= count; i += 8) {                                                    \
-            __m256 x = LEVEL(eight)(a + i), y = LEVEL(eight)(b + i);                        \
-            __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);                              \
-            y = _mm256_blendv_ps(y, x, is_nan);                                             \
-            LEVEL(put_eight)(result + i, INTRINSIC(x, y));                                  \
-        }                                                                                   \
-        LEVEL(NAME##_plain)(a + i, b + i, result + i, count - i);                           \
+        EIGHT_FLOAT16(OPERATOR)                                                             \
+        INDEPENDENT                                                                         \
+        for (; i < count; i++)                                                              \
+            result[i] = LEVEL(NAME##_one)(a[i], b[i]);                                      \
     }
 
-LOOP_FLOAT16(sum_float16, _mm256_add_ps)
-LOOP_FLOAT16(prod_float16, _mm256_mul_ps)
-#undef LOOP_FLOAT16
-
-#define SUM_FLOAT16 LEVEL(sum_float16)
-#define PROD_FLOAT16 LEVEL(prod_float16)
-#else
-#define SUM_FLOAT16 LEVEL(sum_float16_plain)
-#define PROD_FLOAT16 LEVEL(prod_float16_plain)
-#endif
+LOOP_FLOAT16(sum_float16, +)
+LOOP_FLOAT16(prod_float16, *)
 
 /* IEEE 754-2019's minimum and maximum: -0 is less than +0, and if an operand is NaN the result is
    the quiet NaN without sign and payload, whichever came first. */
-#define FLOATS(NAME, BITS, INFINITY_BITS, ONE)                                              \
-    static inline int##BITS##_t LEVEL(ordered_##NAME)(int##BITS##_t x)                      \
+#define FLOATS(NAME, BITS, INFINITE, QUIET_NAN, ONE)                                        \
+    TARGET static inline int##BITS##_t LEVEL(ordered_##NAME)(int##BITS##_t x)               \
     {                                                                                       \
         return x ^ ((x >> (BITS - 1)) & INT##BITS##_MAX);                                   \
     }                                                                                       \
-    static inline int LEVEL(is_nan_##NAME)(int##BITS##_t x)                                 \
+    TARGET static inline int##BITS##_t LEVEL(pick_##NAME)(int##BITS##_t x, int##BITS##_t y, \
+                                                          int##BITS##_t picked)             \
     {                                                                                       \
-        return (x & INT##BITS##_MAX) > (INFINITY_BITS);                                     \
-    }                                                                                       \
-    static inline int##BITS##_t LEVEL(pick_##NAME)(int##BITS##_t x, int##BITS##_t y,        \
-                                                   int##BITS##_t picked)                    \
-    {                                                                                       \
-        /* All bits of infinity, and the highest one of the fraction. */                    \
-        int##BITS##_t quiet = (INFINITY_BITS) | (((INFINITY_BITS) >> 1) & ~(INFINITY_BITS)); \
-        return LEVEL(is_nan_##NAME)(x) | LEVEL(is_nan_##NAME)(y) ? quiet : picked;          \
+        int is_nan = ((x & INT##BITS##_MAX) > INFINITE) | ((y & INT##BITS##_MAX) > INFINITE); \
+        return is_nan ? QUIET_NAN : picked;                                                 \
     }                                                                                       \
     LOOP(min_##NAME, int##BITS##_t,                                                         \
          LEVEL(pick_##NAME)(x, y,                                                           \
@@ -173,43 +136,44 @@ LOOP_FLOAT16(prod_float16, _mm256_mul_ps)
              LEVEL(ordered_##NAME)(x) > LEVEL(ordered_##NAME)(y) ? x : y))                  \
     /* What is not a zero of either sign is true, NaN too; the result is a 1 of the type. */ \
     LOOP(land_##NAME, int##BITS##_t,                                                        \
-         (x & INT##BITS##_MAX) != 0 && (y & INT##BITS##_MAX) != 0 ? (ONE) : 0)              \
-    LOOP(lor_##NAME, int##BITS##_t, ((x | y) & INT##BITS##_MAX) != 0 ? (ONE) : 0)
+         (x & INT##BITS##_MAX) != 0 && (y & INT##BITS##_MAX) != 0 ? ONE : 0)                \
+    LOOP(lor_##NAME, int##BITS##_t, ((x | y) & INT##BITS##_MAX) != 0 ? ONE : 0)
 
-FLOATS(float16, 16, 0x7C00, 0x3C00)
-FLOATS(bfloat16, 16, 0x7F80, 0x3F80)
-FLOATS(float32, 32, 0x7F800000, 0x3F800000)
-FLOATS(float64, 64, INT64_C(0x7FF0000000000000), INT64_C(0x3FF0000000000000))
+FLOATS(float16, 16, 0x7C00, 0x7E00, 0x3C00)
+FLOATS(bfloat16, 16, 0x7F80, 0x7FC0, 0x3F80)
+FLOATS(float32, 32, 0x7F800000, 0x7FC00000, 0x3F800000)
+FLOATS(float64, 64, 0x7FF0000000000000, 0x7FF8000000000000, 0x3FF0000000000000)
 
 /* The divisor is rounded to the type first, as NumPy does; to float32 for bfloat16. */
-#define LOOP_DIVIDE(NAME, TYPE)                                                             \
-    static void LEVEL(NAME)(void *values, size_t count, int divisor)                        \
+#define LOOP_DIVIDE(NAME, TYPE, REAL, QUOTIENT)                                             \
+    TARGET static void LEVEL(NAME)(void *values, size_t count, int divisor)                 \
     {                                                                                       \
-        TYPE *x = values, by = (TYPE)divisor;                                               \
-        for (size_t i = 0; i < count; i++)                                                  \
-            x[i] = x[i] / by;                                                               \
+        TYPE *each = values;                                                                \
+        REAL by = (REAL)divisor;                                                            \
+        for (size_t i = 0; i < count; i++) {                                                \
+            TYPE x = each[i];                                                               \
+            each[i] = (TYPE)(QUOTIENT);                                                     \
+        }                                                                                   \
     }
 
-LOOP_DIVIDE(divide_float32, float)
-LOOP_DIVIDE(divide_float64, double)
+LOOP_DIVIDE(divide_float32, float, float, x / by)
+LOOP_DIVIDE(divide_float64, double, double, x / by)
+LOOP_DIVIDE(divide_bfloat16, uint16_t, float,
+            rounded_to_bfloat16(float_of((uint32_t)x << 16) / by) >> 16)
 
-static void LEVEL(divide_complex64)(void *values, size_t count, int divisor)
-{
-    LEVEL(divide_float32)(values, 2 * count, divisor);
-}
+/* Complex numbers are added, and divided by a real one, as twice as many reals. */
+#define COMPLEX(NAME, REAL)                                                                 \
+    FOLD(sum_##NAME)                                                                        \
+    {                                                                                       \
+        LEVEL(sum_##REAL)(left, right, out, 2 * count);                                     \
+    }                                                                                       \
+    static void LEVEL(divide_##NAME)(void *values, size_t count, int divisor)               \
+    {                                                                                       \
+        LEVEL(divide_##REAL)(values, 2 * count, divisor);                                   \
+    }
 
-static void LEVEL(divide_complex128)(void *values, size_t count, int divisor)
-{
-    LEVEL(divide_float64)(values, 2 * count, divisor);
-}
-
-static void LEVEL(divide_bfloat16)(void *values, size_t count, int divisor)
-{
-    uint16_t *x = values;
-    float by = (float)divisor;
-    for (size_t i = 0; i < count; i++)
-        x[i] = (uint16_t)(rounded_to_bfloat16(float_of((uint32_t)x[i] << 16) / by) >> 16);
-}
+COMPLEX(complex64, float32)
+COMPLEX(complex128, float64)
 
 static divide_function *const LEVEL(divisions)[DTYPES] = {
     [FLOAT32] = LEVEL(divide_float32),     [FLOAT64] = LEVEL(divide_float64),
@@ -227,34 +191,21 @@ static divide_function *const LEVEL(divisions)[DTYPES] = {
     [INT32] = LEVEL(NAME##_signed32), [UINT32] = LEVEL(NAME##_unsigned32),                  \
     [INT64] = LEVEL(NAME##_signed64), [UINT64] = LEVEL(NAME##_unsigned64)
 #define BY_FLOAT(NAME)                                                                      \
-    [FLOAT32] = LEVEL(NAME##_float32), [FLOAT64] = LEVEL(NAME##_float64),                   \
-    [BFLOAT16] = LEVEL(NAME##_bfloat16)
+    [FLOAT16] = LEVEL(NAME##_float16), [BFLOAT16] = LEVEL(NAME##_bfloat16),                 \
+    [FLOAT32] = LEVEL(NAME##_float32), [FLOAT64] = LEVEL(NAME##_float64)
 
 static const fold_table LEVEL(folds) = {
-    [SUM] = {BY_BITS(sum), BY_FLOAT(sum), [FLOAT16] = SUM_FLOAT16,
-             [COMPLEX64] = LEVEL(sum_complex64), [COMPLEX128] = LEVEL(sum_complex128)},
-    [PROD] = {BY_BITS(prod), BY_FLOAT(prod), [FLOAT16] = PROD_FLOAT16},
-    [MIN] = {BY_SIGN(min), BY_FLOAT(min), [FLOAT16] = LEVEL(min_float16),
-             [BOOL] = LEVEL(and_bool)},
-    [MAX] = {BY_SIGN(max), BY_FLOAT(max), [FLOAT16] = LEVEL(max_float16),
-             [BOOL] = LEVEL(or_bool)},
+    [SUM] = {BY_BITS(sum), BY_FLOAT(sum), [COMPLEX64] = LEVEL(sum_complex64),
+             [COMPLEX128] = LEVEL(sum_complex128)},
+    [PROD] = {BY_BITS(prod), BY_FLOAT(prod)},
+    [MIN] = {BY_SIGN(min), BY_FLOAT(min), [BOOL] = LEVEL(and_bool)},
+    [MAX] = {BY_SIGN(max), BY_FLOAT(max), [BOOL] = LEVEL(or_bool)},
     [BAND] = {BY_BITS(band), [BOOL] = LEVEL(and_bool)},
     [BOR] = {BY_BITS(bor), [BOOL] = LEVEL(or_bool)},
     [BXOR] = {BY_BITS(bxor), [BOOL] = LEVEL(xor_bool)},
-    [LAND] = {BY_BITS(land), BY_FLOAT(land), [FLOAT16] = LEVEL(land_float16),
-              [BOOL] = LEVEL(and_bool)},
-    [LOR] = {BY_BITS(lor), BY_FLOAT(lor), [FLOAT16] = LEVEL(lor_float16),
-             [BOOL] = LEVEL(or_bool)},
+    [LAND] = {BY_BITS(land), BY_FLOAT(land), [BOOL] = LEVEL(and_bool)},
+    [LOR] = {BY_BITS(lor), BY_FLOAT(lor), [BOOL] = LEVEL(or_bool)},
 };
 
-#undef LOOP
-#undef LOOP_DIVIDE
-#undef INTEGERS
-#undef LEFT_NAN
-#undef LOOP_BFLOAT16
-#undef SUM_FLOAT16
-#undef PROD_FLOAT16
-#undef FLOATS
-#undef BY_BITS
-#undef BY_SIGN
-#undef BY_FLOAT
+#undef LEVEL
+#undef TARGET

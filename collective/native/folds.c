@@ -77,60 +77,33 @@ static inline uint16_t narrow_float16(float value)
 }
 
 #define LEVEL(name) name##_baseline
+#define TARGET
 #include "fold_loops.h"
-#undef LEVEL
 
 #ifdef HAS_LEVELS
-#define LEVEL_HAS_F16C 1
-
+#define HAS_F16C 1
 #define LEVEL(name) name##_avx2
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
+#define TARGET __attribute__((target("avx2,f16c")))
 #include "fold_loops.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef LEVEL
 
 #define LEVEL(name) name##_avx512
+#define AVX512 "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"), \
-                                            min_vector_width(512))), apply_to = function)
+#define TARGET __attribute__((target(AVX512), min_vector_width(512)))
 #else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
 #endif
 #include "fold_loops.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef LEVEL
-
-static int has_f16c(void)
-{
-    unsigned int a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-
 #endif
 
 static const struct level {
-    const char *name;
     const fold_table *folds;
     divide_function *const *divisions;
 } levels[] = {
-    {"baseline", &folds_baseline, divisions_baseline},
+    {&folds_baseline, divisions_baseline},
 #ifdef HAS_LEVELS
-    {"avx2", &folds_avx2, divisions_avx2},
-    {"avx512", &folds_avx512, divisions_avx512},
+    {&folds_avx2, divisions_avx2},
+    {&folds_avx512, divisions_avx512},
 #endif
 };
 
@@ -138,8 +111,10 @@ static const struct level {
 static int supported_levels(void)
 {
 #ifdef HAS_LEVELS
+    /* Not every compiler's __builtin_cpu_supports knows f16c. */
+    unsigned int a, b, c, d;
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !has_f16c())
+    if (!__builtin_cpu_supports("avx2") || !__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C))
         return 1;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")
         || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
@@ -160,11 +135,6 @@ int fold_levels(void)
         __atomic_store_n(&levels_here, found, __ATOMIC_RELAXED);
     }
     return found;
-}
-
-const char *fold_level(int level)
-{
-    return levels[level].name;
 }
 
 fold_function *find_fold(int level, enum op op, enum dtype dtype)

@@ -14,24 +14,12 @@ static const char *const op_names[OPS] = {
 static const char *const formats[DTYPES] = {
     "?", "b", "h", "i", "lq", "B", "H", "I", "LQ", "e", "f", "d", "F", "D", "H"};
 
-/* One fold, as an object that Python's function of it is bound to. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *reference; /* the same in Python, for arguments that are not plain */
-    fold_function *fold;
+/* A fold in C. Python's function of it is bound to a pair: the same in Python, for arguments that
+   are not plain, and the bytes of this. */
+struct fold {
+    fold_function *function;
     enum dtype dtype;
-} Fold;
-
-static PyTypeObject *fold_type;
-
-static void fold_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(((Fold *)self)->reference);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
+};
 
 /* Whether a buffer holds elements of the type, aligned. NumPy writes complex as Zf. */
 static int is_plain(const Py_buffer *view, enum dtype dtype)
@@ -58,30 +46,29 @@ fold_function *fold_of(const char *op, int dtype, int level)
 }
 
 /* Folds what is plain. Returns 0 for anything else, of which it has touched nothing. */
-static int fold_plain(Fold *self, PyObject *const *arrays)
+static int fold_plain(const struct fold *fold, PyObject *const *arrays)
 {
-    static const int flags[3] = {PyBUF_ND | PyBUF_FORMAT, PyBUF_ND | PyBUF_FORMAT,
-                                 PyBUF_ND | PyBUF_FORMAT | PyBUF_WRITABLE};
     Py_buffer views[3];
     int taken = 0, plain = 1;
     while (taken < 3 && plain) {
-        if (PyObject_GetBuffer(arrays[taken], &views[taken], flags[taken]) < 0) {
+        int flags = PyBUF_ND | PyBUF_FORMAT | (taken == 2 ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(arrays[taken], &views[taken], flags) < 0) {
             PyErr_Clear();
             plain = 0;
         } else {
-            plain = is_plain(&views[taken], self->dtype) && views[taken].len == views[0].len;
+            plain = is_plain(&views[taken], fold->dtype) && views[taken].len == views[0].len;
             taken++;
         }
     }
     const Py_buffer *out = &views[2];
     plain = plain && is_apart(&views[0], out) && is_apart(&views[1], out);
     if (plain) {
-        size_t count = (size_t)out->len / item_bytes[self->dtype];
+        size_t count = (size_t)out->len / item_bytes[fold->dtype];
         if (out->len < LONG_FOLD_BYTES) {
-            self->fold(views[0].buf, views[1].buf, out->buf, count);
+            fold->function(views[0].buf, views[1].buf, out->buf, count);
         } else {
             Py_BEGIN_ALLOW_THREADS
-            self->fold(views[0].buf, views[1].buf, out->buf, count);
+            fold->function(views[0].buf, views[1].buf, out->buf, count);
             Py_END_ALLOW_THREADS
         }
     }
@@ -94,24 +81,24 @@ static int fold_plain(Fold *self, PyObject *const *arrays)
 static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t count,
                            PyObject *keywords)
 {
+    struct fold fold;
+    memcpy(&fold, PyBytes_AsString(PyTuple_GetItem(self, 1)), sizeof fold);
     Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
     /* Whatever the one keyword is: the reference refuses all but out. */
     if (count == 2 && named == 1
         && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "out") == 0
-        && fold_plain((Fold *)self, args))
+        && fold_plain(&fold, args))
         Py_RETURN_NONE;
 
     PyObject *positional = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
     if (positional == NULL || options == NULL)
         goto done;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Py_INCREF(args[i]);
-        PyTuple_SetItem(positional, i, args[i]);
-    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        PyTuple_SetItem(positional, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; i < named; i++)
         if (PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) < 0)
             goto done;
-    result = PyObject_Call(((Fold *)self)->reference, positional, options);
+    result = PyObject_Call(PyTuple_GetItem(self, 0), positional, options);
 done:
     Py_XDECREF(positional);
     Py_XDECREF(options);
@@ -134,28 +121,14 @@ static PyObject *make_fold(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "make_fold: no such level of instructions here");
         return NULL;
     }
-    fold_function *fold = fold_of(name, dtype, level);
-    if (fold == NULL) {
-        Py_INCREF(reference);
-        return reference;
-    }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(fold_type, Py_tp_alloc);
-    Fold *self = (Fold *)allocate(fold_type, 0);
-    if (self == NULL)
-        return NULL;
-    Py_INCREF(reference);
-    self->reference = reference;
-    self->fold = fold;
-    self->dtype = dtype;
-    PyObject *function = PyCFunction_New(&fold_method, (PyObject *)self);
-    Py_DECREF(self);
+    struct fold fold = {fold_of(name, dtype, level), dtype};
+    if (fold.function == NULL)
+        return Py_NewRef(reference);
+    PyObject *self = Py_BuildValue("(Oy#)", reference, &fold, (Py_ssize_t)sizeof fold);
+    PyObject *function = self == NULL ? NULL : PyCFunction_New(&fold_method, self);
+    Py_XDECREF(self);
     return function;
 }
-
-static PyType_Slot fold_slots[] = {{Py_tp_dealloc, fold_dealloc}, {0, NULL}};
-
-static PyType_Spec fold_spec = {
-    "collective.native._core.Fold", sizeof(Fold), 0, Py_TPFLAGS_DEFAULT, fold_slots};
 
 static PyMethodDef functions[] = {
     {"make_fold", make_fold, METH_VARARGS,
@@ -176,25 +149,12 @@ PyMODINIT_FUNC PyInit__core(void);
 PyMODINIT_FUNC PyInit__core(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL)
-        return NULL;
-    fold_type = (PyTypeObject *)PyType_FromSpec(&fold_spec);
-    PyObject *names = PyTuple_New(fold_levels());
-    if (fold_type == NULL || names == NULL)
-        goto failed;
-    for (int level = 0; level < fold_levels(); level++) {
-        PyObject *name = PyUnicode_FromString(fold_level(level));
-        if (name == NULL)
-            goto failed;
-        PyTuple_SetItem(names, level, name);
-    }
-    if (PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) == 0
-        && PyModule_AddObjectRef(module, "LEVELS", names) == 0 && add_shared(module) == 0) {
-        Py_DECREF(names);
-        return module;
-    }
-failed:
-    Py_XDECREF(names);
-    Py_DECREF(module);
-    return NULL;
+    PyObject *all = Py_BuildValue("(sss)", "baseline", "avx2", "avx512");
+    PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
+    if (module == NULL || here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
+        || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0 || add_shared(module) < 0)
+        Py_CLEAR(module);
+    Py_XDECREF(all);
+    Py_XDECREF(here);
+    return module;
 }
