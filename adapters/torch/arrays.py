@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from collective import native
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory.arrays import Adapter
 from collective.memory.dtypes import BY_NAME, DType
@@ -27,6 +28,7 @@ _BITS = {
     "float8_e4m3fn": (torch.uint8, np.dtype("uint8")),
     "float8_e5m2": (torch.uint8, np.dtype("uint8")),
 }
+native.see_tensors(torch.Tensor, torch.nn.Parameter)
 
 
 class TorchAdapter(Adapter):

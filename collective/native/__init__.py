@@ -6,7 +6,7 @@ setting ``native = "off"``, does without it. What it computes has the bits that 
 
 The C is in the files beside this one. ``folds.c`` and ``fold_loops.h`` have the arithmetic of
 reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory; ``module.c`` and
-``shared_type.c`` are Python's sides of these.
+``shared_type.c`` are Python's sides of these. ``views.c`` finds out where an array's elements are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from ._core import Shared
 
-__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "shared", "status", "switch"]
+__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "see_tensors", "shared", "status",
+           "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 1
@@ -97,6 +98,21 @@ def fold(op: str, dtype: int, reference: _Function) -> _Function:
         return reference
     made: _Function = chosen.extension.make_fold(op, dtype, reference)
     return made
+
+
+def see_tensors(tensor: Any, parameter: type) -> None:
+    """Have C see PyTorch's tensors as it sees NumPy's arrays, which spares calls into Python.
+
+    It goes by the functions that DLPack 1.2 has for this, where the version of PyTorch has them.
+
+    Args:
+        tensor, parameter: the classes ``torch.Tensor`` and ``torch.nn.Parameter``, of exactly which
+            the tensors are.
+    """
+    extension, _ = _load()
+    functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
+    if extension is not None and functions is not None:
+        extension.see_tensors(functions, tensor, parameter)
 
 
 def shared(

@@ -15,11 +15,29 @@
 
 #include "core.h"
 
+#define VIEW_DIMENSIONS 8
+
+/* The elements of an array: contiguous, aligned, in the host's memory, of this byte order. It is
+   valid as long as somebody holds the array. */
+struct view {
+    char *address;
+    size_t nbytes;
+    int dtype, ndim, writable;
+    int64_t shape[VIEW_DIMENSIONS];
+};
+
+/* Looks at an array of exactly NumPy's or PyTorch's class. Returns 1; or 0 if it is another, or is
+   not as above: ask Python. Never raises. */
+int view_array(PyObject *array, struct view *view);
+
 /* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
 /* Whether a buffer is all of another one, or has nothing in common with it. */
 int is_apart(const Py_buffer *one, const Py_buffer *other);
+
+/* Adds what views.c has for Python to the module; returns 0, or -1 with an exception. */
+int add_views(PyObject *module);
 
 /* Adds the type Shared to the module; returns 0, or -1 with an exception. */
 int add_shared(PyObject *module);

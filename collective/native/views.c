@@ -1,0 +1,179 @@
+/* Where an array's elements are, without asking Python: NumPy's by the buffer protocol, PyTorch's
+   by the functions that DLPack has for it (dlpack.h 1.2, DLPackExchangeAPI). */
+
+#include "python.h"
+
+#include <string.h>
+
+/* The beginnings of DLPack's structures, as they travel. */
+struct dl_tensor {
+    void *data;
+    int32_t device, device_id, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct dl_exchange {
+    uint32_t major, minor;
+    struct dl_exchange *previous;
+    void *allocator, *from_object, *to_object;
+    int (*tensor_from_object)(void *object, struct dl_tensor *tensor);
+};
+
+enum { DL_CPU = 1 };
+
+static PyTypeObject *ndarray;
+static PyTypeObject *tensor_types[2]; /* exactly these: what else is a Tensor has its own ways */
+static const struct dl_exchange *torch;
+static PyObject *is_neg, *is_conj;
+
+/* Returns the code of an element type by its letter in the buffer protocol and its size. */
+static int dtype_of(const char *format, Py_ssize_t itemsize)
+{
+    static const char letters[] = "?bhilqBHILQefd";
+    static const signed char codes[] = {BOOL, INT8, INT16, INT32, INT64, INT64, UINT8, UINT16,
+                                        UINT32, UINT64, UINT64, FLOAT16, FLOAT32, FLOAT64};
+    int complex = format[0] == 'Z';
+    const char *found = format[complex] ? strchr(letters, format[complex]) : NULL;
+    if (found == NULL || format[complex + 1] != 0)
+        return -1;
+    int code = codes[found - letters];
+    if (complex)
+        code = code == FLOAT32 ? COMPLEX64 : code == FLOAT64 ? COMPLEX128 : -1;
+    /* A long is what the platform makes of it. */
+    return code >= 0 && (size_t)itemsize == item_bytes[code] ? code : -1;
+}
+
+static int dtype_of_tensor(const struct dl_tensor *tensor)
+{
+    static const signed char codes[7][4] = {
+        {INT8, INT16, INT32, INT64}, {UINT8, UINT16, UINT32, UINT64},
+        {-1, FLOAT16, FLOAT32, FLOAT64}, {-1, -1, -1, -1}, {-1, BFLOAT16, -1, -1},
+        {-1, -1, -1, COMPLEX64}, {BOOL, -1, -1, -1}};
+    if (tensor->code == 5 && tensor->bits == 128)
+        return COMPLEX128;
+    for (int log = 0; log < 4; log++)
+        if (tensor->code < 7 && tensor->lanes == 1 && tensor->bits == 8 << log)
+            return codes[tensor->code][log];
+    return -1;
+}
+
+static int set_shape(struct view *view, int ndim, const void *shape, size_t nbytes)
+{
+    if (ndim < 0 || ndim > VIEW_DIMENSIONS)
+        return 0;
+    size_t item = item_bytes[view->dtype];
+    memcpy(view->shape, shape, sizeof *view->shape * (size_t)ndim);
+    view->ndim = ndim;
+    view->nbytes = nbytes;
+    return (uintptr_t)view->address % (item > 8 ? 8 : item) == 0;
+}
+
+static int view_ndarray(PyObject *array, struct view *view)
+{
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(array, &buffer, PyBUF_ND | PyBUF_FORMAT) < 0)
+        return 0;
+    view->address = buffer.buf;
+    view->writable = !buffer.readonly;
+    view->dtype = dtype_of(buffer.format, buffer.itemsize);
+    /* What holds the memory is the array, not the buffer. */
+    int plain = view->dtype >= 0
+                && set_shape(view, buffer.ndim, buffer.shape, (size_t)buffer.len);
+    PyBuffer_Release(&buffer);
+    return plain;
+}
+
+/* Whether a tensor's values are what is in its memory: it can be negated or conjugated lazily. */
+static int is_lazy(PyObject *tensor, PyObject *method)
+{
+    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    Py_XDECREF(answer);
+    return answer != Py_False;
+}
+
+static int view_tensor(PyObject *array, struct view *view)
+{
+    struct dl_tensor tensor;
+    if (torch->tensor_from_object(array, &tensor) < 0 || tensor.device != DL_CPU)
+        return 0;
+    view->dtype = dtype_of_tensor(&tensor);
+    int64_t stride = 1;
+    for (int i = tensor.ndim - 1; i >= 0; i--) {
+        if (tensor.strides[i] != stride && tensor.shape[i] > 1)
+            return 0;
+        stride *= tensor.shape[i];
+    }
+    view->address = (char *)tensor.data + tensor.byte_offset;
+    view->writable = 1;
+    int dtype = view->dtype;
+    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && is_lazy(array, is_neg))
+        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && is_lazy(array, is_conj)))
+        return 0;
+    return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
+}
+
+int view_array(PyObject *array, struct view *view)
+{
+    PyTypeObject *type = Py_TYPE(array);
+    int is_tensor = torch != NULL && (type == tensor_types[0] || type == tensor_types[1]);
+    if (type == ndarray ? view_ndarray(array, view) : is_tensor && view_tensor(array, view))
+        return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* see_tensors(exchange_api, Tensor, Parameter) */
+static PyObject *see_tensors(PyObject *module, PyObject *args)
+{
+    PyObject *capsule, *types[2];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOO:see_tensors", &capsule, &types[0], &types[1]))
+        return NULL;
+    const struct dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (found == NULL)
+        return NULL;
+    if (torch == NULL && found->major == 1 && found->tensor_from_object != NULL) {
+        for (int i = 0; i < 2; i++) {
+            Py_INCREF(types[i]);
+            tensor_types[i] = (PyTypeObject *)types[i];
+        }
+        torch = found;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *see_array(PyObject *module, PyObject *array)
+{
+    struct view view;
+    (void)module;
+    if (!view_array(array, &view))
+        Py_RETURN_NONE;
+    PyObject *shape = PyTuple_New(view.ndim);
+    for (int i = 0; shape != NULL && i < view.ndim; i++)
+        PyTuple_SetItem(shape, i, PyLong_FromLongLong(view.shape[i]));
+    return Py_BuildValue("KniNO", (unsigned long long)(uintptr_t)view.address,
+                         (Py_ssize_t)view.nbytes, view.dtype, shape,
+                         view.writable ? Py_True : Py_False);
+}
+
+static PyMethodDef functions[] = {
+    {"see_tensors", see_tensors, METH_VARARGS,
+     "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\nSee tensors of these classes, too."},
+    {"view", see_array, METH_O,
+     "view(array, /)\n--\n\nReturn address, bytes, dtype, shape and whether it is writable."},
+    {NULL, NULL, 0, NULL}};
+
+int add_views(PyObject *module)
+{
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
+    Py_XDECREF(numpy);
+    is_neg = PyUnicode_InternFromString("is_neg");
+    is_conj = PyUnicode_InternFromString("is_conj");
+    if (ndarray == NULL || is_neg == NULL || is_conj == NULL)
+        return -1;
+    return PyModule_AddFunctions(module, functions);
+}
