@@ -46,7 +46,7 @@ from collective.tools.show import (
 
 _HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"
-_OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv"
+OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv"
 # What was promised: microseconds added to MPI below 64 KiB, and ratios.
 _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE",
                         default=[parse_size(size) for size in _SIZES.split()])  # fmt: skip
-    parser.add_argument("--operations", nargs="+", default=_OPERATIONS.split(), metavar="NAME")
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS.split(), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)

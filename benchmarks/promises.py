@@ -11,7 +11,7 @@ from waiting import Wait
 from collective.tools.bench.measure import Record, fastest_mpi, find
 from collective.tools.show import size_name
 
-__all__ = ["OPERATIONS", "Judged", "judge"]
+__all__ = ["KIB", "MIB", "OPERATIONS", "Bound", "Judged", "hold", "judge"]
 
 #: Those of which something was promised.
 OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
@@ -31,8 +31,8 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class _Bound:
-    """One figure that has to be at least (or at most) something.
+class Bound:
+    """One figure, measured at several places, that has to be at least (or at most) something.
 
     Attributes:
         unit: what stands behind the figure.
@@ -66,7 +66,8 @@ class _Bound:
         return f"{value:.3g} {self.unit} ({at})"
 
 
-def _judge(what: str, must: str, aim: str, bounds: Sequence[_Bound]) -> Judged:
+def hold(what: str, must: str, aim: str, bounds: Sequence[Bound]) -> Judged:
+    """Return what became of one promise; the worst figure of each bound counts."""
     needed = [bound for bound in bounds if bound.must is not None]
     if any(bound.worst is not None and not bound.keeps(bound.must) for bound in needed):
         verdict = "missed"
@@ -131,41 +132,41 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
     symmetric = _Speeds(records, "all_reduce", 2, "shm symmetric")
     ordinary = _Speeds(records, "all_reduce", 2, "shm ordinary")
     judged = [
-        _judge(
+        hold(
             "all_reduce, symmetric, 16 MiB up",
             "5 × MPI, 1 × memcpy",
             "8 × MPI",
             [
-                _Bound("× MPI", symmetric.over("MPI", 16 * MIB), 5, 8),
-                _Bound("× memcpy", symmetric.over("memcpy", 16 * MIB), 1),
+                Bound("× MPI", symmetric.over("MPI", 16 * MIB), 5, 8),
+                Bound("× memcpy", symmetric.over("memcpy", 16 * MIB), 1),
             ],
         ),
-        _judge(
+        hold(
             "all_reduce, symmetric, 64 KiB to 1 MiB",
             "1 × MPI",
             "2 × MPI",
-            [_Bound("× MPI", symmetric.over("MPI", 64 * KIB, MIB), 1, 2)],
+            [Bound("× MPI", symmetric.over("MPI", 64 * KIB, MIB), 1, 2)],
         ),
-        _judge(
+        hold(
             "all_reduce, ordinary, 16 MiB up",
             "1 × MPI, 2 × Gloo",
             "1/1.5 × memcpy",
             [
-                _Bound("× MPI", ordinary.over("MPI", 16 * MIB), 1),
-                _Bound("× Gloo", ordinary.over("torch", 16 * MIB), 2),
-                _Bound("× memcpy", ordinary.over("memcpy", 16 * MIB), aim=1 / 1.5),
+                Bound("× MPI", ordinary.over("MPI", 16 * MIB), 1),
+                Bound("× Gloo", ordinary.over("torch", 16 * MIB), 2),
+                Bound("× memcpy", ordinary.over("memcpy", 16 * MIB), aim=1 / 1.5),
             ],
         ),
     ]
     for memory, speeds in (("symmetric", symmetric), ("ordinary", ordinary)):
         times = {size: 1e6 * s for size, s in speeds.seconds(0, KIB).items()}
         bounds = [
-            _Bound("µs", times, 5, at_least=False),
-            _Bound("× Gloo", speeds.over("torch", 0, KIB), 20),
-            _Bound("× MPI", speeds.over("MPI", 0, KIB), aim=1),
+            Bound("µs", times, 5, at_least=False),
+            Bound("× Gloo", speeds.over("torch", 0, KIB), 20),
+            Bound("× MPI", speeds.over("MPI", 0, KIB), aim=1),
         ]
         what = f"all_reduce, {memory}, 4 B to 1 KiB"
-        judged.append(_judge(what, "5 µs, 20 × Gloo", "1 × MPI", bounds))
+        judged.append(hold(what, "5 µs, 20 × Gloo", "1 × MPI", bounds))
     return judged
 
 
@@ -174,11 +175,11 @@ def _of_four_ranks(records: Sequence[Record]) -> list[Judged]:
     for memory in ("symmetric", "ordinary"):
         speeds = _Speeds(records, "all_reduce", 4, f"shm {memory}")
         bounds = [
-            _Bound("× Gloo", speeds.over("torch"), 3),
-            _Bound("× MPI", speeds.over("MPI", 64 * KIB + 1), 1),
+            Bound("× Gloo", speeds.over("torch"), 3),
+            Bound("× MPI", speeds.over("MPI", 64 * KIB + 1), 1),
         ]
         what = f"all_reduce, {memory}, 4 ranks"
-        judged.append(_judge(what, "3 × Gloo, above 64 KiB 1 × MPI", "", bounds))
+        judged.append(hold(what, "3 × Gloo, above 64 KiB 1 × MPI", "", bounds))
     return judged
 
 
@@ -187,15 +188,15 @@ def _of_other_operations(records: Sequence[Record]) -> list[Judged]:
     for operation in OPERATIONS[1:]:
         for memory in ("symmetric", "ordinary"):
             speeds = _Speeds(records, operation, 2, f"shm {memory}")
-            bound = _Bound("× MPI", speeds.over("MPI", 64 * KIB), 1)
-            judged.append(_judge(f"{operation}, {memory}, 64 KiB up", "1 × MPI", "", [bound]))
+            bound = Bound("× MPI", speeds.over("MPI", 64 * KIB), 1)
+            judged.append(hold(f"{operation}, {memory}, 64 KiB up", "1 × MPI", "", [bound]))
     return judged
 
 
 def _of_waiting(waits: Sequence[Wait]) -> Judged:
     shares = {wait.operation: 100 * wait.cores for wait in waits if wait.contestant == "shm"}
-    bound = _Bound("% of a core", shares, 10, at_least=False)
-    return _judge("waiting 1 s for a late peer", "10 % of a core", "", [bound])
+    bound = Bound("% of a core", shares, 10, at_least=False)
+    return hold("waiting 1 s for a late peer", "10 % of a core", "", [bound])
 
 
 def _of_memory(footprints: Sequence[Footprint]) -> Judged:
@@ -212,8 +213,8 @@ def _of_memory(footprints: Sequence[Footprint]) -> Judged:
                 where = f"{found.operation}, {at}, {size_name(found.nbytes)}"
                 growth[where] = max(0.0, now / MIB)
     bounds = [
-        _Bound("MiB mapped", most, at_least=False),
+        Bound("MiB mapped", most, at_least=False),
         # A few chunks may come with size; a copy of the message may not.
-        _Bound("MiB more", growth, 4, at_least=False),
+        Bound("MiB more", growth, 4, at_least=False),
     ]
-    return _judge("memory per rank beside the arrays", "does not grow with size", "", bounds)
+    return hold("memory per rank beside the arrays", "does not grow with size", "", bounds)

@@ -5,6 +5,7 @@
     python benchmarks/targets.py                     # about ten minutes
     python benchmarks/targets.py --quick             # about two
     python benchmarks/targets.py --from run.json     # print an earlier run's tables
+    python benchmarks/targets.py --reach             # what is to be reached, of reach.py
 
 A bound that several sizes fall under is held against the worst of them.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import memory
 import peers
+import reach
 import waiting
 from promises import OPERATIONS, judge
 
@@ -106,6 +108,18 @@ def _sizes(text: str) -> list[int]:
 
 def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
     """Print a run: its figures if ``details``, then each promise and what became of it."""
+    if "added" in run:
+        reach.show(run, details, markdown)
+    else:
+        _show_promises(run, details, markdown)
+    bullet = "- " if markdown else ""
+    for name, version in run["versions"].items():
+        print(f"{bullet}{name}: {version}")
+    for name, reason in run["missing"].items():
+        print(f"{bullet}{name}: not measured: {reason}")
+
+
+def _show_promises(run: dict[str, Any], details: bool, markdown: bool) -> None:
     results = Results.from_json(run)
     waits = [waiting.Wait(**fields) for fields in run["waiting"]]
     footprints = [memory.Footprint(**fields) for fields in run["memory"]]
@@ -122,11 +136,6 @@ def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
         ],
         markdown,
     )
-    bullet = "- " if markdown else ""
-    for name, version in run["versions"].items():
-        print(f"{bullet}{name}: {version}")
-    for name, reason in run["missing"].items():
-        print(f"{bullet}{name}: not measured: {reason}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
     )
+    parser.add_argument("--reach", action="store_true", help="what is to be reached, instead")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=reach.ROWS,
+        metavar="ROW",
+        help="only these of what is to be reached: %(choices)s",
+    )
     parser.add_argument("--brief", action="store_true", help="print the promises only")
     options = parser.parse_args(arguments)
     if options.earlier is not None:
@@ -145,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # Inherited by all ranks.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    run = measure(options)
+    run = reach.measure(options) if options.reach or options.rows else measure(options)
     write(options.json, run)
     show(run, not options.brief, options.markdown)
     for failure in run["failures"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,86 @@ def test_verdicts(tmp_path: Path) -> None:
         ("all_reduce, symmetric, 16 MiB up", "not measured"),
     ):
         assert line(shown, what).endswith(verdict)
+
+
+def of_reach(tmp_path: Path, records: list[dict[str, Any]], added: dict[str, Any]) -> str:
+    machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
+    run_ = {"records": records, "added": added, "machine": machine, "versions": {}, "gaps": []}
+    file = tmp_path / "reach.json"
+    file.write_text(json.dumps({**run_, "trainings": [], "interrupted": False, "missing": {}}))
+    return run("targets.py", "--from", file)
+
+
+def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) -> dict[str, Any]:
+    seconds = sorted(turns)[len(turns) // 2]
+    return {
+        "op": op, "backend": backend, "memory": "ordinary", "framework": None, "dtype": "float32",
+        "ranks": 2, "bytes": nbytes, "method": "bandwidth", "seconds": seconds, "p90": None,
+        "p99": None, "low": min(turns), "high": max(turns), "algbw": 1.0, "busbw": 1.0, "calls": 1,
+        "wrong": 0, "turns": turns, **other,
+    }  # fmt: skip
+
+
+def test_reach_takes_ratios_of_neighbouring_turns_to_the_fastest_mpi(tmp_path: Path) -> None:
+    records = [
+        # The machine is slow in the second turn; in the third one MPI's alone.
+        timed("shm", "gather", 64, [1e-6, 10e-6, 1e-6]),
+        timed("mpi4py/mpich", "gather", 64, [1.2e-6, 12e-6, 12e-6]),
+        timed("mpi4py/openmpi", "gather", 64, [90e-6] * 3),
+    ]
+    (row,) = [one for one in of_reach(tmp_path, records, {}).splitlines() if "mpich" in one]
+    assert row.split() == ["gather", "64", "B", "1", "12", "mpich", "1.20", "1", "1.5", "kept"]
+
+
+def test_reach_judges_a_row_by_the_worst_of_its_sizes(tmp_path: Path) -> None:
+    records = [
+        timed(side, "gather", nbytes, [seconds])
+        for nbytes, theirs in ((64, 2e-6), (1 << 20, 0.9e-6))
+        for side, seconds in (("shm", 1e-6), ("mpi4py/mpich", theirs))
+    ]
+    shown = of_reach(tmp_path, records, {})
+    summary = shown[shown.index("to reach") :]
+    assert re.search(r"gather .* 0.9 × MPI \(1 MiB\) +missed", summary), summary
+    assert re.search(r"scatter .* not measured", summary), summary
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "verdict"),
+    [("mpi", 0.9, "kept"), ("nccl", 2.1, "missed"), ("ddp", 1.9, "kept, and the aim"),
+     ("chainer", 0.4, "missed")],
+)  # fmt: skip
+def test_reach_holds_what_is_added_against_its_bounds(
+    tmp_path: Path, what: str, value: float, verdict: str
+) -> None:
+    shown = of_reach(tmp_path, [], {what: {"here": value}})
+    begins = {"ddp": "a DDP step", "chainer": "a step in Chainer"}.get(what, what)
+    assert line(shown, begins).endswith(verdict)
+    assert f"{value:g}" in line(shown, begins)
+
+
+def test_reach_holds_16_bits_against_float32_and_any_peer(tmp_path: Path) -> None:
+    tensors = {"framework": "torch"}
+    records = [
+        timed("shm", "all_reduce", 1 << 20, [1e-5], **tensors),
+        timed("shm", "all_reduce", 1 << 20, [1.2e-5], **tensors, dtype="bfloat16"),
+        timed("torch", "all_reduce", 1 << 20, [9e-4], dtype="bfloat16"),
+        timed("shm", "all_reduce", 1 << 20, [1.5e-5], **tensors, dtype="float16"),
+    ]
+    shown = of_reach(tmp_path, records, {})
+    assert line(shown, "all_reduce of bfloat16").endswith("kept, and the aim")
+    assert line(shown, "all_reduce of float16").endswith("missed")
+
+
+def test_reach_measures_with_two_ranks_and_with_four(tmp_path: Path) -> None:
+    if not (PEERS / "mpich" / "bin" / "mpiexec").exists():
+        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
+    file = tmp_path / "reach.json"
+    shown = run("targets.py", "--rows", "barrier", "--quick", "--against", "mpich", "--json", file)
+    records = json.loads(file.read_text())["records"]
+    sides = {("shm", ranks) for ranks in (2, 4)} | {("mpi4py/mpich", ranks) for ranks in (2, 4)}
+    assert {(each["backend"], each["ranks"]) for each in records} == sides
+    assert all(len(each["turns"]) == 5 and each["wrong"] == 0 for each in records)
+    assert line(shown, "barrier, 4 ranks")
 
 
 def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:

@@ -110,8 +110,10 @@ def headline(machine: dict[str, Any]) -> str:
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """Write a line a record, under the names that JSON has."""
+    """Write a line a record, under the names that JSON has, without the turns."""
     lines = [record.as_json() for record in records]
+    for line in lines:
+        del line["turns"]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]) if lines else [])
         writer.writeheader()

@@ -91,6 +91,8 @@ class Record:
         algbw, busbw: bytes a second, as nccl-tests defines them; None for latency.
         calls: how many were timed.
         wrong: elements, of all ranks, that were not what they must be on fresh data afterwards.
+        turns: each turn's median, in their order, so that sides can be held against each other
+            turn by turn.
     """
 
     operation: str
@@ -110,6 +112,7 @@ class Record:
     busbw: float | None
     calls: int
     wrong: int
+    turns: tuple[float, ...] = ()
 
     @property
     def side(self) -> str:
@@ -124,7 +127,8 @@ class Record:
     def from_json(found: Mapping[str, Any]) -> Record:
         """Return what :meth:`as_json` was made of."""
         long = {short: name for name, short in _SHORT.items()}
-        return Record(**{long.get(name, name): value for name, value in found.items()})
+        fields = {long.get(name, name): value for name, value in found.items()}
+        return Record(**{**fields, "turns": tuple(fields.get("turns", ()))})
 
 
 @dataclass(frozen=True)
@@ -333,6 +337,7 @@ class _TaskTurns(Turns):
                 busbw=busbw,
                 calls=len(every) * (1 if timed_each else self.iterations[method]),
                 wrong=self._wrong,
+                turns=tuple(middles),
             )
 
 

@@ -1,0 +1,330 @@
+"""What is to be reached: each operation against the fastest MPI, by size, and what a call adds.
+
+Run as ``python benchmarks/targets.py --reach``. A size's ratio is the median of the ratios of
+turns that follow each other: of ours, and of the MPI library that is the fastest at that size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import overhead
+import peers
+from promises import KIB, MIB, Bound, Judged, hold
+
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import named
+from collective.tools.bench.figures import headline
+from collective.tools.bench.machine import Observer
+from collective.tools.bench.measure import Pace, Record, Task, compare, method_of
+from collective.tools.bench.run import Results
+from collective.tools.show import Progress, microseconds, parse_size, print_table, size_name
+
+__all__ = ["ROWS", "Ratio", "fastest", "judge", "measure", "show"]
+
+_OTHERS = (
+    "send_recv broadcast all_gather reduce_scatter all_to_all gather scatter reduce barrier".split()
+)
+_ADDED = ("mpi", "nccl", "ddp", "chainer")
+#: What can be asked for: operations, all-reduces of 16-bit numbers, what calls add, and steps.
+ROWS = ("all_reduce", *_OTHERS, "16-bit", *_ADDED)
+_HERE = Path(__file__).resolve().parent
+_HALVES = ("bfloat16", "float16")
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True)
+class _Sitting:
+    """What is measured with one set of ranks.
+
+    Attributes:
+        ranks: how many.
+        row: what of it; ``"others"`` are the operations but all_reduce.
+        dtypes, memories, framework: of the arrays.
+        sizes, quick: with names as of ``--sizes``.
+        gloo: whether torch.distributed takes part.
+    """
+
+    ranks: int
+    row: str
+    sizes: str
+    quick: str
+    dtypes: tuple[str, ...] = ("float32",)
+    memories: tuple[str, ...] = ("ordinary",)
+    framework: str = "numpy"
+    gloo: bool = False
+
+    def tasks(self, rows: Sequence[str], quick: bool) -> Iterator[Task]:
+        asked = _OTHERS if self.row == "others" else [self.row]
+        for row in asked:
+            if row in rows:
+                sizes = [] if row == "barrier" else (self.quick if quick else self.sizes).split()
+                operation = "all_reduce" if row == "16-bit" else row
+                for size in map(parse_size, sizes):
+                    yield from (Task(operation, size, dtype) for dtype in self.dtypes)
+                if not sizes:
+                    yield Task(operation, 0)
+
+
+_EVERY, _SOME = "4 64 1K 16K 64K 256K 1M 4M 16M 64M", "4 16K 1M 16M"
+_SITTINGS = (
+    _Sitting(2, "all_reduce", _EVERY, "4 1K 16K 64K 1M 4M 64M", memories=("symmetric", "ordinary")),
+    _Sitting(2, "others", _EVERY, _SOME),
+    _Sitting(
+        2, "16-bit", "10K 64K 256K 1M 4M 32M", "10K 1M 32M", dtypes=("float32", *_HALVES),
+        framework="torch", gloo=True,
+    ),
+    _Sitting(4, "all_reduce", _EVERY, _SOME),
+    _Sitting(4, "others", "4 1K 16K 256K 1M 16M 64M", "4 64K 4M"),
+)  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all measurements, or those of ``options.rows``; return what is written as JSON."""
+    rows = options.rows or ROWS
+    results, observer, progress = Results(), Observer(), Progress()
+    missing: dict[str, str] = {}
+    failures: list[str] = []
+    for sitting in _SITTINGS:
+        tasks = list(sitting.tasks(rows, options.quick))
+        if tasks:
+            try:
+                _sit(sitting, tasks, options, results, missing, progress)
+            except ArenaError as error:  # what was measured before counts all the same
+                failures.append(str(error))
+    added: dict[str, dict[str, float]] = {}
+    for row, one in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
+        if row in rows:
+            progress.show(f"what {row} adds")
+            try:
+                added[row] = one(options)
+            except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+                missing[row] = str(error)
+    progress.clear()
+    results.machine = observer.machine()
+    return {
+        **results.as_json(),
+        "missing": missing,
+        "failures": [*failures, *results.failures],
+        "added": added,
+    }
+
+
+def _sit(
+    sitting: _Sitting,
+    tasks: Sequence[Task],
+    options: argparse.Namespace,
+    results: Results,
+    missing: dict[str, str],
+    progress: Progress,
+) -> None:
+    rivals = [r for r in peers.rivals(options) if r != "memcpy" and (sitting.gloo or r != "torch")]
+    able, absent = named(
+        ["shm", *rivals], peers.environments(options), sitting.ranks, sitting.memories,
+        [sitting.framework],
+    )  # fmt: skip
+    missing.update(absent)
+    pace = Pace(5, 0.03) if options.quick else Pace.of(False)
+    with Arena(able) as arena:
+        results.versions.update(arena.versions)
+        for task in tasks:
+            at = size_name(task.nbytes)
+            progress.show(f"{task.operation}, {task.dtype}, {at}, {sitting.ranks} ranks")
+            results.add(compare(arena, task, pace, [method_of(task.nbytes)]))
+        missing.update({name: error.brief for name, error in arena.failed.items()})
+
+
+# -- what a call adds, and a step -------------------------------------------------------------
+
+
+def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
+    """Return the microseconds that ``mpi`` adds to a raw call."""
+    found: dict[str, float] = {}
+    asked = ["--sizes", "8", "1024", "--operations", *overhead.OPERATIONS.split()]
+    for vendor, path in peers.find(options).items():
+        run = overhead.launch("mpi", path, 2, asked + ["--quick"] * options.quick)
+        for each in run["records"]:
+            at = f"{each['operation']}, {size_name(each['nbytes'])}, {vendor}"
+            found[at] = (each["ours"] - each["raw"]) * 1e6
+    return found
+
+
+def _of_nccl(options: argparse.Namespace) -> dict[str, float]:
+    """Return the microseconds that ``nccl`` adds on the fake, where nothing is allocated."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "nccl.json"
+        command = [sys.executable, str(_HERE / "nccl.py"), "--json", str(file)]
+        command += ["--quick"] * options.quick
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        records = json.loads(file.read_text())["records"]
+    return {
+        f"{each['operation']}, {each['arrays']}": each["added"] * 1e6
+        for each in records
+        if each["way"] == "sync" and "out=" in each["operation"]
+    }
+
+
+def _of_ddp(options: argparse.Namespace) -> dict[str, float]:
+    """Return the milliseconds that our wrapper adds to a step."""
+    training: Any = importlib.import_module("training")
+    times = training.run_ranks("wrappers", ["mlp"], options.quick)["mlp"]
+    return {"ours": training.summary(times)["ours_added"] * 1e3}
+
+
+def _of_chainer(options: argparse.Namespace) -> dict[str, float]:
+    """Return what our optimizer adds to a step, as a share of what ``naive`` adds."""
+    chainer: Any = importlib.import_module("chainer_training")
+    asked = argparse.Namespace(width=1024, quick=options.quick)
+    found = {}
+    for vendor, path in peers.find(options).items():
+        times = chainer.measure(path, asked)
+        found[vendor] = chainer.added(times, "ours") / chainer.added(times, "naive")
+    return found
+
+
+# -- what becomes of it -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One size of one operation: ours, and another's that took turns with it."""
+
+    ours: Record
+    rival: Record
+
+    @property
+    def value(self) -> float:
+        """How many times as fast ours is: the median over turns that follow each other."""
+        if not self.ours.turns or not self.rival.turns:
+            return self.rival.seconds / self.ours.seconds
+        return median(b / a for a, b in zip(self.ours.turns, self.rival.turns))
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """A row of the table: which sizes have to be how many times as fast."""
+
+    what: str
+    operation: str
+    ranks: int
+    must: float
+    aim: float
+    memory: str = "ordinary"
+    low: int = 0
+    high: int = _MOST
+
+    def ratios(self, records: Sequence[Record]) -> list[Ratio]:
+        """Return each size that was measured on both sides."""
+        kind = (self.operation, self.ranks, "float32", None)
+        here = [r for r in records if (r.operation, r.ranks, r.dtype, r.framework) == kind]
+        found = []
+        for ours in here:
+            if ours.contestant == "shm" and ours.memory in (self.memory, ""):
+                rival = fastest(here, ours.nbytes, "mpi4py")
+                if rival is not None and self.low <= ours.nbytes <= self.high:
+                    found.append(Ratio(ours, rival))
+        return found
+
+    def verdict(self, records: Sequence[Record]) -> Judged:
+        values = {size_name(r.ours.nbytes): r.value for r in self.ratios(records)}
+        bound = Bound("× MPI", values, self.must, self.aim)
+        return hold(self.what, f"{self.must:g} ×", f"{self.aim:g} ×", [bound])
+
+
+_AIMS = (
+    _Aim("all_reduce, 4 B to 16 KiB", "all_reduce", 2, 1.5, 2, high=16 * KIB),
+    _Aim("all_reduce, 64 KiB to 1 MiB", "all_reduce", 2, 1, 1.3, low=64 * KIB, high=MIB),
+    _Aim("all_reduce, from 4 MiB", "all_reduce", 2, 1.5, 3, low=4 * MIB),
+    _Aim("all_reduce, symmetric, from 64 KiB", "all_reduce", 2, 2, 5, "symmetric", low=64 * KIB),
+    *(_Aim(operation, operation, 2, 1, 1.5) for operation in _OTHERS),
+    *(_Aim(f"{each}, 4 ranks", each, 4, 1, 1.5) for each in ("all_reduce", *_OTHERS)),
+)
+
+
+def fastest(records: Sequence[Record], nbytes: int, *libraries: str) -> Record | None:
+    """Return the record of the fastest of some peers' libraries at a size, if there is one."""
+    theirs = [
+        record
+        for record in records
+        if record.contestant.partition("/")[0] in libraries and record.nbytes == nbytes
+    ]
+    return min(theirs, key=lambda record: record.seconds, default=None)
+
+
+def judge(records: Sequence[Record], added: dict[str, dict[str, float]]) -> list[Judged]:
+    """Hold the figures of a run against what is to be reached; the worst size counts."""
+    found = [aim.verdict(records) for aim in _AIMS]
+    found += [_of_half(records, dtype) for dtype in _HALVES]
+    for row, what, unit, must, aim in (
+        ("mpi", "mpi adds to a raw call", "µs", 1, 0.5),
+        ("nccl", "nccl adds to a raw call, on the fake", "µs", 2, 1),
+        ("ddp", "a DDP step of 25 MB: added over no synchronisation", "ms", 3, 2),
+        ("chainer", "a step in Chainer: added, of what naive adds", "×", 0.33, 0.2),
+    ):
+        bound = Bound(unit, added.get(row, {}), must, aim, at_least=False)
+        found.append(hold(what, f"{must:g} {unit}", f"{aim:g} {unit}", [bound]))
+    return found
+
+
+def _of_half(records: Sequence[Record], dtype: str) -> Judged:
+    """Hold 16 bits against float32's time for as many bytes, and against any peer's."""
+    here = [r for r in records if r.operation == "all_reduce" and r.ranks == 2]
+    ours = {
+        (r.dtype, r.nbytes): r for r in here if r.contestant == "shm" and r.framework == "torch"
+    }
+    slower, faster = {}, {}
+    for (kind, nbytes), mine in ours.items():
+        full = ours.get(("float32", nbytes))
+        if kind != dtype or full is None:
+            continue
+        slower[size_name(nbytes)] = 1 / Ratio(mine, full).value
+        peer = fastest([r for r in here if r.dtype == dtype], nbytes, "mpi4py", "torch")
+        if peer is not None:
+            faster[size_name(nbytes)] = Ratio(mine, peer).value
+    bounds = [
+        Bound("× float32's time", slower, 1.3, at_least=False),
+        Bound("× the fastest peer", faster, aim=1),
+    ]
+    return hold(f"all_reduce of {dtype}", "1.3 × float32's", "first", bounds)
+
+
+def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
+    """Print a run: each size if ``details``, then each row and what became of it."""
+    results = Results.from_json(run)
+    if details:
+        header = "row, size, ours µs, MPI µs, which, × MPI, must, aim, verdict".split(", ")
+        rows = [
+            [aim.what, size_name(one.ours.nbytes), microseconds(one.ours.seconds),
+             microseconds(one.rival.seconds), one.rival.contestant.partition("/")[2],
+             f"{one.value:.2f}", f"{aim.must:g}", f"{aim.aim:g}", _word(aim, one.value)]
+            for aim in _AIMS
+            for one in aim.ratios(results.records)
+        ]  # fmt: skip
+        print_table("by size, against the fastest MPI", header, rows, markdown)
+    print_table(
+        headline(run["machine"]),
+        ["to reach", "must", "aim", "the worst measured", "verdict"],
+        [
+            [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
+            for judged in judge(results.records, run["added"])
+        ],
+        markdown,
+    )
+
+
+def _word(aim: _Aim, ratio: float) -> str:
+    if ratio < aim.must:
+        return "missed"
+    return "kept" if ratio < aim.aim else "kept, and the aim"
