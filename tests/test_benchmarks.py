@@ -188,6 +188,25 @@ def test_reach_measures_with_two_ranks_and_with_four(tmp_path: Path) -> None:
     assert line(shown, "barrier, 4 ranks")
 
 
+def test_inference_holds_bfloat16_against_float32_gloo_and_mpi(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if not (PEERS / "mpich" / "bin" / "mpiexec").exists():
+        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
+    file = tmp_path / "inference.json"
+    few = ("-n", 2, "--sizes", "10K", "--quick", "--against", "mpich", "torch")
+    shown = run("inference.py", *few, "--json", file)
+    found = json.loads(file.read_text())
+    assert not found["failures"]
+    asked = {(r["op"], r["dtype"], r["bytes"]) for r in found["records"] if r["backend"] == "torch"}
+    ten, dtypes = 10 << 10, ("bfloat16", "float16", "float32")
+    same = {(op, dtype, ten) for op in ("all_reduce", "all_gather") for dtype in dtypes}
+    assert asked == {*same, ("all_reduce", "float32", 2 * ten)}
+    # A peer, and float32 of ours, for each of the two tables.
+    rows = [one.split() for one in shown.splitlines() if "10 KiB" in one]
+    assert len(rows) == 2
+    assert all("–" not in row for row in rows)
+
+
 def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
     file = tmp_path / "recorder.json"
     shown = run("recorder.py", "--json", file)

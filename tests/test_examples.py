@@ -117,3 +117,20 @@ def test_segment(launch: str, example: str, tmp_path: Path) -> None:
     assert re.search(r"weights equal to those of one process", done.stdout), done.stdout
     assert re.search(r"kept for the backward pass: \d+\.\d MiB whole", done.stdout), done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+TINY = "--layers 2 --hidden 96 --heads 6 --words 96 --prompt 4 --tokens 4".split()
+
+
+@pytest.mark.parametrize(
+    ("launch", "dtype", "allowed"), [("threads", "float32", 1e-5), ("shm", "bfloat16", 6e-2)]
+)
+def test_inference_scores_as_the_whole_model_does(launch: str, dtype: str, allowed: float) -> None:
+    pytest.importorskip("torch")
+    done = run(launch, "inference.py", "--dtype", dtype, *TINY)
+    assert done.returncode == 0, done.stdout
+    found = re.search(rf"3 ranks, {dtype}, off the whole model by (\S+)", done.stdout)
+    assert found is not None, done.stdout
+    assert 0 < float(found[1]) <= allowed
+    for line in (r"then \d+ tokens/s", r"share of communication \d+%", "one process alone"):
+        assert re.search(line, done.stdout), done.stdout

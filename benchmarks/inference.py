@@ -1,0 +1,156 @@
+"""What tensor-parallel inference on CPUs asks of a library: ``python benchmarks/inference.py``.
+
+All-reduces and all-gathers of bfloat16 and float16, 10 KiB to 32 MiB, between 2 to 4 ranks of one
+host, in PyTorch's tensors: ours on tensors of PyTorch's and of ``comm.empty``, against
+torch.distributed over Gloo and against MPI through mpi4py; and float32 for as many bytes. The sides
+take turns, as in all of these benchmarks; ratios are medians over turns that follow each other.
+
+MPI has no bfloat16. mpi4py takes a tensor of it for bytes: MPICH refuses to add these, and Open MPI
+adds the bytes, so that 1.5 + 1.5 is 8.5e37. What is left is to convert to float32 and back, which
+is held here as float32 of as many *numbers*; the two conversions themselves are not counted. To
+gather is to move bytes, whatever they stand for: there it is MPI's float16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import peers
+from reach import Ratio, fastest
+
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import named
+from collective.tools.bench.figures import headline
+from collective.tools.bench.machine import Observer
+from collective.tools.bench.measure import Pace, Record, Task, compare, method_of
+from collective.tools.bench.run import Results
+from collective.tools.show import (
+    Progress,
+    add_outputs,
+    counts,
+    microseconds,
+    parse_size,
+    print_table,
+    size_name,
+    write,
+)
+
+_OPERATIONS = ("all_reduce", "all_gather")
+_DTYPES = ("bfloat16", "float16", "float32")
+_SIZES, _QUICK = "10K 64K 256K 1M 8M 32M", "10K 1M 32M"
+_PEERS = ("torch", "mpi4py")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all measurements and return what is written as JSON."""
+    results, observer, progress = Results(), Observer(), Progress()
+    missing: dict[str, str] = {}
+    failures: list[str] = []
+    rivals = [rival for rival in peers.rivals(options) if rival != "memcpy"]
+    sizes = options.sizes or [parse_size(s) for s in (_QUICK if options.quick else _SIZES).split()]
+    for ranks in options.n:
+        able, absent = named(
+            ["shm", *rivals], peers.environments(options), ranks, frameworks=["torch"]
+        )
+        missing.update(absent)
+        try:
+            with Arena(able) as arena:
+                results.versions.update(arena.versions)
+                for task in _tasks(sizes):
+                    at = size_name(task.nbytes)
+                    progress.show(f"{task.operation}, {task.dtype}, {at}, {ranks} ranks")
+                    pace, method = Pace.of(options.quick), method_of(task.nbytes)
+                    results.add(compare(arena, task, pace, [method]))
+                missing.update({name: error.brief for name, error in arena.failed.items()})
+        except ArenaError as error:  # what was measured before counts all the same
+            failures.append(str(error))
+    progress.clear()
+    results.machine = observer.machine()
+    return {
+        **results.as_json(), "missing": missing, "failures": [*failures, *results.failures]
+    }  # fmt: skip
+
+
+def _tasks(sizes: Sequence[int]) -> list[Task]:
+    """Return what is measured: float32 for as many bytes, and for as many numbers."""
+    tasks = [Task(o, nbytes, dtype) for o in _OPERATIONS for nbytes in sizes for dtype in _DTYPES]
+    tasks += [Task("all_reduce", 2 * nbytes, "float32") for nbytes in sizes]
+    return list(dict.fromkeys(tasks))
+
+
+def show(run: dict[str, Any], markdown: bool) -> None:
+    """Print a table an operation and number of ranks."""
+    records = Results.from_json(run).records
+    print(f"{headline(run['machine'])}\n")
+    kinds = dict.fromkeys((r.operation, r.ranks) for r in records)
+    for operation, ranks in kinds:
+        here = [r for r in records if (r.operation, r.ranks) == (operation, ranks)]
+        sizes = sorted({r.nbytes for r in here if r.dtype == "bfloat16"})
+        header = ["size", "bfloat16 µs", "comm.empty", "float16", "float32", "Gloo bfloat16"]
+        header += ["MPI float16", *["MPI via float32"] * (operation == "all_reduce")]
+        header += ["× float32's time", "× the fastest peer"]
+        rows = [_row(here, operation, nbytes) for nbytes in sizes]
+        print_table(f"{operation}, {ranks} ranks, µs", header, rows, markdown)
+    bullet = "- " if markdown else ""
+    for name, version in run["versions"].items():
+        print(f"{bullet}{name}: {version}")
+    for name, reason in run["missing"].items():
+        print(f"{bullet}{name}: not measured: {reason}")
+
+
+def _row(here: Sequence[Record], operation: str, nbytes: int) -> list[str]:
+    of = {dtype: [r for r in here if r.dtype == dtype] for dtype in _DTYPES}
+
+    def ours(dtype: str, memory: str = "ordinary") -> Record | None:
+        found = [r for r in of[dtype] if (r.contestant, r.memory) == ("shm", memory)]
+        return next((r for r in found if r.nbytes == nbytes), None)
+
+    mine, full = ours("bfloat16"), ours("float32")
+    gloo, half = (
+        fastest(of[d], nbytes, library) for d, library in zip(("bfloat16", "float16"), _PEERS)
+    )
+    wide = fastest(of["float32"], 2 * nbytes, "mpi4py")
+    rivals = [gloo, wide if operation == "all_reduce" else half]
+    shown = [mine, ours("bfloat16", "symmetric"), ours("float16"), full, gloo, half]
+    shown += [wide] * (operation == "all_reduce")
+    best = min(filter(None, rivals), key=lambda record: record.seconds, default=None)
+    slower = "–" if mine is None or full is None else f"{1 / Ratio(mine, full).value:.2f}"
+    faster = "–" if mine is None or best is None else f"{Ratio(mine, best).value:.2f}"
+    cells = ["–" if each is None else microseconds(each.seconds) for each in shown]
+    return [size_name(nbytes), *cells, slower, faster]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="All-reduces and all-gathers of 16-bit numbers.")
+    parser.add_argument(
+        "-n", type=counts, default=(2, 3, 4), metavar="N,…", help="ranks (default: 2,3,4)"
+    )
+    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of an array")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, and short turns")
+    parser.add_argument(
+        "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
+    )
+    peers.add_rivals(parser)
+    add_outputs(parser, earlier=True)
+    options = parser.parse_args(arguments)
+    if options.earlier is not None:
+        show(json.loads(options.earlier.read_text()), options.markdown)
+        return 0
+    # Inherited by all ranks.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    run = measure(options)
+    write(options.json, run)
+    show(run, options.markdown)
+    for failure in run["failures"]:
+        print(f"inference: {failure}", file=sys.stderr)
+    return 1 if run["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
