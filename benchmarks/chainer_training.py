@@ -19,11 +19,8 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +28,17 @@ from typing import Any
 import numpy as np
 import peers
 
+from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
+from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.figures import headline
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, microseconds, print_table, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, microseconds, print_table
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+_RANKS_S = 1800.0
 # What was promised: of ChainerMN's added time; and of the drop-in's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
 _BARE = "no syncing"
@@ -91,9 +93,8 @@ def _flat() -> Any:
     return Flat(chainermn.create_communicator("naive").mpi_comm)
 
 
-def rank(options: argparse.Namespace) -> None:
-    """Measure as one of the ranks of the first part; rank 0 writes the figures."""
-    sys.path.append(options.site)  # Chainer, behind the packages of this environment
+def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
+    """Measure as one of the ranks of the first part; return the figures."""
     import collective
     from collective.adapters.chainer.chainermn import CollectiveCommunicator
     from collective.adapters.chainer.optimizer import create_multi_node_optimizer
@@ -112,7 +113,7 @@ def rank(options: argparse.Namespace) -> None:
     for name, each in made.items():
         sgd = chainer.optimizers.SGD(0.0)
         optimizers[name] = chainermn.create_multi_node_optimizer(sgd, each)
-    steps = {name: step_of(optimizer, options.width) for name, optimizer in optimizers.items()}
+    steps = {name: step_of(optimizer, width) for name, optimizer in optimizers.items()}
     for step in steps.values():
         step()  # ChainerMN's first one is none
     _agree(steps)
@@ -125,11 +126,9 @@ def rank(options: argparse.Namespace) -> None:
         comm.all_reduce(memory, op="avg", out=memory)
 
     steps[_FLOOR] = reduction_alone
-    rounds, turn = (3, 0.1) if options.quick else (15, 0.4)
-    found = _turns(comm, steps, rounds, turn)
-    if comm.rank == 0:
-        (options.rank / "figures.json").write_text(json.dumps(found))
+    found = _turns(comm, steps, *((3, 0.1) if quick else (15, 0.4)))
     comm.close()
+    return found
 
 
 def _agree(steps: dict[str, Step]) -> None:
@@ -147,25 +146,8 @@ def _agree(steps: dict[str, Step]) -> None:
 
 
 def _turns(comm: Any, steps: dict[str, Step], rounds: int, turn: float) -> dict[str, list[float]]:
-    """Return each side's seconds a step, a figure a turn."""
-
-    def block(side: str, count: int) -> float:
-        comm.barrier()
-        start = time.perf_counter()
-        for _ in range(count):
-            steps[side]()
-        mine = np.array([(time.perf_counter() - start) / count])
-        return float(comm.all_reduce(mine, op="max")[0])
-
-    counts = {}
-    for side in steps:
-        block(side, 2)
-        counts[side] = max(1, round(turn / block(side, 2)))
-    times: dict[str, list[float]] = {side: [] for side in steps}
-    for _ in range(rounds):
-        for side in steps:
-            times[side].append(block(side, counts[side]))
-    return times
+    sides = {side: repeated(step) for side, step in steps.items()}
+    return alternate(comm, sides, rounds, turn, warm=2)
 
 
 def distant_rank(options: argparse.Namespace) -> None:
@@ -196,8 +178,7 @@ def distant_rank(options: argparse.Namespace) -> None:
     for step in steps.values():
         step()
     _agree(steps)
-    rounds, turn = (3, 0.2) if options.quick else (9, 1.0)
-    found = _turns(comm, steps, rounds, turn)
+    found = _turns(comm, steps, *((3, 0.2) if options.quick else (9, 1.0)))
     if comm.rank == 0:
         (options.distant / "figures.json").write_text(json.dumps(found))
     comm.close()
@@ -208,15 +189,11 @@ def distant_rank(options: argparse.Namespace) -> None:
 
 def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the first part under an MPI; return its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        python = str(vendor / "bin" / "python")
-        command = [*Mpiexec(python).command(2), python, str(Path(__file__).resolve())]
-        command += ["--rank", folder, "--site", sysconfig.get_path("purelib")]
-        command += ["--width", str(options.width)] + ["--quick"] * options.quick
-        threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-        environment = {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL)
-        found: dict[str, list[float]] = json.loads((Path(folder) / "figures.json").read_text())
+    starter = under_mpiexec(2, Mpiexec(str(vendor / "bin" / "python")), lasting=False)
+    with Ranks(2, starter) as ranks:
+        # Chainer is this Python's, behind the packages of that environment.
+        job = FunctionJob(rank, (options.width, options.quick))
+        found: dict[str, list[float]] = ranks.results(job, _RANKS_S)[0]
     return found
 
 
@@ -233,7 +210,7 @@ def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
         with Hosts(2, path, delay=options.delay / 1e3) as hosts:
             variables = {"GLOO_SOCKET_IFNAME": "eth0", "OPENBLAS_NUM_THREADS": "1"}
             job = hosts.by_hand([0, 1], command, **variables)
-            job.succeed(1800.0)
+            job.succeed(_RANKS_S)
         found: dict[str, list[float]] = json.loads((path / "figures.json").read_text())
     return found
 
@@ -288,30 +265,8 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         print(f"{what}: {value:.2f} (promised {bound:g}): {verdict}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Steps of training in Chainer.")
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
-    add_outputs(parser)
-    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
-    parser.add_argument("--no-distant", action="store_true", help="only the first part")
-    parser.add_argument("--only-distant", action="store_true", help="only the second part")
-    parser.add_argument("--delay", type=float, default=20.0, help="ms of a packet, second part")
-    parser.add_argument("--distant-width", type=int, default=512, help="the same, second part")
-    parser.add_argument("--rows", type=int, default=512, help="samples of a step, second part")
-    parser.add_argument("--bucket-mib", type=float, default=1.0, help="of the second part")
-    for name in ("--rank", "--distant"):
-        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--site", help=argparse.SUPPRESS)
-    peers.add_options(parser)
-    options = parser.parse_args(arguments)
-    if options.rank is not None:
-        rank(options)
-        return 0
-    if options.distant is not None:
-        distant_rank(options)
-        return 0
-    observer = Observer()
+def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the parts that are asked for and can be had here."""
     run: dict[str, Any] = {"syncing": {}, "distant": {}, "delay": options.delay}
     if not options.only_distant:
         found = peers.find(options)
@@ -327,11 +282,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run["distant"] = measure_distant(options)
         else:
             print(f"chainer_training: no link with delay: {reason}", file=sys.stderr)
-    run["machine"] = observer.machine()
-    write(options.json, run)
-    show(run, options.markdown)
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Steps of training in Chainer.")
+    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    add_outputs(parser)
+    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
+    parser.add_argument("--no-distant", action="store_true", help="only the first part")
+    parser.add_argument("--only-distant", action="store_true", help="only the second part")
+    parser.add_argument("--delay", type=float, default=20.0, help="ms of a packet, second part")
+    parser.add_argument("--distant-width", type=int, default=512, help="the same, second part")
+    parser.add_argument("--rows", type=int, default=512, help="samples of a step, second part")
+    parser.add_argument("--bucket-mib", type=float, default=1.0, help="of the second part")
+    parser.add_argument("--distant", type=Path, help=argparse.SUPPRESS)
+    peers.add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.distant is not None:
+        distant_rank(options)
+        return 0
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    os.environ |= {**threads, "PYTHONPATH": str(HERE)}
+    show(measured(options, lambda: measure_parts(options)), options.markdown)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import chainer_training  # ranks that mpiexec starts find what they do by this name
+
+    sys.exit(chainer_training.main())

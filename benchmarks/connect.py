@@ -22,12 +22,11 @@ from pathlib import Path
 import numpy as np
 
 import collective
-from collective.launch.outcome import RanksFailedError
 from collective.launch.process_starter import ProcessStarter
 from collective.launch.ranks import FunctionJob, Participant, Ranks
-from collective.tools.bench.machine import Observer
+from collective.tools.bench.machine import measured
 from collective.tools.bench.startline import StartLine
-from collective.tools.show import add_outputs, print_table, write
+from collective.tools.show import add_outputs, print_table
 
 _MUST_S = 0.005
 _SIDES = ("without", "with")
@@ -84,11 +83,7 @@ def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
     ):
         StartLine.create(Path(folder) / "startline", ranks)
         job = FunctionJob(connect, (Path(folder), ranks, pairs, _free_ports()))
-        outcomes = started.run(job, 1800.0)
-        failure = RanksFailedError.of(outcomes, ranks)
-        if failure is not None:
-            raise failure
-    turns: dict[str, list[float]] = outcomes[0].value
+        turns: dict[str, list[float]] = started.results(job, 1800.0)[0]
     return turns
 
 
@@ -118,12 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=40, metavar="N", help="default: 40")
     add_outputs(parser)
     options = parser.parse_args(arguments)
-    observer = Observer()
-    turns = measure(options.ranks, options.pairs)
-    about = observer.machine()
-    write(options.json, {"machine": about, "ranks": options.ranks, "turns": turns})
+    run = measured(
+        options,
+        lambda: {"ranks": options.ranks, "turns": measure(options.ranks, options.pairs)},
+    )
+    about = run["machine"]
     title = f"{options.ranks} ranks, {about['cores']} cores, of which {about['others']:.1f} taken "
-    show(turns, f"{title}by others, {options.pairs} pairs", options.markdown)
+    show(run["turns"], f"{title}by others, {options.pairs} pairs", options.markdown)
     return 0
 
 

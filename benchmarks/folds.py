@@ -9,7 +9,6 @@ calling takes longer than folding.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ from collective.algorithms import arithmetic
 from collective.errors import DtypeError
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import as_op
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, names, parse_size, print_table, size_name, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, names, parse_size, print_table, size_name
 
 _OPS = ("sum", "prod", "min", "max", "band", "land")
 _DTYPES = ("bool", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64",
@@ -92,10 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=25)
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
-    if options.earlier is not None:
-        run = json.loads(options.earlier.read_text())
-    else:
-        observer = Observer()
+
+    def measure_all() -> dict[str, Any]:
         found = [
             measure(op, BY_NAME[dtype], nbytes, options.turns)
             for op in options.ops
@@ -103,8 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _has_meaning(op, BY_NAME[dtype])
             for nbytes in options.sizes
         ]
-        run = {"folds": found, "native": native.status(), "machine": observer.machine()}
-        write(options.json, run)
+        return {"folds": found, "native": native.status()}
+
+    run = measured(options, measure_all)
     _print(run, options.markdown)
     return 0
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.tools.bench.machine import Observer
+from collective.tools.bench.machine import measured
 from collective.tools.bench.measure import BACK_TO_BACK, Pace
 from collective.tools.bench.startline import StartLine
 from collective.tools.show import (
@@ -33,7 +33,6 @@ from collective.tools.show import (
     parse_size,
     print_table,
     size_name,
-    write,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,7 +182,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     reason = refusal()
     if reason is not None:
         raise SystemExit(f"hosts: {reason}")
-    observer = Observer()
     places = [host for host in range(options.hosts) for _ in range(options.each)]
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         path = Path(folder)
@@ -195,12 +193,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             job = hosts.by_hand(places, command, GLOO_SOCKET_IFNAME="eth0")
             job.succeed(3600.0)
         figures = json.loads((path / "figures").read_text())
-    return {
-        "machine": observer.machine(),
-        "hosts": options.hosts,
-        "each": options.each,
-        "figures": figures,
-    }
+    return {"hosts": options.hosts, "each": options.each, "figures": figures}
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
@@ -248,9 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder is not None:
         work(options)
         return 0
-    run = measure(options)
-    write(options.json, run)
-    show(run, options.markdown)
+    show(measured(options, lambda: measure(options)), options.markdown)
     return 0
 
 

@@ -9,11 +9,10 @@ they differ.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ import numpy as np
 from collective import native
 from collective.communicator import Communicator
 from collective.testing import run_ranks
-from collective.tools.bench.machine import Observer
+from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.machine import measured
 from collective.tools.show import (
     add_outputs,
     microseconds,
@@ -29,7 +29,6 @@ from collective.tools.show import (
     parse_size,
     print_table,
     size_name,
-    write,
 )
 
 _TURN_S = 4e-3
@@ -47,12 +46,11 @@ def measure(
     for dtype in dtypes:
         for nbytes in sizes:
             x = _array(dtype, nbytes)
-            taken: dict[str, list[float]] = {side: [] for side in sides}
-            once = [_turn(comm, side, x, op, 2) for side in sides.values()]
-            calls = max(1, int(_TURN_S / max(once)))
-            for _ in range(turns):
-                for name, side in sides.items():
-                    taken[name].append(_turn(comm, side, x, op, calls))
+            calls = {
+                name: repeated(partial(side.all_reduce, x, op=op, out=x))
+                for name, side in sides.items()
+            }
+            taken = alternate(comm, calls, turns, _TURN_S, warm=2)
             found.append({"dtype": dtype, "nbytes": x.nbytes, **taken})
     return found
 
@@ -63,16 +61,6 @@ def _array(dtype: str, nbytes: int) -> Any:
     import ml_dtypes
 
     return np.ones(nbytes // 2, ml_dtypes.bfloat16)
-
-
-def _turn(comm: Communicator, side: Communicator, x: Any, op: str, calls: int) -> float:
-    """Return the seconds of a call, of the slowest rank, the same on all of them."""
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        side.all_reduce(x, op=op, out=x)
-    taken = np.array([(time.perf_counter() - start) / calls])
-    return float(comm.all_reduce(taken, op="max")[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,16 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=30)
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
-    if options.earlier is not None:
-        run = json.loads(options.earlier.read_text())
-    else:
-        observer = Observer()
+
+    def measure_ranks() -> dict[str, Any]:
         found, *_ = run_ranks(
             options.n, measure, options.dtypes, options.op, options.sizes, options.turns,
             backend="shm", timeout=600.0,
         )  # fmt: skip
-        run = {"calls": found, "native": native.status(), "machine": observer.machine()}
-        write(options.json, run)
+        return {"calls": found, "native": native.status()}
+
+    run = measured(options, measure_ranks)
     rows = []
     for each in run["calls"]:
         row = [each["dtype"], size_name(each["nbytes"])]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -26,10 +25,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from overhead import turns
-
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, microseconds, print_table, write
+from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, microseconds, print_table
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 # What was promised: microseconds added to the raw binding.
@@ -41,7 +39,7 @@ Request = Callable[[], object]
 
 
 class _Alone:
-    """What :func:`overhead.turns` asks of the ranks, where there is one: a common start.
+    """What :func:`alternate` asks of the ranks, where there is one: a common start.
 
     Args:
         stream: is done with all before a turn begins.
@@ -284,32 +282,32 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
         }
         for way, (raw, calls) in ways.items():
             for operation, call in calls.items():
-                sides = [raw[operation], call]
+                sides = {"raw": repeated(raw[operation]), "ours": repeated(call)}
                 if rival is not None and operation.startswith("all_reduce"):
                     to = x if "out=x" in operation else y
-                    sides.append(rival(_address(x), _address(to), stream.handle))
-                times = turns(alone, sides, rounds, turn, clock)
-                medians = [statistics.median(each) for each in times]
+                    sides["cupy"] = repeated(rival(_address(x), _address(to), stream.handle))
+                times = alternate(alone, sides, rounds, turn, clock=clock)
+                medians = {side: statistics.median(each) for side, each in times.items()}
+                pairs = list(zip(times["raw"], times["ours"]))
                 records.append(
                     {
                         "operation": operation,
                         "arrays": kind,
                         "way": way,
-                        "raw": medians[0],
-                        "ours": medians[1],
-                        "added": statistics.median(b - a for a, b in zip(*times[:2])),
-                        "least": min(times[1]) - min(times[0]),
-                        "ratio": statistics.median(b / a for a, b in zip(*times[:2])),
-                        "cupy": medians[2] if len(medians) > 2 else None,
+                        "raw": medians["raw"],
+                        "ours": medians["ours"],
+                        "added": statistics.median(b - a for a, b in pairs),
+                        "least": min(times["ours"]) - min(times["raw"]),
+                        "ratio": statistics.median(b / a for a, b in pairs),
+                        "cupy": medians.get("cupy"),
                     }
                 )
-        steps = bench.layers(x, _address(x))
-        times = turns(alone, list(steps.values()), rounds, turn, clock)
-        for name, each in zip(steps, times):
+        steps = {name: repeated(each) for name, each in bench.layers(x, _address(x)).items()}
+        for name, each in alternate(alone, steps, rounds, turn, clock=clock).items():
             layers.append({"arrays": kind, "layer": name, "seconds": statistics.median(each)})
     if not real:
         _fakes_hold()(0)
-    found = {"library": bench.library.text, "records": records, "layers": layers}
+    found = {"real": real, "library": bench.library.text, "records": records, "layers": layers}
     bench.comm.close()
     return found
 
@@ -357,20 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
-    if options.earlier is not None:
-        run = json.loads(options.earlier.read_text())
-    else:
-        if not options.real:
-            sys.path.insert(0, str(_TESTS))
-            from fakes import compiler, environment
+    if options.earlier is None and not options.real:
+        sys.path.insert(0, str(_TESTS))
+        from fakes import compiler, environment
 
-            if compiler() is None:
-                raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
-            os.environ.update(environment(delay_us=0, log=0, poison=0))
-        observer = Observer()
-        run = {"real": options.real, **measure(options.real, options.quick)}
-        run["machine"] = observer.machine()
-        write(options.json, run)
+        if compiler() is None:
+            raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
+        os.environ.update(environment(delay_us=0, log=0, poison=0))
+    run = measured(options, lambda: measure(options.real, options.quick))
     show(run, options.layers, options.markdown)
     return 0
 

@@ -17,32 +17,29 @@ recorder and, for MPI, the comparison of the ranks' calls.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peers
 
+import collective
+from collective.errors import BackendUnavailableError
+from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
+from collective.launch.outcome import RanksFailedError
+from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.testing import run_ranks
+from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.libraries import BenchLibrary, Ours
-from collective.tools.bench.machine import Observer
+from collective.tools.bench.machine import measured
 from collective.tools.bench.rivals import Gloo, Mpi
-from collective.tools.show import (
-    add_outputs,
-    microseconds,
-    parse_size,
-    print_table,
-    size_name,
-    write,
-)
+from collective.tools.show import add_outputs, microseconds, parse_size, print_table, size_name
 
 _HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"
@@ -50,6 +47,7 @@ OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_rec
 # What was promised: microseconds added to MPI below 64 KiB, and ratios.
 _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
+_RANKS_S = 1800.0
 
 
 class _OursRaw(Ours):
@@ -63,20 +61,25 @@ class _OursRaw(Ours):
         return found
 
 
-def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[int],
-         quick: bool) -> None:  # fmt: skip
-    """Measure as one of the ranks; rank 0 writes the figures to ``folder``."""
-    import collective
+def _over_gloo(comm: Any, folder: Path, *asked: Any) -> dict[str, Any]:
+    os.environ |= {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
+    raw, ours = Gloo(folder), _OursRaw(comm)
+    # Both on the library's own arrays.
+    ours.new, ours.numpy = raw.new, raw.numpy  # type: ignore[method-assign]
+    found = compared(raw, ours, *asked)
+    raw.close()
+    return found
 
-    raw: BenchLibrary
-    if engine == "mpi":
-        raw = Mpi()
-        ours = _OursRaw(collective.init("mpi"))
-    else:
-        raw = Gloo(folder)
-        ours = _OursRaw(collective.init("gloo"))
-        # Both on the library's own arrays.
-        ours.new, ours.numpy = raw.new, raw.numpy  # type: ignore[method-assign]
+
+def _over_mpi(_: Participant, *asked: Any) -> dict[str, Any]:
+    with collective.init("mpi") as comm:  # MPI ends with the process
+        return compared(Mpi(), _OursRaw(comm), *asked)
+
+
+def compared(
+    raw: BenchLibrary, ours: Ours, operations: Sequence[str], sizes: Sequence[int], quick: bool
+) -> dict[str, Any]:
+    """Measure as one of the ranks; return the figures."""
     rounds, turn = (3, 0.03) if quick else (9, 0.1)
     records = []
     for operation in operations:
@@ -84,7 +87,8 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
             sides = [_prepared(library, operation, nbytes) for library in (raw, ours)]
             for _, check in sides:
                 check()
-            seconds = turns(ours.comm, [call for call, _ in sides], rounds, turn)
+            calls = {name: repeated(call) for name, (call, _) in zip(("raw", "ours"), sides)}
+            seconds = alternate(ours.comm, calls, rounds, turn).values()
             for _, check in sides:
                 check()
             half = 0.5 if operation == "send_recv" else 1.0
@@ -99,11 +103,7 @@ def rank(engine: str, folder: Path, operations: Sequence[str], sizes: Sequence[i
                     "ratio": ratio,
                 }
             )
-    if ours.rank == 0:
-        run = {"version": raw.version, "records": records}
-        (folder / "figures.json").write_text(json.dumps(run))
-    ours.close()
-    raw.close()
+    return {"version": raw.version, "records": records}
 
 
 def _prepared(library: BenchLibrary, operation: str, nbytes: int) -> tuple[Any, Any]:
@@ -139,70 +139,23 @@ def _prepared(library: BenchLibrary, operation: str, nbytes: int) -> tuple[Any, 
     return call, check
 
 
-def turns(
-    comm: Any,
-    calls: Sequence[Any],
-    rounds: int,
-    turn: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[list[float]]:
-    """Return the seconds a call that each side took, turn by turn.
-
-    Args:
-        comm: has the ranks begin a turn together, and knows the slowest one's time.
-        calls: one a side.
-        rounds: how many turns each side gets.
-        turn: seconds that one is to last.
-        clock: what tells the time.
-    """
-    iterations = []
-    for call in calls:
-        for _ in range(5):
-            call()
-        took = _block(comm, call, 5, clock)
-        iterations.append(min(20000, max(3, int(turn / max(took, 1e-7)))))
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for times, call, count in zip(seconds, calls, iterations):
-            times.append(_block(comm, call, count, clock))
-    return seconds
-
-
-def _block(comm: Any, call: Any, count: int, clock: Callable[[], float]) -> float:
-    comm.barrier()
-    start = clock()
-    for _ in range(count):
-        call()
-    mine = (clock() - start) / count
-    slowest: float = comm.all_reduce(np.array([mine]), op="max").item()
-    return slowest
-
-
-def launch(engine: str, venv: Path | None, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the ranks of one engine and return what rank 0 wrote.
+def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
+    """Run the ranks of Gloo, or of the MPI in an environment, and return rank 0's figures.
 
     Raises:
-        RuntimeError: they failed; with what they printed.
+        RanksFailedError, BackendUnavailableError: they failed, or did not start.
     """
-    python = sys.executable if venv is None else str(venv / "bin" / "python")
-    path = os.pathsep.join([str(_HERE.parent), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [python, str(Path(__file__)), "--rank-of", engine, "--folder", folder, *arguments]
-        if venv is not None:
-            command = [*Mpiexec(python).command(ranks), *command]
-        else:
-            run = ["-m", "collective", "run", "-n", str(ranks), "--backend", "gloo"]
-            command = [python, *run, *command[1:]]
-            environ["GLOO_SOCKET_IFNAME"] = "lo"
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, check=False, timeout=1800
-        )
-        figures = Path(folder) / "figures.json"
-        if done.returncode or not figures.exists():
-            raise RuntimeError(f"{engine}: exit code {done.returncode}\n{done.stderr}{done.stdout}")
-        found: dict[str, Any] = json.loads(figures.read_text())
+    found: dict[str, Any]
+    if venv is None:
+        with tempfile.TemporaryDirectory() as folder:
+            found, *_ = run_ranks(
+                ranks, _over_gloo, Path(folder), *asked, backend="gloo", timeout=_RANKS_S
+            )
         return found
+    starter = under_mpiexec(ranks, Mpiexec(str(venv / "bin" / "python")), lasting=False)
+    with Ranks(ranks, starter) as started:
+        found, *_ = started.results(FunctionJob(_over_mpi, asked), _RANKS_S)
+    return found
 
 
 def verdict(engine: str, record: dict[str, Any]) -> str:
@@ -247,33 +200,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--operations", nargs="+", default=OPERATIONS.split(), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
-    if options.rank_of:
-        rank(options.rank_of, options.folder, options.operations, options.sizes, options.quick)
-        return 0
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     venvs = peers.find(options)
-    asked = ["--sizes", *map(str, options.sizes), "--operations", *options.operations]
-    asked += ["--quick"] * options.quick
-    observer = Observer()
-    engines, failures = {}, []
-    for name in options.engines or [*venvs, "gloo"]:
-        if name != "gloo" and name not in venvs:
-            raise SystemExit(f"overhead: {name}: not there; run: python benchmarks/peers.py setup")
-        try:
-            kind = "gloo" if name == "gloo" else "mpi"
-            engines[name] = launch(kind, venvs.get(name), options.n, asked)
-        except RuntimeError as error:
-            failures.append(str(error))
-    run = {"machine": observer.machine(), "ranks": options.n, "engines": engines}
-    write(options.json, run)
-    show(run, options.markdown)
+    failures = []
+
+    def measure() -> dict[str, Any]:
+        engines = {}
+        for name in options.engines or [*venvs, "gloo"]:
+            if name != "gloo" and name not in venvs:
+                raise SystemExit(
+                    f"overhead: {name}: not there; run: python benchmarks/peers.py setup"
+                )
+            try:
+                engines[name] = launch(
+                    venvs.get(name), options.n, options.operations, options.sizes, options.quick
+                )
+            except (RanksFailedError, BackendUnavailableError) as error:
+                failures.append(f"{name}: {error}")
+        return {"ranks": options.n, "engines": engines}
+
+    show(measured(options, measure), options.markdown)
     for failure in failures:
         print(f"overhead: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import overhead  # ranks that mpiexec starts find what they do by this name
+
+    sys.exit(overhead.main())

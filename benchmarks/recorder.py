@@ -8,7 +8,6 @@ nothing but other processes can make it longer. It has to stay below a microseco
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import timeit
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from pathlib import Path
 from collective.contract.recorder import Recorder
 from collective.ops import as_op
 from collective.request import Request
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, print_table, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, print_table
 
 _MUST_NS = 1000.0
 _CALLS, _TURNS = 100_000, 9
@@ -44,12 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the flight recorder costs a call.")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
-    if options.earlier is not None:
-        run = json.loads(options.earlier.read_text())
-    else:
-        observer = Observer()
-        run = {"nanoseconds": measure(), "machine": observer.machine()}
-        write(options.json, run)
+    run = measured(options, lambda: {"nanoseconds": measure()})
     found = run["nanoseconds"]
     print_table(
         f"{run['machine']['date']}, {run['machine']['cpu']}",

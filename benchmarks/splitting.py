@@ -32,8 +32,8 @@ import collective
 from collective.adapters.torch import Split
 from collective.launch import restart_with
 from collective.testing import preload, run_ranks
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, print_table, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, print_table
 
 _STRIPES = 8
 # mallopt(3): nothing is mapped by itself, nothing is given back.
@@ -220,19 +220,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Once for all ranks that are started below.
     preload(["torch"])
     torch.set_num_threads(1)
-    observer, rows = Observer(), []
-    chosen = (options.memory, options.time, options.ranks, options.channels)
-    everything = not any(chosen)
-    if options.memory or everything:
-        rows += memory(options.size)
-    if options.time or everything:
-        rows += times(options.size, options.turns)
-    if options.ranks or everything:
-        rows += ranks(options.size, options.turns)
-    if options.channels or everything:
-        rows += channels()
-    run = {"rows": rows, "machine": observer.machine()}
-    write(options.json, run)
+
+    def measure() -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        chosen = (options.memory, options.time, options.ranks, options.channels)
+        everything = not any(chosen)
+        if options.memory or everything:
+            rows += memory(options.size)
+        if options.time or everything:
+            rows += times(options.size, options.turns)
+        if options.ranks or everything:
+            rows += ranks(options.size, options.turns)
+        if options.channels or everything:
+            rows += channels()
+        return {"rows": rows}
+
+    run = measured(options, measure)
     print_table(
         f"{run['machine']['date']}, {run['machine']['cpu']}, {options.size} rows",
         ["what", "bound", "measured", "verdict"],
@@ -243,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{row['ratio']:.3g}",
                 _verdict(row),
             ]
-            for row in rows
+            for row in run["rows"]
         ],
         options.markdown,
     )

@@ -19,13 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from collective.tools.bench.machine import Observer
+from collective.testing import run_ranks
+from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.machine import measured
 from collective.tools.models.torch import model_of
-from collective.tools.show import add_outputs, microseconds, print_table, write
+from collective.tools.show import add_outputs, microseconds, print_table
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3
 # Of PyTorch's wrapper over our process group, of an all-reduce a parameter, and of memory.
 _PLUGIN, _BUCKETS, _MEMORY = 1.3, 2.0, 1.05
+_RANKS_S = 1800.0
 _MODELS = "mlp lenet resnet"
 _PARTS = "wrappers plugin buckets memory"
 _MEMORY_OF = ("ours", "torch", "no wrapper")
@@ -66,14 +66,11 @@ def _step(
     return step
 
 
-def rank(part: str, folder: Path, names: Sequence[str], quick: bool) -> None:
-    """Measure as one of the ranks; rank 0 writes the figures to ``folder``."""
+def rank(comm: Any, part: str, folder: Path, names: Sequence[str], quick: bool) -> dict[str, Any]:
+    """Measure as one of the ranks; return the figures of each model."""
     import torch.distributed as dist
 
-    import collective
-
     torch.set_num_threads(1)
-    comm = collective.init("gloo" if part == "buckets" else "shm")
     store = dist.FileStore(str(folder / "store"), comm.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     rounds, turn = (3, 0.1) if quick else (15, 0.4)
@@ -91,14 +88,13 @@ def rank(part: str, folder: Path, names: Sequence[str], quick: bool) -> None:
         for gradients in others:
             for a, b in zip(first, gradients, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-        found[name] = _turns(comm, sides, rounds, turn)
-    if comm.rank == 0:
-        (folder / "figures.json").write_text(json.dumps(found))
+        # Buckets are laid out anew in the first steps.
+        found[name] = alternate(comm, sides, rounds, turn, warm=3)
     # PyTorch's wrappers first: one that goes after its process group may hang.
     del wrapped, sides, each, first, others
     gc.collect()
     dist.destroy_process_group()
-    comm.close()
+    return found
 
 
 def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
@@ -123,20 +119,27 @@ def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
     return {"ours": ours, "torch": torchs()}
 
 
-def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, tuple[Any, Callable[[], None]]]:
-    """Return each side's step with syncing and without, and in what it is made."""
-    sides: dict[str, tuple[Any, Callable[[], None]]] = {}
+def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, Callable[[int], None]]:
+    """Return each side's steps with syncing and without."""
+    sides = {}
     for side, each in wrapped.items():
+        bare = _step(each, x)
         if side == "by parameter":
-            model = each
-            synced = _step(model, x, lambda model=model: _by_parameter(model))
-            sides[side] = contextlib.nullcontext, synced
-            sides[f"{side}, no_sync"] = contextlib.nullcontext, _step(model, x)
-            continue
-        step = _step(each, x)
-        sides[side] = contextlib.nullcontext, step
-        sides[f"{side}, no_sync"] = each.no_sync, step
+            synced = _step(each, x, lambda model=each: _by_parameter(model))  # type: ignore[misc]
+            sides[side], sides[f"{side}, no_sync"] = repeated(synced), repeated(bare)
+        else:
+            sides[side], sides[f"{side}, no_sync"] = repeated(bare), _within(each.no_sync, bare)
     return sides
+
+
+def _within(
+    context: Callable[[], contextlib.AbstractContextManager[Any]], step: Callable[[], None]
+) -> Callable[[int], None]:
+    def several(count: int) -> None:
+        with context():
+            repeated(step)(count)
+
+    return several
 
 
 def _by_parameter(model: nn.Module) -> None:
@@ -149,42 +152,13 @@ def _by_parameter(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def _turns(
-    comm: Any, sides: dict[str, tuple[Any, Callable[[], None]]], rounds: int, turn: float
-) -> dict[str, list[float]]:
-    """Return each side's seconds a step, a figure a turn."""
-
-    def block(side: str, count: int) -> float:
-        context, step = sides[side]
-        comm.barrier()
-        start = time.perf_counter()
-        with context():
-            for _ in range(count):
-                step()
-        mine = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
-        slowest: float = comm.all_reduce(mine, op="max").item()
-        return slowest
-
-    counts = {}
-    for side in sides:
-        block(side, 3)  # buckets are laid out anew in the first of them
-        counts[side] = max(1, round(turn / block(side, 3)))
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side in sides:
-            times[side].append(block(side, counts[side]))
-    return times
-
-
-def memory(side: str, folder: Path, names: Sequence[str], quick: bool) -> None:
-    """Train as one of the ranks of one side; rank 0 writes the peak of all ranks' memory."""
+def memory(comm: Any, side: str, folder: Path, names: Sequence[str], quick: bool) -> int:
+    """Train as one of the ranks of one side; return the peak of all ranks' memory in bytes."""
     import torch.distributed as dist
 
-    import collective
     from collective.adapters.torch import DistributedDataParallel
 
     torch.set_num_threads(1)
-    comm = collective.init("shm")
     model, x = model_of(names[0])
     wrapped: Any = model
     if side == "ours":
@@ -198,14 +172,11 @@ def memory(side: str, folder: Path, names: Sequence[str], quick: bool) -> None:
         step()
     comm.barrier()
     peaks = comm.all_gather_object(_peak_bytes())
-    if comm.rank == 0:
-        (folder / "figures.json").write_text(json.dumps(sum(peaks)))
-    comm.barrier()
     del wrapped, step
     gc.collect()
     if side == "torch":
         dist.destroy_process_group()
-    comm.close()
+    return sum(peaks)
 
 
 def _peak_bytes() -> int:
@@ -236,14 +207,13 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def run_ranks(part: str, names: Sequence[str], quick: bool) -> Any:
+def two_ranks(work: Callable[..., Any], part: str, names: Sequence[str], quick: bool) -> Any:
     """Run two ranks of a part and return their figures."""
+    backend = "gloo" if part == "buckets" else "shm"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "collective", "run", "-n", "2", "--backend"]
-        command += ["gloo" if part == "buckets" else "shm", __file__, "--rank", folder]
-        command += ["--parts", part, "--models", *names] + ["--quick"] * quick
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return json.loads((Path(folder) / "figures.json").read_text())
+        return run_ranks(
+            2, work, part, Path(folder), names, quick, backend=backend, timeout=_RANKS_S
+        )[0]
 
 
 def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str, Any]:
@@ -251,10 +221,11 @@ def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str
     found: dict[str, Any] = {}
     for part in parts:
         if part != "memory":
-            found[part] = run_ranks(part, names, quick)
+            found[part] = two_ranks(rank, part, names, quick)
             continue
         found[part] = {
-            name: {side: run_ranks(side, [name], quick) for side in _MEMORY_OF} for name in names
+            name: {side: two_ranks(memory, side, [name], quick) for side in _MEMORY_OF}
+            for name in names
         }
     return found
 
@@ -305,24 +276,18 @@ def _show_memory(models: dict[str, dict[str, int]], markdown: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Steps of data-parallel training.")
-    choices = [*_PARTS.split(), *_MEMORY_OF]
-    parser.add_argument("--parts", nargs="+", default=_PARTS.split(), choices=choices,
+    parser.add_argument("--parts", nargs="+", default=_PARTS.split(), choices=_PARTS.split(),
                         metavar="PART", help=f"of {_PARTS} (default: all)")  # fmt: skip
     parser.add_argument("--models", nargs="+", default=_MODELS.split(), choices=_MODELS.split())
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.rank is not None:
-        (part,) = options.parts
-        work = memory if part in _MEMORY_OF else rank
-        work(part, options.rank, options.models, options.quick)
-        return 0
-    observer = Observer()
-    parts = measure(options.parts, options.models, options.quick)
-    run = {"parts": parts, "machine": observer.machine()}
-    write(options.json, run)
-    show(run, options.markdown)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    def all_parts() -> dict[str, Any]:
+        return {"parts": measure(options.parts, options.models, options.quick)}
+
+    show(measured(options, all_parts), options.markdown)
     return 0
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .outcome import Outcome, RankHungError
+from .outcome import Outcome, RankHungError, RanksFailedError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -251,6 +251,18 @@ class Ranks:
             self._end(0.0)
             raise
         return outcomes
+
+    def results(self, job: Job, timeout: float) -> list[Any]:
+        """Run ``job`` on every rank, as :meth:`run`, and return what it returned, in rank order.
+
+        Raises:
+            RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+        """
+        outcomes = self.run(job, timeout)
+        failure = RanksFailedError.of(outcomes, self.size)
+        if failure is not None:
+            raise failure
+        return [outcomes[rank].value for rank in range(self.size)]
 
     def _ask(
         self, tell: Callable[[Handle], None], timeout: float, grace: float | None = None

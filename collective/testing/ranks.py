@@ -110,12 +110,11 @@ class RankPool:
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
         opening = self._opening(calls, check, tuple(faults), shared)
         job = CommunicatorJob(function, args, options, opening, shared)
-        outcomes = self._ranks.run(job, seconds)
-        failure = RanksFailedError.of(outcomes, self.size)
-        if failure is not None:
+        try:
+            return self._ranks.results(job, seconds)
+        except RanksFailedError:
             self._shared = None
-            raise failure
-        return [outcomes[rank].value for rank in range(self.size)]
+            raise
 
     def _opening(
         self, timeout: float, check: str, faults: tuple[Fault, ...], shared: bool

@@ -1,20 +1,23 @@
-"""Where a run was made, and how much others disturbed it."""
+"""Where a run was made, and how much others disturbed it; and the frame of a benchmark's run."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from collective.tools.show import parse_size, size_name
+from collective.tools.show import parse_size, size_name, write
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "measured"]
 
 
 class Observer:
@@ -42,6 +45,25 @@ class Observer:
             "python": platform.python_version(),
             "numpy": np.__version__,
         }
+
+
+def measured(options: argparse.Namespace, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``measure`` returns and, as ``machine``, where that was; write it for ``--json``.
+
+    Args:
+        options: of :func:`collective.tools.show.add_outputs`; with ``--from`` nothing is measured,
+            and what an earlier run has written is returned.
+        measure: returns what can be written as JSON.
+    """
+    earlier: Path | None = getattr(options, "earlier", None)
+    if earlier is not None:
+        found: dict[str, Any] = json.loads(earlier.read_text())
+        return found
+    observer = Observer()
+    found = measure()
+    run = {**found, "machine": observer.machine()}
+    write(options.json, run)
+    return run
 
 
 def _cpu() -> str:

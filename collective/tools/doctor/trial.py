@@ -176,13 +176,12 @@ def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
     # In this process's session, so that whoever ends this process ends them, too.
     starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
     with Ranks(2, starter) as ranks:
-        outcomes = ranks.run(FunctionJob(_try, (name,)), _TRIAL_S)
-        failure = RanksFailedError.of(outcomes, 2)
-        if failure is not None:
+        try:
+            facts: dict[str, Any] = ranks.results(FunctionJob(_try, (name,)), _TRIAL_S)[0]
+        except RanksFailedError as failure:
             errors = failure.errors.values()
             wrong = [str(e) if isinstance(e, CollectiveError) else repr(e) for e in errors]
             if all(isinstance(error, (RankDiedError, RankHungError)) for error in errors):
                 wrong.append(" ".join(starter.output().split())[-600:])
-            raise BackendError(" ".join(dict.fromkeys(wrong)), name)
-    facts: dict[str, Any] = outcomes[0].value
+            raise BackendError(" ".join(dict.fromkeys(wrong)), name) from failure
     return facts
