@@ -37,6 +37,8 @@ class Request:
         elements: of what is split or joined, how many elements each rank has; of ``all_to_all``,
             how many of this rank's each rank gets.
         incoming: of ``all_to_all``, how many come from each rank.
+        alike: of ``all_to_all``, whether all ranks cut as this one does, so that equally many come
+            from each.
     """
 
     # Of operations that have none of these they are None.
@@ -46,8 +48,8 @@ class Request:
     incoming: Sequence[int]
 
     __slots__ = (
-        "_described", "digest", "dtype", "elements", "incoming", "op", "operation", "options",
-        "ordered", "root", "shape",
+        "_described", "alike", "digest", "dtype", "elements", "incoming", "op", "operation",
+        "options", "ordered", "root", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -61,8 +63,10 @@ class Request:
         root: int | None = None,
         elements: Sequence[int] | None = None,
         incoming: Sequence[int] | None = None,
+        alike: bool = False,
         **options: Any,
     ) -> None:
+        self.alike = alike
         self.operation = operation
         self.dtype = dtype
         self.shape = shape
@@ -109,7 +113,7 @@ class Request:
         part = copy.copy(self)
         part.operation = operation
         part.shape = self.shape if count is None else (count,)
-        part.ordered = False
+        part.ordered = part.alike = False
         part._set(op, root, elements, incoming)
         part.digest = _digest(f"{self.digest} {(number,)}")
         return part
@@ -125,6 +129,7 @@ class Request:
         part = copy.copy(self)
         part.digest = Request(self.operation, root=self.root).digest
         part.operation = operation
+        part.dtype = part.shape = None
         part._set(None, self.root, elements, None)
         return part
 

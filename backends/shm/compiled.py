@@ -1,8 +1,7 @@
-"""All-reduces in C: the same steps over the same words, without Python in between.
+"""Collectives in C: plans of calls over the control segment and symmetric memory.
 
-A small one is what :class:`~.small.SmallAllReduce` does, through the same slots, so that a rank
-without the native core understands one that has it. A large one of ordinary memory is staged
-through the slots, which all ranks have to do: they find out when they connect whether they can.
+All ranks make a call in C or all in Python: they find out when they connect whether they can, and
+the rest depends on the request alone. The C is in ``collective/native/shared.c`` and ``staging.c``.
 """
 
 from __future__ import annotations
@@ -14,119 +13,158 @@ import numpy as np
 
 from collective import native
 from collective.algorithms import arithmetic
+from collective.memory.buffer import Buffer
 
-from .control import BROKEN, LINE, POSTED, SLOT_BYTES, Control
-from .symmetric import address_of
+from .control import LINE, SLOT_BYTES, Control
+from .symmetric import Heap
 
 if TYPE_CHECKING:
-    from collective.memory.buffer import Buffer
-    from collective.native._core import Shared
+    from collections.abc import Callable
+
+    from collective.contract.backend import Plan
     from collective.request import Request
 
 __all__ = ["Compiled"]
 
-Array = np.ndarray[Any, Any]
-
 # How often C looks at a word before it yields the processor: some microseconds of a core of one's
 # own, and a moment of one that the peer needs.
 _LOOKS, _LOOKS_CROWDED = 4000, 50
+# Up to here calls are made in C, and ordinary memory is staged. A peer's memory is read with three
+# waits, staged with two a block, of which each may cost a time slice where ranks don't have a core
+# each. Fastest and median of what staging gains, on a loaded machine: 2 ranks on 2 cores 1.9 and
+# 3.1 × at 1 MiB, 1.7 and 1.3 at 32, 1.3 and 0.2 at 64; 4 ranks 3.0 and 1.7 at 1 MiB, 0.8 and 0.6
+# at 4 (benchmarks/native.py).
+_STAGED_BYTES, _STAGED_BYTES_CROWDED = 32 << 20, 1 << 20
+# As in collective/native/shared.h.
+_OPERATIONS = {
+    name: number
+    for number, name in enumerate(
+        ("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+         "all_to_all", "gather", "scatter", "scan")
+    )
+}  # fmt: skip
+# Bytes of an element where the request does not say of what it has some.
+_WIDEST = 16
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan"})
+_PIECES = frozenset({"all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"})
 
 
 class Compiled:
-    """A control segment as C sees it, and plans over it."""
+    """A control segment and symmetric memory as C sees them, and plans over them.
+
+    Args:
+        control, heap: of the ranks.
+        crowded: whether any rank says that there are more ranks than cores.
+    """
+
+    def __init__(self, control: Control, heap: Heap, crowded: bool) -> None:
+        slots = control.layout.slots
+        places = [
+            (8 * LINE * (1 + rank), slots[0][rank], slots[1][rank]) for rank in range(control.size)
+        ]
+        looks = _LOOKS_CROWDED if control.crowded else _LOOKS
+        made = native.shared(
+            control.segment.map, control.rank, places, SLOT_BYTES, looks, _Host(control)
+        )
+        assert made is not None  # or nobody would make this
+        # Kept, as one rank may switch it off later.
+        self._core: Any = native.chosen.extension
+        self._rank, self._size = control.rank, control.size
+        self._shared = made
+        self._most = _STAGED_BYTES_CROWDED if crowded else _STAGED_BYTES
+        heap.tell(made.know)
+
+    def plan(self, request: Request) -> Plan | None:
+        """Return what makes the call in C, or None if that is Python's; alike on all ranks."""
+        operation, dtype = request.operation, request.dtype
+        number = _OPERATIONS.get(operation)
+        if number is None or (operation == "all_to_all" and not request.alike):
+            return None
+        elements = request.elements if operation in _PIECES else None
+        itemsize = _WIDEST if dtype is None else dtype.itemsize
+        if max(request.nbytes, sum(elements or ()) * itemsize) > self._most:
+            return None
+        fold, mean, scale, code = None, False, None, 0
+        if operation in _REDUCTIONS:
+            assert dtype is not None
+            op, code = request.op, dtype.code
+            scale = arithmetic.pre(op, dtype, self._size)
+            mean = op.name == "avg" and scale is None
+            # Sums to a fold, with something done before or after.
+            fold = "sum" if op.name in ("avg", "premul_sum") else str(op.name)
+            if op.function is not None or not self._core.make_fold(fold, code, None):
+                return None
+        plan = self._shared.plan(
+            number, request.digest, request.root or 0, elements, fold, code, mean, request, _apart
+        )
+        if (
+            dtype is not None and operation == "scan" and self._rank == 0
+        ):  # what a fold does to one value, too
+            finish = arithmetic.post(request.op, dtype, 1)
+            return plan if finish is None else partial(_finished, finish, plan)
+        return plan if scale is None else partial(_scaled, scale, plan)
+
+
+def _scaled(
+    scale: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer | None, seconds: float
+) -> None:
+    """Make a reduction whose inputs are multiplied before they are folded."""
+    scaled = Buffer(np.empty_like(src.array), src.dtype)
+    with np.errstate(all="ignore"):
+        scale(src.array, scaled.array)
+    plan(scaled, dst, seconds)
+
+
+def _finished(
+    finish: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer, seconds: float
+) -> None:
+    """Make a reduction of one value."""
+    plan(src, dst, seconds)
+    finish(dst.array, dst.array)
+
+
+def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -> None:
+    """Make a call on arrays that C does not take as they are, on copies: they overlap, say."""
+    source = None if src is None else Buffer(np.array(src.array, order="C"), src.dtype)
+    result = None if dst is None else Buffer(np.empty(dst.array.size, dst.array.dtype), dst.dtype)
+    plan(source, result, seconds)
+    if dst is not None and result is not None:
+        dst.array[...] = result.array
+
+
+class _Host:
+    """What C asks Python to do: it has waited in vain for a moment, or a call has failed."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        layout = control.layout
-        places = []
-        for rank in range(control.size):
-            line = 8 * LINE * (1 + rank)
-            counters = [line + 8 * (POSTED + 8 * each) for each in range(3)]
-            places.append([line, *counters, layout.slots[0][rank], layout.slots[1][rank]])
-        looks = _LOOKS_CROWDED if control.crowded else _LOOKS
-        made = native.shared(
-            control.segment.map, control.rank, places, SLOT_BYTES, looks, partial(_wait, control)
+
+    def wait(self, request: Request, seconds: float, rank: int, offset: int, value: int) -> None:
+        """Return when a word that a rank writes is at least ``value``.
+
+        Args:
+            offset: the word's, in bytes of the control segment.
+        """
+        control = self._control
+        words, at, line = control.words, offset // 8, (1 + rank) * LINE
+        # All have to arrive. Of a block, others may have no need any more.
+        ranks = range(control.size) if at == line else (rank,)
+        control.request, control.timeout = request, seconds
+        control.wait(
+            lambda: words[at] >= value,
+            lambda: [r for r in ranks if words[(1 + r) * LINE + at - line] < value],
+            request,
+            seconds,
         )
-        assert made is not None  # or nobody would make this
-        self._shared = made
 
-    def folds(self, request: Request) -> bool:
-        """Tell whether C can fold what a reduction asks for."""
-        op, dtype = request.op, request.dtype
-        return (
-            op.function is None and dtype is not None and self._shared.folds(_name(op), dtype.code)
-        )
+    def differ(self, request: Request, seconds: float) -> None:
+        """Raise that the ranks' calls differ."""
+        self._control.request = request
+        raise self._control.disagreement(request, seconds)
 
-    def small(self, request: Request) -> _SmallInC:
-        """Return a plan of an all-reduce that fits into the slots and scales no input."""
-        return _SmallInC(self._control, self._shared, request)
+    def fail(self, request: Request) -> None:
+        """Raise why the communicator is broken."""
+        raise self._control.failure(request)
 
-    def large(self, request: Request) -> _LargeInC:
-        """Return a plan of an all-reduce of any length, for when all ranks have arrived."""
-        return _LargeInC(self._control, self._shared, request)
-
-
-def _name(op: Any) -> str:
-    # Both are sums to a fold, with something done before or after.
-    return "sum" if op.name in ("avg", "premul_sum") else str(op.name)
-
-
-def _wait(control: Control, rank: int, offset: int, value: int) -> None:
-    """Wait for a word that a rank writes, as the steps in Python do."""
-    words, at, line = control.words, offset // 8, (1 + rank) * LINE
-    # All have to arrive. Of a block, others may have no need any more.
-    ranks = range(control.size) if at == line else (rank,)
-    control.wait(
-        lambda: words[at] >= value,
-        lambda: [r for r in ranks if words[(1 + r) * LINE + at - line] < value],
-        control.request,
-        control.timeout,
-    )
-
-
-class _Reduction:
-    """What both plans know of a request."""
-
-    __slots__ = ("_control", "_divide", "_fold", "_pre", "_request", "_shared")
-
-    def __init__(self, control: Control, shared: Shared, request: Request) -> None:
-        op, dtype = request.op, request.dtype
-        assert dtype is not None
-        self._control = control
-        self._shared = shared
-        self._request = request
-        self._fold = _name(op), dtype.code
-        self._pre = arithmetic.pre(op, dtype, control.size)
-        # What else is done to results, a fold in C of several ranks has done already.
-        self._divide = arithmetic.post(op, dtype, control.size) if op.name == "avg" else None
-
-
-class _SmallInC(_Reduction):
-    __slots__ = ()
-
-    def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:
-        control, request, out = self._control, self._request, dst.array
-        if control.words[BROKEN]:
-            raise control.failure(request)
-        step = control.begin(request, timeout)
-        reduced = self._shared.small_all_reduce(src.array, out, *self._fold, step, request.digest)
-        if not reduced:
-            raise control.disagreement(request, timeout)
-        if self._divide is not None:
-            with np.errstate(all="ignore"):
-                self._divide(out, out)
-
-
-class _LargeInC(_Reduction):
-    __slots__ = ()
-
-    def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:
-        source, out = src.array, dst.array
-        if self._pre is not None:
-            source = np.empty_like(source)
-            with np.errstate(all="ignore"):
-                self._pre(src.array, source)
-        elif np.may_share_memory(source, out) and address_of(source) != address_of(out):
-            source = source.copy()
-        self._control.timeout = timeout
-        self._shared.all_reduce(source, out, *self._fold, self._divide is not None)
+    def note(self, request: Request) -> int:
+        """Describe a call for peers that wonder; return its number."""
+        return self._control.note(request)

@@ -18,7 +18,7 @@ from collective.request import Disagreement, Request
 from .segment import Segment
 
 __all__ = [
-    "BROKEN", "LINE", "NOTICE_BYTES", "POSTED", "SLOT_BYTES", "Control", "Layout", "fence",
+    "BROKEN", "LINE", "NOTICE_BYTES", "SLOT_BYTES", "Control", "Layout", "fence",
 ]  # fmt: skip
 
 #: Messages up to here are copied through a slot: below it two copies in cache cost less
@@ -28,14 +28,12 @@ SLOT_BYTES = 256 << 10
 #: A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches.
 LINE = 64
 # Where a fast peer may already write the next step's value there are two words, for even and odd
-# steps. collective/native/shared.c reads and writes the first three words, too.
+# steps. collective/native/shared.h has the words that are written in C, too: those up to the
+# state, what was noted, and three counters behind, each alone in a line of the cache.
 _STEP = 0
 _DIGEST = 1  # + parity
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
-_STATE, _PID, _LAST, _NOTE_LENGTH, _FAILED_AT, _FAILURE_LENGTH, _NOTICE = range(32, 39)
-#: Where the native core counts the blocks that a rank has posted, folded and read, each alone in
-#: a line of the cache; see ``collective/native/staging.c``.
-POSTED = 40
+_STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
 
@@ -113,7 +111,6 @@ class Control:
     """One rank's view of the control segment.
 
     Attributes:
-        step: how many steps this rank has made; equal on ranks between operations.
         request: the call that began last.
         timeout: seconds for which it may wait.
         crowded: whether there are more ranks than cores.
@@ -128,13 +125,11 @@ class Control:
         self.segment = segment
         self.layout = Layout(size)
         self.words = memoryview(segment.map).cast("q")
-        self.step = 0
         self._line = (1 + rank) * LINE
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
         self.request: Request | str = "connect"
         self.timeout = 0.0
         self._noted: dict[Request, int] = {}
-        self._noted_count = 0
         # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
         # it is said.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
@@ -213,13 +208,10 @@ class Control:
 
     # -- steps --------------------------------------------------------------------------
 
-    def begin(self, request: Request, timeout: float) -> int:
-        """Let peers that wonder know of a call; return its first step, which is yet to be made."""
-        self.request, self.timeout = request, timeout
-        known = self._noted.get(request)
-        self.words[self._line + _LAST] = self._tell(request) if known is None else known
-        self.step += 1
-        return self.step
+    @property
+    def step(self) -> int:
+        """How many steps this rank has made; equal on ranks between operations."""
+        return int(self.words[self._line])
 
     def arrive(self, request: Request, timeout: float) -> None:
         """Make the first step of ``call``: wait for all ranks and compare what they do.
@@ -231,7 +223,9 @@ class Control:
             Disagreement: on every rank, if two digests differ.
         """
         words, line = self.words, self._line
-        step = self.begin(request, timeout)
+        self.request, self.timeout = request, timeout
+        words[line + _NOTED] = self.note(request)
+        step = words[line] + 1
         slot = _DIGEST + (step & 1)
         digest = request.digest
         words[line + slot] = digest
@@ -261,7 +255,7 @@ class Control:
         words = self.words
         if words[BROKEN]:
             raise self.failure(self.request)
-        self.step = step = self.step + 1
+        step = words[self._line] + 1
         if not _ORDERED:
             fence()
         words[self._line] = step
@@ -274,14 +268,14 @@ class Control:
     def exchange(self, note: bytes, timeout: float) -> list[bytes]:
         """Return every rank's ``note``; any length, in steps of some pages."""
         words, where = self.words, self.layout.notes
-        words[self._line + _NOTE_LENGTH] = len(note)
+        words[self._line + _EXCHANGED] = len(note)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         start, longest = 0, 1
         while start < longest:
             piece = note[start : start + _NOTE_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
             self.sync(timeout)
-            lengths = [int(words[(1 + r) * LINE + _NOTE_LENGTH]) for r in range(self.size)]
+            lengths = [int(words[(1 + r) * LINE + _EXCHANGED]) for r in range(self.size)]
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 count = min(max(length - start, 0), _NOTE_BYTES)
@@ -405,26 +399,33 @@ class Control:
 
     # -- what happened ----------------------------------------------------------------------
 
-    def _tell(self, request: Request) -> int:
-        """Write ``call`` to this rank's table, for peers that wonder what it did last."""
-        entry = self._noted_count % _CALLS
-        if self._noted_count >= _CALLS:
-            old = next(iter(self._noted))
-            entry = self._noted.pop(old) - 1
-        self._noted_count += 1
-        at = self.layout.calls[self.rank] + entry * _CALL_BYTES
+    def note(self, request: Request) -> int:
+        """Describe a call for peers that wonder what this rank did last, and return its number.
+
+        The last :data:`_CALLS` descriptions are kept.
+        """
+        words, notes = self.words, self._line + _NOTES
+        known = self._noted.get(request)
+        if known is not None and words[notes] - known < _CALLS:
+            return known
+        number = words[notes] + 1
+        at = self.layout.calls[self.rank] + number % _CALLS * _CALL_BYTES
         self.segment.map[at : at + _CALL_BYTES] = _clip(str(request), _CALL_BYTES).ljust(
             _CALL_BYTES, b"\0"
         )
-        self._noted[request] = entry + 1
-        return entry + 1
+        words[notes] = number
+        self._noted.pop(request, None)
+        if len(self._noted) >= _CALLS:
+            del self._noted[next(iter(self._noted))]
+        self._noted[request] = number
+        return number
 
     def last_call(self, rank: int) -> str:
         """Return the last collective call of ``rank``, as text."""
-        entry = self.words[(1 + rank) * LINE + _LAST]
-        if not entry:
+        number = self.words[(1 + rank) * LINE + _NOTED]
+        if not number:
             return "no collective call"
-        at = self.layout.calls[rank] + (entry - 1) * _CALL_BYTES
+        at = self.layout.calls[rank] + number % _CALLS * _CALL_BYTES
         return self.segment.map[at : at + _CALL_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def fail(self, failure: Failure) -> None:

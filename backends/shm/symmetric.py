@@ -66,6 +66,7 @@ class Heap:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._count = 0
+        self._listener: Callable[..., object] = lambda *segment: None
         self._by_root: dict[int, _Part] = {}
         self._by_number: dict[int, _Part] = {}
 
@@ -147,13 +148,24 @@ class Heap:
         self._know(_Adopted(self._count, mapped, control.rank), root)
         return root
 
+    def tell(self, listener: Callable[..., object]) -> None:
+        """Call ``listener`` with every segment's number, bytes of a part and the parts' addresses.
+
+        With the number alone, when it is unmapped here.
+        """
+        self._listener = listener
+
     def _know(self, part: _Part, root: Array) -> None:
+        ranks = range(self._control.size)
+        addresses = [address_of(array) for r in ranks if (array := part.of(r)) is not None]
+        self._listener(part.number, part.own_bytes, addresses)
         self._by_root[id(root)] = self._by_number[part.number] = part
         weakref.finalize(root, self._forget, id(root), part.number).atexit = False
 
     def _forget(self, root: int, number: int) -> None:
         self._by_root.pop(root, None)
         self._by_number.pop(number, None)
+        self._listener(number)
 
     def locate(self, array: Array | None) -> tuple[int, int, int]:
         """Return the segment's number, the offset in this rank's part, and the address.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective import native
-from collective.algorithms import arithmetic
 from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import ANY_SOURCE, Backend, Plan
 from collective.contract.capabilities import Capabilities
@@ -31,7 +30,6 @@ from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .peer_memory import PeerMemory
 from .ring import Receiving, Ring, Sending
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
-from .small import SmallAllReduce, one_ufunc
 from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
@@ -52,11 +50,6 @@ _PATH_BYTES = 256
 # From here on what all ranks have in symmetric memory is read in place: below it a copy through
 # the slots costs less than a second wait.
 SYMMETRIC_BYTES = 24 << 10
-# Up to here ordinary memory is staged. A peer's memory is read with three waits, staged with two a
-# block, of which each may cost a time slice where ranks don't have a core each. Fastest and median
-# of what staging gains, on a loaded machine: 2 ranks on 2 cores 1.9 and 3.1 × at 1 MiB, 1.7 and 1.3
-# at 32, 1.3 and 0.2 at 64; 4 ranks 3.0 and 1.7 at 1 MiB, 0.8 and 0.6 at 4 (benchmarks/native.py).
-_STAGED_BYTES, _STAGED_BYTES_CROWDED = 32 << 20, 1 << 20
 # Operations whose input one rank has: others cannot be in symmetric memory too.
 _FROM_ROOT = frozenset({"broadcast", "scatter"})
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
@@ -118,7 +111,6 @@ class ShmBackend(OneSided):
         self._rings: dict[tuple[int, int], Ring] = {}
         self._board = Board(control)
         self._compiled: Compiled | None = None
-        self._staged_bytes = 0
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -197,8 +189,6 @@ class ShmBackend(OneSided):
         if self.size == 1:
             return
         control = self._control
-        if native.chosen.extension is not None:
-            self._compiled = Compiled(control)
         probe = np.full(1, self.rank, np.int64)
         control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         control.sync(timeout)
@@ -210,14 +200,14 @@ class ShmBackend(OneSided):
                 works = process_vm_readv(control.pid(rank), address, address_of(got), 8)
                 works = works and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
-        protocol = native.PROTOCOL if self._compiled is not None else 0
+        protocol = native.PROTOCOL if native.chosen.extension is not None else 0
         mine = bytes([bool(works), protocol, control.crowded])
         votes = [tuple(vote) for vote in control.exchange(mine, timeout)]
         del probe
         self._single_copy = all(reads for reads, _, _ in votes)
         if all(theirs == native.PROTOCOL for _, theirs, _ in votes):
             crowded = any(each for _, _, each in votes)
-            self._staged_bytes = _STAGED_BYTES_CROWDED if crowded else _STAGED_BYTES
+            self._compiled = Compiled(control, self._heap, crowded)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -348,32 +338,14 @@ class ShmBackend(OneSided):
     # -- collectives ----------------------------------------------------------------------
 
     def plan(self, request: Request) -> Plan:
-        operation, dtype = request.operation, request.dtype
-        if operation == "all_reduce" and self.size > 1 and request.nbytes < SYMMETRIC_BYTES:
-            assert dtype is not None
-            in_c = self._compiled
-            scales = arithmetic.pre(request.op, dtype, self.size) is not None
-            if in_c is not None and in_c.folds(request) and not scales:
-                return in_c.small(request)
-            if one_ufunc(request.op, dtype):
-                return SmallAllReduce(self._control, self._slots_of(dtype.storage), request)
-        general = super().plan(request)
-        other: Plan
-        staging = self._staging(request)
-        if staging is not None:
-            other = staging.large(request)
-        elif self._single_copy or operation == "barrier":
-            return general
-        else:
-            other = functools.partial(getattr(Backend, operation), self, request)
-        return functools.partial(_mapped_or, general, other)
-
-    def _staging(self, request: Request) -> Compiled | None:
-        """Return what stages a call on ordinary memory, if that is done; alike on all ranks."""
-        if request.operation != "all_reduce" or request.nbytes > self._staged_bytes:
-            return None
-        in_c = self._compiled
-        return in_c if in_c is not None and in_c.folds(request) else None
+        in_c = None if self._compiled is None else self._compiled.plan(request)
+        if in_c is not None:
+            return in_c
+        reading = super().plan(request)
+        if self._single_copy or request.operation == "barrier":
+            return reading
+        sending = functools.partial(getattr(Backend, request.operation), self, request)
+        return functools.partial(_mapped_or, reading, sending)
 
     # -- primitives of the collectives ----------------------------------------------------
 
@@ -411,8 +383,7 @@ class ShmBackend(OneSided):
                 self._into_slot(src)
                 control.sync(timeout)
             return True
-        readable = self._single_copy and self._staging(request) is None
-        if not readable and not (
+        if not self._single_copy and not (
             self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
         ):
             raise NotMapped
@@ -506,10 +477,10 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
 
 
 def _mapped_or(
-    general: Plan, other: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
+    reading: Plan, sending: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
 ) -> Work[Any] | None:
-    """Read the peers' memory, or do otherwise: have them send it, or stage it."""
+    """Read the peers' memory, or have them send it."""
     try:
-        return general(src, dst, timeout)
+        return reading(src, dst, timeout)
     except NotMapped:
-        return other(src, dst, timeout)
+        return sending(src, dst, timeout)

@@ -163,6 +163,7 @@ class PieceCalls(Calls):
         options: dict[str, Any] = {
             "axis": axis or None, "sizes": sizes, "elements": elements, "incoming": incoming,
             "counts": None if counts is None else list(map(int, counts)), "device": where,
+            "alike": sizes is not None,
         }  # fmt: skip
         if nesting == 0:
             (dtype, shape), *_ = shapes

@@ -12,9 +12,9 @@ reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory; `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from ._core import Shared
@@ -23,10 +23,29 @@ __all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "see_tensors", "shared", "sta
            "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
+
+
+class Host(Protocol):
+    """What Python does for calls over shared memory; ``seconds`` are those that peers have."""
+
+    def wait(self, request: Any, seconds: Any, rank: int, offset: int, value: int) -> None:
+        """Return when the word at an offset in bytes, which ``rank`` writes, is at least ``value``.
+
+        Or raise.
+        """
+
+    def differ(self, request: Any, seconds: Any) -> None:
+        """Raise that the ranks' calls differ."""
+
+    def fail(self, request: Any) -> None:
+        """Raise why the ranks cannot go on."""
+
+    def note(self, request: Any) -> int:
+        """Describe a call for peers that wonder; return its number, from 1, which then grows."""
 
 
 class Chosen:
@@ -121,32 +140,31 @@ def shared(
     places: Sequence[Sequence[int]],
     area_bytes: int,
     looks: int,
-    wait: Callable[[int, int, int], None],
+    host: Host,
 ) -> Shared | None:
     """Return what collectives in C need of memory that the ranks of one host share.
 
-    Its methods block, one at a time; all ranks call the same. They let go of Python's lock where
-    that pays, and ask ``wait`` when they have waited for a moment in vain. ``small_all_reduce`` and
-    ``arrive`` return whether all ranks had the same digest; where not, nothing has been written.
-    What ``wait`` raises leaves a call in the middle, and the ranks must not go on with this object.
+    All ranks make the same calls, one at a time. They let go of Python's lock where that pays, and
+    ask ``host`` when they have waited for a moment in vain. Where the ranks' digests differ nothing
+    has been written. After anything else that the host raises a call is in the middle, and the
+    ranks must not go on with this object.
 
     Args:
-        segment: a writable buffer, shared and zero at first.
+        segment: a writable buffer, shared and zero at first; its first word is not 0 when the
+            ranks cannot go on.
         rank: this one.
-        places: for each rank the bytes from the segment's beginning to its line of three words
-            (steps, digests of even and of odd ones), its three counters of staged blocks, each a
-            word, and its two areas.
+        places: for each rank the bytes from the segment's beginning to its line of 64 words, which
+            collective/native/shared.h names, and its two areas.
         area_bytes: of one area, a multiple of 64.
         looks: how often a word is looked at before it is waited for.
-        wait: ``wait(rank, offset, value)`` returns when the word there, which that rank writes, is
-            at least ``value``; or raises.
+        host: what Python does for it.
 
     Returns:
         None where C is not in use.
     """
     if chosen.extension is None:
         return None
-    made: Shared = chosen.extension.Shared(segment, rank, places, area_bytes, looks, wait)
+    made: Shared = chosen.extension.Shared(segment, rank, places, area_bytes, looks, host)
     return made
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from . import Host
+
 _Function = TypeVar("_Function")
 
 PROTOCOL: int
@@ -23,13 +25,29 @@ class Shared:
         places: Sequence[Sequence[int]],
         area_bytes: int,
         looks: int,
-        wait: Callable[[int, int, int], None],
+        host: Host,
     ) -> None: ...
-    def folds(self, op: str, dtype: int, /) -> bool: ...
-    def arrive(self, step: int, digest: int, /) -> bool: ...
-    def small_all_reduce(
-        self, src: Any, dst: Any, op: str, dtype: int, step: int, digest: int, /
+    def know(
+        self, number: int, nbytes: int = 0, addresses: Sequence[int] | None = None, /
     ) -> bool: ...
-    def all_reduce(self, src: Any, dst: Any, op: str, dtype: int, mean: bool, /) -> bool: ...
-    def broadcast(self, buffer: Any, root: int, /) -> bool: ...
-    def all_gather(self, src: Any, dst: Any, /) -> bool: ...
+    def plan(
+        self,
+        operation: int,
+        digest: int,
+        root: int,
+        elements: Sequence[int] | None,
+        op: str | None,
+        dtype: int,
+        mean: bool,
+        request: Any,
+        otherwise: Callable[[Plan, Any, Any, float], None],
+        /,
+    ) -> Plan: ...
+
+class Plan:
+    """One call, prepared, of two Buffers or None and seconds; see :meth:`Shared.plan`.
+
+    ``otherwise`` makes it of arrays that overlap, are not aligned, or not exactly NumPy's.
+    """
+
+    def __call__(self, src: Any, dst: Any, seconds: float, /) -> None: ...

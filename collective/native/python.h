@@ -39,7 +39,15 @@ int is_apart(const Py_buffer *one, const Py_buffer *other);
 /* Adds what views.c has for Python to the module; returns 0, or -1 with an exception. */
 int add_views(PyObject *module);
 
-/* Adds the type Shared to the module; returns 0, or -1 with an exception. */
-int add_shared(PyObject *module);
+/* Whether an object is a Plan, what Shared.plan() returns. */
+int is_plan(PyObject *object);
+
+/* Makes a planned call; src or dst is NULL where this rank has none, seconds the time that peers
+   have. Returns 0; or 1 if arrays overlap, or dst is read-only: nothing has been done; or -1 with
+   an exception. */
+int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *seconds);
+
+/* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */
+int add_plans(PyObject *module);
 
 #endif

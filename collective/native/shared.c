@@ -1,58 +1,305 @@
-/* How ranks arrive at a call, and small calls, which are made of nothing else.
+/* How ranks arrive at a call, and the ways of a call that need no more than that.
 
    A rank has a line: how many steps it has made, and a digest of what it does in the even and in
    the odd ones. Before its step it writes the digest, and into its area of the step's parity what
-   others need of it. No rank makes a step before all have made the one before. So whoever writes for step s knows
-   that all have made s - 1, and so are through with what they read at s - 2, the last step of that
-   parity; and what they may still be reading, of s - 1, is of the other parity.
+   others need of it. No rank makes a step before all have made the one before. So whoever writes
+   for step s knows that all have made s - 1, and so are through with what they read at s - 2, the
+   last step of that parity; and what they may still be reading, of s - 1, is of the other parity.
 
    A store with release order makes what was written before visible to whoever loads the new value
-   with acquire order: also on processors, such as ARM's, that reorder more than x86 does. */
+   with acquire order: also on processors, such as ARM's, that reorder more than x86 does.
+
+   A short call writes its input into its area, arrives, and reads those of the others. A long one
+   says before it arrives where its arrays are. If all of them are in one symmetric segment, they
+   are read there, with a second step when all have read; if not, the call is staged (staging.c). */
 
 #include "shared.h"
 
 #include <string.h>
 
-void announce(uint64_t *word, uint64_t value)
+void announce(struct shared *s, enum word word, uint64_t value)
 {
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    __atomic_store_n(s->stages[s->rank].line + word, value, __ATOMIC_RELEASE);
 }
 
-int await(struct shared *s, int rank, const uint64_t *word, uint64_t value)
+int await(struct shared *s, int rank, enum word which, uint64_t value)
 {
+    const uint64_t *word = s->stages[rank].line + which;
     for (int i = 0; i < s->looks; i++)
         if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= value)
             return 0;
     return s->wait(s->context, rank, word, value);
 }
 
-int shared_arrive(struct shared *s, uint64_t step, uint64_t digest)
+/* Waits for all other ranks. */
+int await_all(struct shared *s, enum word word, uint64_t value)
 {
-    uint64_t *mine = s->stages[s->rank].line;
-    int which = 1 + (int)(step & 1), different = 0;
-    mine[which] = digest;
-    announce(mine, step);
     for (int i = 1; i < s->size; i++) {
-        int rank = (s->rank + i) % s->size, failed;
-        const uint64_t *line = s->stages[rank].line;
-        if ((failed = await(s, rank, line, step)))
+        int failed = await(s, (s->rank + i) % s->size, word, value);
+        if (failed)
             return failed;
-        different |= line[which] != digest;
     }
-    return different ? DIFFERENT : 0;
+    return 0;
 }
 
-int shared_all_reduce(struct shared *s, uint64_t step, uint64_t digest, fold_function *fold,
-                      size_t item, const void *src, void *dst, size_t count)
+static int arrive(struct shared *s, uint64_t step, uint64_t digest)
 {
-    int parity = (int)(step & 1), failed;
-    memcpy(s->stages[s->rank].areas[parity], src, count * item);
-    if ((failed = shared_arrive(s, step, digest)))
+    int which = DIGEST + (int)(step & 1), failed;
+    s->stages[s->rank].line[which] = digest;
+    announce(s, STEP, step);
+    if ((failed = await_all(s, STEP, step)))
         return failed;
-    const void *value = s->stages[0].areas[parity];
-    for (int rank = 1; rank < s->size; rank++) {
-        fold(value, s->stages[rank].areas[parity], dst, count);
-        value = dst;
+    for (int rank = 0; rank < s->size; rank++)
+        if (s->stages[rank].line[which] != digest)
+            return DIFFERENT;
+    return 0;
+}
+
+/* A further step of the same call. Without this rank's no other can have come to the end of it: one
+   that has failed since it arrived has left, and its memory may be in use again. */
+static int depart(struct shared *s)
+{
+    uint64_t step = s->stages[s->rank].line[STEP] + 1;
+    if (*s->broken)
+        return BROKEN;
+    announce(s, STEP, step);
+    return await_all(s, STEP, step);
+}
+
+/* -- operations ----------------------------------------------------------------------------- */
+
+static int from_root(const struct plan *p)
+{
+    return p->operation == BROADCAST || p->operation == SCATTER;
+}
+
+int splits(const struct plan *p)
+{
+    return p->operation == REDUCE_SCATTER || p->operation == ALL_TO_ALL || p->operation == SCATTER;
+}
+
+int joins(const struct plan *p)
+{
+    return p->operation == ALL_GATHER || p->operation == GATHER || p->operation == ALL_TO_ALL;
+}
+
+int sends(const struct shared *s, const struct plan *p)
+{
+    return p->operation != BARRIER && (!from_root(p) || s->rank == p->root);
+}
+
+int takes(const struct shared *s, const struct plan *p)
+{
+    int to_root = p->operation == REDUCE || p->operation == GATHER;
+    return p->operation != BARRIER && (!to_root || s->rank == p->root);
+}
+
+size_t start_of(const struct shared *s, const struct plan *p, int rank)
+{
+    size_t more = p->count % s->size;
+    if (p->starts != NULL)
+        return p->starts[rank];
+    return p->count / s->size * rank + ((size_t)rank < more ? (size_t)rank : more);
+}
+
+size_t length_of(const struct shared *s, const struct plan *p, int rank)
+{
+    return start_of(s, p, rank + 1) - start_of(s, p, rank);
+}
+
+/* Of the input of a rank that has one. */
+static size_t input_length(const struct shared *s, const struct plan *p, int rank)
+{
+    return joins(p) && !splits(p) ? length_of(s, p, rank) : p->count;
+}
+
+size_t input_bytes(const struct shared *s, const struct plan *p)
+{
+    return sends(s, p) ? p->item * input_length(s, p, s->rank) : 0;
+}
+
+size_t output_bytes(const struct shared *s, const struct plan *p)
+{
+    if (!takes(s, p))
+        return 0;
+    if (p->operation == ALL_TO_ALL)
+        return p->item * length_of(s, p, s->rank) * s->size;
+    return p->item * (splits(p) ? length_of(s, p, s->rank) : p->count);
+}
+
+/* -- reading -------------------------------------------------------------------------------- */
+
+/* Folds elements of s->sources, in rank order, into out, which may be this rank's among these. */
+static void fold_sources(struct shared *s, const struct plan *p, size_t from, size_t count,
+                         char *out, char *scratch)
+{
+    int last = p->operation == SCAN ? s->rank : s->size - 1;
+    size_t chunk = MOST_IN_AREA(s) / p->item; /* intermediate results stay in cache */
+    for (size_t at = 0; at < count; at += chunk) {
+        size_t number = count - at < chunk ? count - at : chunk, offset = (from + at) * p->item;
+        char *result = out + at * p->item;
+        const char *value = s->sources[0] + offset;
+        for (int rank = 1; rank <= last; rank++) {
+            char *to = rank == last ? result : scratch;
+            p->fold(value, s->sources[rank] + offset, to, number);
+            value = to;
+        }
+        if (value != result)
+            memcpy(result, value, number * p->item);
+        if (p->divide != NULL)
+            p->divide(result, number, s->size);
     }
+}
+
+/* Sets dst to what this rank gets of s->sources. */
+static void read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch)
+{
+    size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
+    size_t piece = length_of(s, p, s->rank);
+    if (!takes(s, p))
+        return;
+    if (p->fold != NULL) {
+        fold_sources(s, p, from, splits(p) ? piece : p->count, dst, scratch);
+        return;
+    }
+    for (int i = 0; i < s->size; i++) {
+        int rank = (s->rank + i) % s->size;
+        size_t count = splits(p) ? piece : input_length(s, p, rank);
+        size_t at = !joins(p) ? 0 : splits(p) ? rank * piece : p->starts[rank];
+        const char *source = s->sources[rank] + from * p->item;
+        if ((from_root(p) && rank != p->root) || source == dst + at * p->item)
+            continue;
+        memcpy(dst + at * p->item, source, count * p->item);
+    }
+}
+
+/* -- ways of a call ------------------------------------------------------------------------- */
+
+static void put_into_area(struct shared *s, const struct plan *p, int parity, const char *src)
+{
+    if (sends(s, p))
+        memcpy(s->stages[s->rank].areas[parity], src, input_bytes(s, p));
+}
+
+static void read_areas(struct shared *s, const struct plan *p, int parity, char *dst)
+{
+    for (int rank = 0; rank < s->size; rank++)
+        s->sources[rank] = (const char *)s->stages[rank].areas[parity];
+    /* No input is in dst, so that it takes intermediate results too. */
+    read_sources(s, p, dst, dst);
+}
+
+/* Says where an array is: the number of a segment, or 0, and the offset in this rank's part. */
+static void locate(const struct shared *s, const char *array, size_t nbytes, uint64_t *words)
+{
+    words[0] = 0;
+    for (int i = 0; i < SEGMENTS; i++) {
+        const struct segment *segment = &s->segments[i];
+        if (segment->number == 0)
+            continue;
+        size_t offset = (size_t)(array - segment->parts[s->rank]);
+        if (array >= segment->parts[s->rank] && offset + nbytes <= segment->nbytes) {
+            words[0] = segment->number;
+            words[1] = offset;
+        }
+    }
+}
+
+/* Returns the segment in which every rank says that its array is, or NULL; alike on all ranks, as
+   whoever has an array there has the segment. */
+static const struct segment *common(const struct shared *s, int location)
+{
+    uint64_t number = s->stages[0].line[location];
+    for (int rank = 1; rank < s->size; rank++)
+        if (s->stages[rank].line[location] != number)
+            return NULL;
+    for (int i = 0; number != 0 && i < SEGMENTS; i++)
+        if (s->segments[i].number == number)
+            return &s->segments[i];
+    return NULL;
+}
+
+static char *located(const struct shared *s, const struct segment *segment, int rank, int location)
+{
+    return segment->parts[rank] + s->stages[rank].line[location + 1];
+}
+
+/* Reads all inputs where they are. Each rank folds a piece of an all_reduce for all ranks: of that
+   piece it alone reads inputs and writes outputs, so that these may be the same. */
+static int in_place(struct shared *s, const struct plan *p, int location,
+                    const struct segment *inputs, const struct segment *outputs, char *dst)
+{
+    char *scratch = (char *)s->stages[s->rank].areas[0];
+    for (int rank = 0; rank < s->size; rank++)
+        s->sources[rank] = located(s, inputs, rank, location);
+    if (p->operation != ALL_REDUCE) {
+        read_sources(s, p, dst, scratch);
+        return depart(s);
+    }
+    size_t chunk = MOST_IN_AREA(s) / p->item, stop = start_of(s, p, s->rank + 1);
+    for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
+        size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
+        fold_sources(s, p, at, count, dst + offset, scratch);
+        if (*s->broken) /* a peer that has given up may have its memory back */
+            return BROKEN;
+        for (int i = 1; i < s->size; i++) {
+            int rank = (s->rank + i) % s->size;
+            char *theirs = located(s, outputs, rank, location + 2);
+            memcpy(theirs + offset, dst + offset, count * p->item);
+        }
+    }
+    return depart(s);
+}
+
+/* Says where this rank's arrays are, in the words of the step's parity. */
+static void say_where(struct shared *s, const struct plan *p, uint64_t *words, const char *src,
+                      const char *dst)
+{
+    /* Of what the root alone has the others say where they want it. */
+    if (sends(s, p))
+        locate(s, src, input_bytes(s, p), words);
+    else
+        locate(s, dst, output_bytes(s, p), words);
+    words[2] = 0;
+    if (p->operation == ALL_REDUCE)
+        locate(s, dst, output_bytes(s, p), words + 2);
+}
+
+static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
+                     char *dst, int fits)
+{
+    int parity = (int)(step & 1), location = LOCATION + 8 * parity, somewhere = 0, failed;
+    uint64_t *words = s->stages[s->rank].line + location;
+    say_where(s, p, words, src, dst);
+    if (fits && words[0] == 0)
+        put_into_area(s, p, parity, src);
+    if ((failed = arrive(s, step, p->digest)))
+        return failed;
+    const struct segment *inputs = common(s, location), *outputs = common(s, location + 2);
+    /* What a scan writes may be what others still read. */
+    if (inputs != NULL && p->operation != SCAN && (outputs || p->operation != ALL_REDUCE))
+        return in_place(s, p, location, inputs, outputs, dst);
+    for (int rank = 0; rank < s->size; rank++)
+        somewhere |= s->stages[rank].line[location] != 0;
+    /* Who is in a segment has put nothing into its area. */
+    if (!fits || somewhere)
+        return stage(s, p, src, dst);
+    read_areas(s, p, parity, dst);
+    return 0;
+}
+
+int shared_call(struct shared *s, const struct plan *p, const void *src, void *dst)
+{
+    uint64_t step = s->stages[s->rank].line[STEP] + 1;
+    int parity = (int)(step & 1), failed;
+    size_t most = p->item * (joins(p) && !splits(p) ? p->longest : p->count);
+    if (*s->broken)
+        return BROKEN;
+    if (most >= LEAST_IN_PLACE(s))
+        return long_call(s, p, step, src, dst, most <= MOST_IN_AREA(s));
+    put_into_area(s, p, parity, src);
+    if ((failed = arrive(s, step, p->digest)))
+        return failed;
+    read_areas(s, p, parity, dst);
     return 0;
 }

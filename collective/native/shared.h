@@ -4,14 +4,36 @@
 
 #include "core.h"
 
-/* One rank's shared memory. A counter is written by its rank alone, and only grows. */
+/* The numbers are known to backends/shm/compiled.py. */
+enum operation {
+    BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER,
+    SCATTER, SCAN,
+    OPERATIONS
+};
+
+/* The words of a rank's line. A counter is written by its rank alone, and only grows. */
+enum word {
+    STEP = 0, DIGEST = 1, /* + parity */
+    LOCATION = 8,         /* + 8 * parity: segment and offset of the input; of the output */
+    NOTED = 34, NOTES = 39, POSTED = 40, FOLDED = 48, READ = 56,
+    LINE_WORDS = 64
+};
+
+/* One rank's shared memory. */
 struct stage {
-    uint64_t *line;   /* its steps so far, and digests of the calls of even and odd steps */
-    uint64_t *posted; /* blocks that the others may read; staging.c */
-    uint64_t *folded; /* blocks of which this rank has put its folded piece into its area */
-    uint64_t *read;   /* blocks of which this rank needs nothing any more */
+    uint64_t *line;
     unsigned char *areas[2];
 };
+
+/* A symmetric segment: where the ranks' parts of it are mapped here. */
+struct segment {
+    uint64_t number; /* 0 if there is none */
+    size_t nbytes;   /* of a part */
+    char **parts;
+};
+
+/* How many of a rank's calls are described for peers that wonder, and how many segments known. */
+enum { NOTES_KEPT = 64, SEGMENTS = 64 };
 
 /* Waits until *word is at least value, for as long as it takes; returns 0, or a negative number if
    that will not be. Called when it has been looked at for a moment in vain. */
@@ -24,31 +46,56 @@ struct shared {
     int looks;       /* at a word, before it is waited for */
     wait_function *wait;
     void *context;
-    struct stage *stages; /* of each rank */
+    const uint64_t *broken; /* not 0 when a rank has failed */
+    struct stage *stages;   /* of each rank */
+    const char **sources;   /* of each rank, where its input is read in this call */
+    struct segment segments[SEGMENTS];
 };
 
-/* Returned where the ranks' digests differ: nothing has been written, and the ranks may go on. */
-enum { DIFFERENT = 1 };
+/* What all ranks do in a call; equal on them if the digests are. Numbers are of elements. */
+struct plan {
+    enum operation operation;
+    int root;
+    fold_function *fold;
+    divide_function *divide; /* by the number of ranks, or NULL */
+    uint64_t digest;
+    /* Of what is split or joined, where each rank's piece begins, and at [size] the whole. Of other
+       calls NULL: what their ranks share they share evenly. */
+    size_t *starts;
+    size_t longest; /* of these pieces */
+    /* Of one call: bytes of an element, and how many the whole has. */
+    size_t item, count;
+};
 
-/* Each returns 0, or what wait returned: then the communicator is broken and not used again. Every
-   rank calls the same. */
+/* Of the bytes on the rank that has most: up to which they go through areas, with one wait, 64 KiB
+   where an area has 256; and from which on symmetric memory is read where it is, 24 KiB. Below that
+   a copy in cache costs less than a second wait (benchmarks/native.py). */
+#define MOST_IN_AREA(shared) ((shared)->area_bytes / 4)
+#define LEAST_IN_PLACE(shared) ((shared)->area_bytes / 32 * 3)
 
-/* Makes a step: waits for all ranks and compares the digests of what they do. */
-int shared_arrive(struct shared *shared, uint64_t step, uint64_t digest);
+/* What a call returns if it is not 0: of the first, nothing has been written, and the ranks may go
+   on; after the others the communicator is broken, and this is not used again. */
+enum { DIFFERENT = 1, BROKEN = -2, /* or what wait returned, -1 */ };
 
-/* Arrives with an array of up to area_bytes, and folds those of all ranks into dst, which may be
-   src. */
-int shared_all_reduce(struct shared *shared, uint64_t step, uint64_t digest, fold_function *fold,
-                      size_t item, const void *src, void *dst, size_t count);
+/* Every rank calls the same, with the same plan but for its digest. */
+int shared_call(struct shared *shared, const struct plan *plan, const void *src, void *dst);
 
-/* Arrays of any length, when all have arrived. After it nobody reads this rank's areas. */
-int stage_all_reduce(struct shared *shared, fold_function *fold, divide_function *divide,
-                     size_t item, const void *src, void *dst, size_t count);
-int stage_broadcast(struct shared *shared, int root, void *buffer, size_t nbytes);
-int stage_all_gather(struct shared *shared, const void *src, void *dst, size_t nbytes);
+/* Whether this rank has an input, and gets an output; how many bytes these have. */
+int sends(const struct shared *shared, const struct plan *plan);
+int takes(const struct shared *shared, const struct plan *plan);
+size_t input_bytes(const struct shared *shared, const struct plan *plan);
+size_t output_bytes(const struct shared *shared, const struct plan *plan);
 
-/* Of shared.c, for staging.c. */
-void announce(uint64_t *word, uint64_t value);
-int await(struct shared *shared, int rank, const uint64_t *word, uint64_t value);
+/* Whether a rank gets a piece of an input; whether it gets pieces of several. */
+int splits(const struct plan *plan);
+int joins(const struct plan *plan);
+
+/* Of shared.c, for staging.c, and the other way round. */
+size_t start_of(const struct shared *shared, const struct plan *plan, int rank);
+size_t length_of(const struct shared *shared, const struct plan *plan, int rank);
+void announce(struct shared *shared, enum word word, uint64_t value);
+int await(struct shared *shared, int rank, enum word word, uint64_t value);
+int await_all(struct shared *shared, enum word word, uint64_t value);
+int stage(struct shared *shared, const struct plan *plan, const char *src, char *dst);
 
 #endif

@@ -1,20 +1,19 @@
-/* Collectives on ordinary memory, staged through memory that all ranks share.
+/* Calls on ordinary memory of any length, staged through areas that all ranks share.
 
-   The array is cut into blocks. Of each block a rank posts what others need in its first area, and
-   what it has folded in its second. Areas hold several blocks, as a ring, so that ranks work on
-   different blocks at a time, each copying while others fold.
+   The arrays are cut into blocks. Of each block a rank posts in its first area what others need,
+   and in its second one what it has folded for them. Areas hold several blocks, as a ring, so that
+   ranks work on different blocks at a time, each copying while others fold.
+
+   Either the input is split, a block has a piece for each rank, which folds it or just takes it; an
+   all_reduce and a reduce are such, whose ranks share the work and then collect the results. Or all
+   want the same, and a block has one piece.
 
    The protocol is three counters a rank, which it alone writes, after what they announce: blocks
-   that it has posted, folded, and read. A peer's block is read when it is announced. A block of its
-   own a rank overwrites
-   - in a broadcast or an all_gather, when all have announced that they have read it;
-   - in an all_reduce, without asking. A rank posts one block ahead of what it folds, and areas hold
-     two. When it posts block k + 1 over k - 1, it has collected k - 1, which all had folded by then:
-     they need no more of what was posted of it. When it folds k over k - 2, all have posted k, which
-     they do when they have collected k - 2.
-   At the end of a call all have read all, and areas may be used for something else at once.
-   tests/native/test_staging_model.py tries all interleavings, and finds what goes wrong if ranks
-   post two blocks ahead, or areas hold one, or any one of these waits is left out. */
+   that it has posted, folded, and read. A peer's block is read when it is announced, and a block of
+   one's own overwritten when all have announced that they have read what was there. At the end of a
+   call all have read all, and areas may be used for something else at once.
+   tests/native/test_staging_model.py tries all interleavings, and finds what goes wrong if any one
+   of these waits is left out. */
 
 #include "shared.h"
 
@@ -23,29 +22,16 @@
 /* Pieces of this size stay in the second-level cache until the peer reads them. */
 #define PIECE_BYTES ((size_t)64 << 10)
 
-enum counter { POSTED, READ };
-
-static const uint64_t *counter_of(const struct shared *s, int rank, enum counter which)
-{
-    return which == POSTED ? s->stages[rank].posted : s->stages[rank].read;
-}
-
-/* Waits for all other ranks. */
-static int await_all(struct shared *s, enum counter which, uint64_t value)
-{
-    for (int step = 1; step < s->size; step++) {
-        int rank = (s->rank + step) % s->size, failed;
-        if ((failed = await(s, rank, counter_of(s, rank, which), value)))
-            return failed;
-    }
-    return 0;
-}
-
-/* Blocks of one call. Each has a piece for each rank, of this many elements, the last ones fewer. */
-struct blocks {
+/* What is staged in one call. */
+struct staging {
+    struct shared *shared;
+    const struct plan *plan;
+    const char *src;
+    char *dst;
+    int pieces;             /* that a rank posts of a block: one for each other rank, or one */
     uint64_t first, number; /* counters before the call, and how many blocks it has */
     uint64_t depth;         /* how many an area holds */
-    size_t item, count, piece;
+    size_t piece;           /* elements of a piece, at most */
 };
 
 static size_t smaller(size_t a, size_t b)
@@ -53,187 +39,158 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Cuts count elements into blocks of which at least two are in an area, if there are as many. */
-static struct blocks cut(struct shared *s, size_t item, size_t count, size_t pieces,
-                         size_t pieces_in_area)
+static int is_shared_work(const struct plan *p)
 {
-    size_t room = s->area_bytes / 2 / (pieces_in_area * item);
-    size_t piece = smaller(room, PIECE_BYTES / item);
-    /* A short array in two blocks, so that one is copied while the other is folded. */
-    size_t half = (count + 2 * pieces - 1) / (2 * pieces);
-    half = (half + 63) / 64 * 64;
-    piece = smaller(piece, half > 0 ? half : 1);
-    struct blocks b = {.first = s->blocks, .item = item, .count = count, .piece = piece};
-    b.number = (count + pieces * piece - 1) / (pieces * piece);
-    b.depth = s->area_bytes / (pieces_in_area * piece * item);
-    s->blocks += b.number;
-    return b;
+    return p->operation == ALL_REDUCE || p->operation == REDUCE;
 }
 
-/* Where a piece is in an area. */
-static size_t place(const struct blocks *b, uint64_t block, size_t pieces_in_area, size_t index)
+/* Cuts a call into blocks, of which at least two are in an area, if there are as many. */
+static struct staging cut(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
-    return ((b->first + block) % b->depth * pieces_in_area + index) * b->piece * b->item;
+    struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks};
+    int each = splits(p) || is_shared_work(p);
+    size_t longest = p->starts != NULL ? p->longest : each ? length_of(s, p, 0) : p->count;
+    c.pieces = each ? s->size - 1 : 1;
+    size_t room = s->area_bytes / 2 / (c.pieces * p->item);
+    /* What is short in two blocks, so that one is copied while the other is folded. */
+    size_t half = ((longest + 1) / 2 + 63) / 64 * 64;
+    c.piece = smaller(smaller(room, PIECE_BYTES / p->item), half > 0 ? half : 1);
+    c.number = (longest + c.piece - 1) / c.piece;
+    c.depth = s->area_bytes / (c.pieces * c.piece * p->item);
+    s->blocks += c.number;
+    return c;
 }
 
-/* -- all_reduce ---------------------------------------------------------------------------- */
-
-/* The elements of a rank's piece of a block: from, and how many. */
-static size_t piece_of(const struct shared *s, const struct blocks *b, uint64_t block, int rank,
-                       size_t *count)
+/* The elements of a block that are one rank's: the first, and how many. */
+static size_t span(const struct staging *c, int rank, uint64_t block, size_t *count)
 {
-    size_t from = smaller((block * s->size + rank) * b->piece, b->count);
-    *count = smaller(b->piece, b->count - from);
-    return from;
+    const struct plan *p = c->plan;
+    int part = p->starts != NULL || is_shared_work(p);
+    size_t length = part ? length_of(c->shared, p, rank) : p->count;
+    size_t from = smaller(block * c->piece, length);
+    *count = smaller(c->piece, length - from);
+    /* Of what is joined a rank's input is its own piece, and begins with it. */
+    return from + (part && !(joins(p) && !splits(p)) ? start_of(c->shared, p, rank) : 0);
 }
 
-/* Posts this rank's part of a block: a piece for each peer, at the peer's index without its own. */
-static void post(struct shared *s, const struct blocks *b, uint64_t block, const char *src)
+/* Where a piece of a block is in a rank's area. */
+static char *piece_at(const struct staging *c, int rank, int area, uint64_t block, int index)
 {
-    struct stage *mine = &s->stages[s->rank];
-    for (int step = 1; step < s->size; step++) {
-        int rank = (s->rank + step) % s->size;
-        size_t count, from = piece_of(s, b, block, rank, &count);
-        size_t at = place(b, block, s->size - 1, rank - (rank > s->rank));
-        memcpy(mine->areas[0] + at, src + from * b->item, count * b->item);
-    }
-    announce(mine->posted, b->first + block + 1);
+    size_t slot = (c->first + block) % c->depth * (area == 0 ? c->pieces : 1) + index;
+    return (char *)c->shared->stages[rank].areas[area] + slot * c->piece * c->plan->item;
 }
 
-/* Folds this rank's piece of a block, in rank order, into its results and into dst. What it folds
-   into is no rank's input, as dst may be. */
-static int fold_block(struct shared *s, const struct blocks *b, uint64_t block,
-                      fold_function *fold, divide_function *divide, const char *src, char *dst)
+/* Where a rank has posted what this one needs: pieces are in rank order, without its own. */
+static char *posted_at(const struct staging *c, int rank, uint64_t block, int reader)
 {
-    struct stage *mine = &s->stages[s->rank];
-    int failed;
-    if ((failed = await_all(s, POSTED, b->first + block + 1)))
+    int each = splits(c->plan) || is_shared_work(c->plan);
+    return piece_at(c, rank, 0, block, each ? reader - (reader > rank) : 0);
+}
+
+/* Posts this rank's pieces of a block, when all have read what was there. */
+static int post(const struct staging *c, uint64_t block)
+{
+    struct shared *s = c->shared;
+    const struct plan *p = c->plan;
+    int failed, each = splits(p) || is_shared_work(p);
+    if (block >= c->number || !sends(s, p))
+        return 0;
+    if (block >= c->depth && (failed = await_all(s, READ, c->first + block - c->depth + 1)))
         return failed;
-    size_t count, from = piece_of(s, b, block, s->rank, &count);
-    unsigned char *result = mine->areas[1] + place(b, block, 1, 0);
-    const void *value = NULL;
-    for (int rank = 0; rank < s->size; rank++) {
-        size_t at = place(b, block, s->size - 1, s->rank - (s->rank > rank));
-        const void *input = rank == s->rank ? (const void *)(src + from * b->item)
-                                            : (const void *)(s->stages[rank].areas[0] + at);
+    for (int i = 1; i <= c->pieces; i++) {
+        int rank = each ? (s->rank + i) % s->size : s->rank;
+        size_t count, from = span(c, rank, block, &count);
+        memcpy(posted_at(c, s->rank, block, rank), c->src + from * p->item, count * p->item);
+    }
+    announce(s, POSTED, c->first + block + 1);
+    return 0;
+}
+
+/* Folds this rank's piece of a block, in rank order. What it folds into is no rank's input, as dst
+   may be. */
+static int fold_block(const struct staging *c, uint64_t block)
+{
+    struct shared *s = c->shared;
+    const struct plan *p = c->plan;
+    int last = p->operation == SCAN ? s->rank : s->size - 1, each = p->operation != SCAN, failed;
+    size_t count, from = span(c, s->rank, block, &count);
+    char *result = piece_at(c, s->rank, 1, block, 0);
+    const char *value = NULL;
+    for (int rank = 0; rank <= last; rank++) {
+        const char *input = c->src + from * p->item;
+        if (rank != s->rank) {
+            if ((failed = await(s, rank, POSTED, c->first + block + 1)))
+                return failed;
+            input = posted_at(c, rank, block, s->rank);
+        }
         if (rank > 0)
-            fold(value, input, result, count);
-        value = rank > 0 ? (const void *)result : input;
+            p->fold(value, input, result, count);
+        value = rank > 0 ? result : input;
     }
-    if (divide != NULL)
-        divide(result, count, s->size);
-    memcpy(dst + from * b->item, result, count * b->item);
-    announce(mine->folded, b->first + block + 1);
-    return 0;
-}
-
-static int collect(struct shared *s, const struct blocks *b, uint64_t block, char *dst)
-{
-    for (int step = 1; step < s->size; step++) {
-        int rank = (s->rank + step) % s->size, failed;
-        if ((failed = await(s, rank, s->stages[rank].folded, b->first + block + 1)))
-            return failed;
-        size_t count, from = piece_of(s, b, block, rank, &count);
-        memcpy(dst + from * b->item, s->stages[rank].areas[1] + place(b, block, 1, 0),
-               count * b->item);
+    if (p->divide != NULL) {
+        if (value != result)
+            memcpy(result, value, count * p->item);
+        p->divide(result, count, s->size);
     }
-    announce(s->stages[s->rank].read, b->first + block + 1);
+    if (is_shared_work(p))
+        announce(s, FOLDED, c->first + block + 1);
+    else if (each)
+        from = block * c->piece;
+    if (takes(s, p) && c->dst + from * p->item != value)
+        memcpy(c->dst + from * p->item, value, count * p->item);
     return 0;
 }
 
-int stage_all_reduce(struct shared *s, fold_function *fold, divide_function *divide, size_t item,
-                     const void *src, void *dst, size_t count)
+/* Copies what this rank gets of a block, of inputs, or of what others have folded. */
+static int copy_block(const struct staging *c, uint64_t block, enum word announced)
 {
-    struct blocks b = cut(s, item, count, s->size, s->size - 1);
-    int failed;
-    if (b.number)
-        post(s, &b, 0, src);
-    for (uint64_t block = 0; block < b.number; block++) {
-        /* For peers that are ahead. In place that is no danger: what is posted is behind all that
-           has been written. */
-        if (block + 1 < b.number)
-            post(s, &b, block + 1, src);
-        if ((failed = fold_block(s, &b, block, fold, divide, src, dst)))
-            return failed;
-        if ((failed = collect(s, &b, block, dst)))
-            return failed;
-    }
-    return await_all(s, READ, s->blocks);
-}
-
-/* -- broadcast, all_gather ------------------------------------------------------------------ */
-
-/* Puts a block of what this rank has into its area, when all have read what was there. */
-static int put(struct shared *s, const struct blocks *b, uint64_t block, const char *src)
-{
-    struct stage *mine = &s->stages[s->rank];
-    int failed;
-    if (block >= b->depth && (failed = await_all(s, READ, b->first + block - b->depth + 1)))
-        return failed;
-    size_t from = block * b->piece, count = smaller(b->piece, b->count - from);
-    memcpy(mine->areas[0] + place(b, block, 1, 0), src + from, count);
-    announce(mine->posted, b->first + block + 1);
-    return 0;
-}
-
-static int take(struct shared *s, const struct blocks *b, uint64_t block, int rank, char *dst)
-{
-    int failed;
-    if ((failed = await(s, rank, s->stages[rank].posted, b->first + block + 1)))
-        return failed;
-    size_t from = block * b->piece, count = smaller(b->piece, b->count - from);
-    memcpy(dst + from, s->stages[rank].areas[0] + place(b, block, 1, 0), count);
-    return 0;
-}
-
-/* Counters that a call has not used go along with those it has, for the next one. No peer waits
-   for them before it. */
-static void skip(struct shared *s)
-{
-    struct stage *mine = &s->stages[s->rank];
-    announce(mine->posted, s->blocks);
-    announce(mine->folded, s->blocks);
-    announce(mine->read, s->blocks);
-}
-
-int stage_broadcast(struct shared *s, int root, void *buffer, size_t nbytes)
-{
-    struct blocks b = cut(s, 1, nbytes, 1, 1);
-    int failed;
-    for (uint64_t block = 0; block < b.number; block++) {
-        if (s->rank == root) {
-            if ((failed = put(s, &b, block, buffer)))
+    struct shared *s = c->shared;
+    const struct plan *p = c->plan;
+    for (int i = 0; i < s->size && takes(s, p); i++) {
+        int rank = (s->rank + i) % s->size, failed;
+        size_t count, from = span(c, splits(p) ? s->rank : rank, block, &count);
+        size_t at = from;
+        const char *source = c->src + from * p->item;
+        if ((p->operation == BROADCAST || p->operation == SCATTER) && rank != p->root)
+            continue;
+        if (announced == POSTED && p->operation != BROADCAST)
+            at = block * c->piece + (p->operation == ALL_TO_ALL ? rank * length_of(s, p, s->rank)
+                                     : joins(p) ? p->starts[rank] : 0);
+        if (rank != s->rank) {
+            if ((failed = await(s, rank, announced, c->first + block + 1)))
                 return failed;
-        } else {
-            if ((failed = take(s, &b, block, root, buffer)))
-                return failed;
-            announce(s->stages[s->rank].read, b.first + block + 1);
+            source = announced == POSTED ? posted_at(c, rank, block, s->rank)
+                                         : piece_at(c, rank, 1, block, 0);
+        } else if (announced == FOLDED || c->dst + at * p->item == source) {
+            continue;
         }
+        memcpy(c->dst + at * p->item, source, count * p->item);
     }
-    skip(s);
-    /* Others than the root have given nothing away. */
-    return s->rank == root ? await_all(s, READ, s->blocks) : 0;
+    return 0;
 }
 
-int stage_all_gather(struct shared *s, const void *src, void *dst, size_t nbytes)
+int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
-    struct blocks b = cut(s, 1, nbytes, 1, 1);
-    char *own = (char *)dst + s->rank * nbytes;
-    int failed;
-    if (own != (const char *)src)
-        memmove(own, src, nbytes);
-    if (b.number && (failed = put(s, &b, 0, own)))
-        return failed;
-    for (uint64_t block = 0; block < b.number; block++) {
-        if (block + 1 < b.number && (failed = put(s, &b, block + 1, own)))
+    struct staging c = cut(s, p, src, dst);
+    int failed = post(&c, 0);
+    for (uint64_t block = 0; block < c.number && !failed; block++) {
+        /* A block ahead, for peers that are. In place that is no danger: what is posted is behind
+           all that has been written of each rank's piece. */
+        if ((failed = post(&c, block + 1)))
             return failed;
-        for (int step = 1; step < s->size; step++) {
-            int rank = (s->rank + step) % s->size;
-            if ((failed = take(s, &b, block, rank, (char *)dst + rank * nbytes)))
-                return failed;
-        }
-        announce(s->stages[s->rank].read, b.first + block + 1);
+        failed = p->fold != NULL ? fold_block(&c, block) : copy_block(&c, block, POSTED);
+        if (!failed && is_shared_work(p))
+            failed = copy_block(&c, block, FOLDED);
+        if (!failed)
+            announce(s, READ, c.first + block + 1);
     }
-    skip(s);
-    return await_all(s, READ, s->blocks);
+    if (failed)
+        return failed;
+    /* Counters that this call has not used go along with those it has, for the next one. No peer
+       waits for them before it. */
+    announce(s, POSTED, s->blocks);
+    announce(s, FOLDED, s->blocks);
+    if ((failed = await_all(s, READ, s->blocks)))
+        return failed;
+    return *s->broken ? BROKEN : 0; /* a peer that has given up has told nobody else */
 }

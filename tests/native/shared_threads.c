@@ -1,4 +1,4 @@
-/* Ranks that are threads, in calls of random lengths around those at which staging changes its way:
+/* Ranks that are threads, in calls of random lengths around those at which a call takes another way:
    built and run by test_shared.py, with the sanitizers by `make sanitize`.
 
    Usage: shared_threads RANKS CALLS AREA_BYTES SEED */
@@ -14,10 +14,16 @@
 
 enum { MOST_RANKS = 16, GUARD = 64 };
 
+static const char *const names[OPERATIONS] = {
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+    "gather", "scatter", "scan"};
+
 static int ranks, calls;
-static size_t area_bytes;
+static size_t area_bytes, heap_bytes;
 static unsigned seed;
 static struct stage stages[MOST_RANKS];
+static char *heaps[MOST_RANKS];
+static const uint64_t whole = 0; /* nobody fails here */
 
 /* A generator that is the same on all ranks and all machines (Marsaglia's xorshift). */
 static uint32_t draw(uint32_t *state)
@@ -51,6 +57,40 @@ static void sum(const void *left, const void *right, void *out, size_t count)
         result[i] = a[i] + b[i];
 }
 
+static uint32_t summed(int call, int number, size_t index)
+{
+    uint32_t total = 0;
+    for (int rank = 0; rank < number; rank++)
+        total += element(call, rank, index);
+    return total;
+}
+
+/* What a rank has to get. */
+static uint32_t wanted(const struct plan *p, int call, int rank, size_t i)
+{
+    size_t start = p->starts[rank], piece = p->starts[rank + 1] - start;
+    int from = 0;
+    switch (p->operation) {
+    case BROADCAST:
+        return element(call, p->root, i);
+    case SCATTER:
+        return element(call, p->root, start + i);
+    case REDUCE_SCATTER:
+        return summed(call, ranks, start + i);
+    case SCAN:
+        return summed(call, rank + 1, i);
+    case ALL_TO_ALL:
+        return element(call, (int)(i / piece), start + i % piece);
+    case GATHER:
+    case ALL_GATHER:
+        while (i >= p->starts[from + 1])
+            from++;
+        return element(call, from, i - p->starts[from]);
+    default:
+        return summed(call, ranks, i);
+    }
+}
+
 static void check(int right, const char *what, int call, int rank, size_t count)
 {
     if (!right) {
@@ -70,71 +110,78 @@ static size_t length(uint32_t *state)
     return around > 0 ? around - 1 : 0;
 }
 
-static void one_call(struct shared *shared, uint64_t step, int call, size_t count, int kind,
-                     int root)
+static void one_call(struct shared *shared, struct plan *p, int call, int symmetric, int in_place)
 {
-    uint64_t digest = (uint64_t)call * 31 + kind;
-    int rank = shared->rank, in_place = kind % 2;
-    size_t whole = count * ranks;
-    uint32_t *memory = malloc((2 * whole + 2 * GUARD) * sizeof *memory);
-    uint32_t *dst = memory + GUARD, *src = in_place ? dst : dst + whole;
-    memset(memory, 0x5A, (2 * whole + 2 * GUARD) * sizeof *memory);
-    for (size_t i = 0; i < count; i++)
+    int rank = shared->rank;
+    size_t starts[MOST_RANKS + 1], *given = p->starts, count = p->count;
+    size_t inputs = input_bytes(shared, p) / 4, outputs = output_bytes(shared, p) / 4;
+    size_t at = start_of(shared, p, rank), room = (symmetric ? heap_bytes / 4 : 8 * count + 999);
+    uint32_t *memory = symmetric ? (uint32_t *)heaps[rank] : malloc(room * sizeof *memory);
+    uint32_t *src = memory + GUARD, *dst = src + inputs + GUARD;
+    if (in_place && p->operation != ALL_TO_ALL && inputs && outputs) {
+        dst = splits(p) ? src + at : src;
+        src = joins(p) ? dst + at : src;
+    }
+    uint32_t *end = inputs > 0 && src + inputs > dst + outputs ? src + inputs : dst + outputs;
+    memset(memory, 0x5A, (size_t)((char *)(end + GUARD) - (char *)memory));
+    for (size_t i = 0; i < inputs; i++)
         src[i] = element(call, rank, i);
-    int is_small = kind < 2 && count * sizeof *src <= area_bytes && call % 3 != 0;
-    if (!is_small)
-        check(shared_arrive(shared, step, digest) == 0, "arriving", call, rank, count);
-    if (kind < 2) {
-        if (is_small)
-            shared_all_reduce(shared, step, digest, sum, sizeof *src, src, dst, count);
-        else
-            stage_all_reduce(shared, sum, NULL, sizeof *src, src, dst, count);
-        for (size_t i = 0; i < count; i++) {
-            uint32_t sum = 0;
-            for (int peer = 0; peer < ranks; peer++)
-                sum += element(call, peer, i);
-            check(dst[i] == sum, "all_reduce", call, rank, count);
-        }
-    } else if (kind < 4) {
-        stage_broadcast(shared, root, src, count * sizeof *src);
-        for (size_t i = 0; i < count; i++)
-            check(src[i] == element(call, root, i), "broadcast", call, rank, count);
-    } else {
-        if (in_place)
-            memmove(src = dst + rank * count, dst, count * sizeof *src);
-        stage_all_gather(shared, src, dst, count * sizeof *src);
-        for (size_t i = 0; i < whole; i++)
-            check(dst[i] == element(call, (int)(i / count), i % count), "all_gather", call, rank,
-                  count);
-    }
+    check(shared_call(shared, p, src, dst) == 0, "arriving", call, rank, count);
+    /* The check wants to know how pieces are cut also where the call does not say. */
+    for (int each = 0; each <= ranks; each++)
+        starts[each] = start_of(shared, p, each);
+    p->starts = starts;
+    for (size_t i = 0; i < outputs; i++)
+        check(dst[i] == wanted(p, call, rank, i), names[p->operation], call, rank, count);
+    p->starts = given;
     for (size_t i = 0; i < GUARD; i++)
-        check(memory[i] == 0x5A5A5A5A && memory[2 * whole + GUARD + i] == 0x5A5A5A5A, "a guard",
-              call, rank, count);
-    free(memory);
-    if (!is_small) {
-        /* As a call that follows may: areas are this rank's own again. */
-        memset(stages[rank].areas[0], call, area_bytes);
-        memset(stages[rank].areas[1], call, area_bytes);
-    }
+        check(memory[i] == 0x5A5A5A5A && end[i] == 0x5A5A5A5A, "a guard", call, rank, count);
+    /* As its owner may do at once. */
+    memset(memory, call, (size_t)((char *)end - (char *)memory));
+    if (!symmetric)
+        free(memory);
 }
 
 static void *rank_main(void *argument)
 {
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
-                              .area_bytes = area_bytes, .looks = 20,
-                              .wait = wait_for};
-    uint64_t step = 0;
+                            .area_bytes = area_bytes, .looks = 20, .wait = wait_for,
+                            .broken = &whole, .sources = calloc(ranks, sizeof(char *))};
+    shared.segments[3] = (struct segment){7, heap_bytes, heaps};
     uint32_t state = seed * 2654435761u + 1;
     for (int call = 0; call < calls; call++) {
-        size_t count = length(&state);
-        int kind = (int)(draw(&state) % 6), root = (int)(draw(&state) % ranks);
-        one_call(&shared, ++step, call, count, kind, root);
+        size_t starts[MOST_RANKS + 1] = {0}, longest = 0;
+        struct plan p = {.operation = (int)(draw(&state) % OPERATIONS), .fold = NULL, .item = 4,
+                         .root = (int)(draw(&state) % ranks), .digest = 1000 + call,
+                         .count = length(&state)};
+        if (p.operation == ALL_REDUCE || p.operation == REDUCE || p.operation == SCAN
+            || p.operation == REDUCE_SCATTER)
+            p.fold = sum;
+        if (splits(&p) || joins(&p)) {
+            for (int rank = 0; rank < ranks; rank++) {
+                size_t piece = draw(&state) % 3 ? p.count / ranks : draw(&state) % (p.count + 1);
+                starts[rank + 1] = starts[rank] + piece;
+                longest = piece > longest ? piece : longest;
+            }
+            p.starts = starts;
+            p.count = starts[ranks];
+            p.longest = longest;
+        }
+        if (p.operation == BARRIER)
+            p.count = 0;
+        /* All of them in a segment, none, or some. */
+        uint32_t where = draw(&state), way = draw(&state) % 3, in_place = draw(&state) % 2;
+        int symmetric = way == 0 || (way == 1 && where >> shared.rank & 1);
+        one_call(&shared, &p, call, symmetric, (int)in_place);
         /* Now and then one of them does something else, as all find out. */
         uint64_t other = draw(&state) % ranks;
+        struct plan odd = {.operation = BARRIER, .item = 1,
+                           .digest = other == (uint64_t)shared.rank};
         if (draw(&state) % 4 == 0)
-            check(shared_arrive(&shared, ++step, other == (uint64_t)shared.rank) == DIFFERENT,
-                  "a disagreement", call, shared.rank, count);
+            check(shared_call(&shared, &odd, NULL, NULL) == DIFFERENT, "a disagreement", call,
+                  shared.rank, 0);
     }
+    free(shared.sources);
     return NULL;
 }
 
@@ -146,12 +193,13 @@ int main(int count, char **arguments)
     calls = atoi(arguments[2]);
     area_bytes = (size_t)atol(arguments[3]);
     seed = (unsigned)atol(arguments[4]);
+    heap_bytes = 4 * (GUARD * 3 + area_bytes * 10 * ranks * (ranks + 1));
     pthread_t threads[MOST_RANKS];
     for (int rank = 0; rank < ranks; rank++) {
-        uint64_t *counters = aligned_alloc(64, 4 * 64);
-        memset(counters, 0, 4 * 64);
-        stages[rank] = (struct stage){counters, counters + 8, counters + 16, counters + 24,
-                                      {malloc(area_bytes), malloc(area_bytes)}};
+        uint64_t *line = aligned_alloc(64, LINE_WORDS * 8);
+        memset(line, 0, LINE_WORDS * 8);
+        stages[rank] = (struct stage){line, {malloc(area_bytes), malloc(area_bytes)}};
+        heaps[rank] = malloc(heap_bytes);
     }
     for (intptr_t rank = 0; rank < ranks; rank++)
         pthread_create(&threads[rank], NULL, rank_main, (void *)rank);
@@ -161,6 +209,7 @@ int main(int count, char **arguments)
         free(stages[rank].line);
         free(stages[rank].areas[0]);
         free(stages[rank].areas[1]);
+        free(heaps[rank]);
     }
     printf("%d calls of %d ranks\n", calls, ranks);
     return 0;

@@ -1,28 +1,30 @@
-"""The collectives over shared memory in C, by ranks that are threads: C's and Python's."""
+"""The collectives over shared memory in C: under the sanitizers, and what they ask of Python.
+
+That they are right on every type, operation and length is in the conformance kit and in
+test_shm_in_c.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from collective.algorithms import arithmetic
+from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.ops import as_op
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
-Array = np.ndarray[Any, Any]
-
 AREA_BYTES = 4096
-FLOAT32 = BY_NAME["float32"].code
+LINE_BYTES = 512
+STRIDE = LINE_BYTES + 2 * AREA_BYTES
+FLOAT32 = BY_NAME["float32"]
+BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
+DIGEST, LOCATION, POSTED = 1, 8, 40
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
@@ -44,205 +46,162 @@ def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     assert done.stdout.count("150 calls of") == 6
 
 
-class Ranks:
-    """Ranks that are threads, over one piece of memory."""
+class Host:
+    """Rank 0 of two, whose peer does what a test says when this one waits for it."""
 
-    def __init__(self, size: int, wait: Callable[[int, int, int], None] | None = None) -> None:
-        self.size = size
-        stride = 4 * 64 + 2 * AREA_BYTES
-        self.memory = bytearray(size * stride)
-        self.words = memoryview(self.memory).cast("Q")
-        counters, areas = (0, 64, 128, 192), (256, 256 + AREA_BYTES)
-        self.places = [
-            tuple(rank * stride + at for at in (*counters, *areas)) for rank in range(size)
+    def __init__(self) -> None:
+        self.memory = bytearray(64 + 2 * STRIDE)
+        self.words = memoryview(self.memory)[64:].cast("Q")
+        self.peer = self.words[STRIDE // 8 :]
+        self.asked: list[tuple[Any, ...]] = []
+        self.meanwhile: Any = None
+        places = [
+            (64 + r * STRIDE, 64 + r * STRIDE + LINE_BYTES, 64 + (r + 1) * STRIDE - AREA_BYTES)
+            for r in (0, 1)
         ]
-        self._pool = ThreadPoolExecutor(size)
-        self.each = [
-            core.Shared(self.memory, rank, self.places, AREA_BYTES, 20, wait or self.wait)
-            for rank in range(size)
-        ]
+        self.shared = core.Shared(self.memory, 0, places, AREA_BYTES, 20, self)
 
-    def wait(self, rank: int, offset: int, value: int) -> None:
-        while self.words[offset // 8] < value:
-            time.sleep(0)
+    def plan(self, operation: int, op: str | None, digest: int = 7) -> Any:
+        return self.shared.plan(
+            operation, digest, 0, None, op, FLOAT32.code, False, "request", self.otherwise
+        )
 
-    def run(self, function: Callable[[Any, int], Any]) -> list[Any]:
-        """Return what the function returns on each rank."""
-        return [*self._pool.map(function, self.each, range(self.size))]
+    def otherwise(self, plan: Any, src: Any, dst: Any, seconds: float) -> None:
+        raise NotImplementedError
 
+    def wait(self, *asked: Any) -> None:
+        self.asked.append(asked)
+        if self.meanwhile is not None:
+            self.meanwhile()
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return Ranks(request.param)
+    def differ(self, request: Any, seconds: float) -> None:
+        raise LookupError(f"{request} differs")
 
+    def fail(self, request: Any) -> None:
+        raise ConnectionError(f"{request} is broken")
 
-def drawn(dtype: str, count: int, size: int) -> list[Array]:
-    random = np.random.default_rng(count)
-    numbers = [random.normal(size=count) * 100 for _ in range(size)]
-    if dtype == "bfloat16":
-        return [arithmetic.float32_to_bfloat16(each.astype(np.float32)) for each in numbers]
-    return [each.astype(dtype) for each in numbers]
+    def note(self, request: Any) -> int:
+        self.words[39] += 1
+        return self.words[39]
 
-
-def in_order(name: str, dtype: str, values: list[Array]) -> Array:
-    total = values[0].copy()
-    for value in values[1:]:
-        arithmetic.reference(name, BY_NAME[dtype])(total, value, out=total)
-    return total
+    def arrives(self, digest: int = 7) -> None:
+        """Let the peer make its next step."""
+        self.peer[DIGEST + (self.peer[0] + 1 & 1)] = digest
+        self.peer[0] += 1
 
 
-# In elements of four bytes: none, one, and around a small call, one block, and many.
-COUNTS = [0, 1, 63, 64, 65, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 5000]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("count", COUNTS)
-def test_all_reduce_of_any_length(ranks: Ranks, count: int, in_place: bool) -> None:
-    values = drawn("float32", count, ranks.size)
-    wanted = in_order("sum", "float32", values).tobytes()
-
-    def call(shared: Any, rank: int) -> bytes:
-        src = values[rank].copy()
-        dst = src if in_place else np.empty_like(src)
-        shared.all_reduce(src, dst, "sum", FLOAT32, False)
-        return dst.tobytes()
-
-    assert ranks.run(call) == [wanted] * ranks.size
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("prod", "int8"), ("sum", "float16"), ("sum", "bfloat16"), ("max", "float64"),
-     ("sum", "complex128"), ("bxor", "uint16"), ("lor", "bool")],
-)  # fmt: skip
-def test_all_reduce_folds_every_type_in_rank_order(ranks: Ranks, name: str, dtype: str) -> None:
-    values = drawn(dtype, 3001, ranks.size)
-    wanted = in_order(name, dtype, values).tobytes()
-
-    def call(shared: Any, rank: int) -> bytes:
-        dst = np.empty_like(values[rank])
-        shared.all_reduce(values[rank], dst, name, BY_NAME[dtype].code, False)
-        return dst.tobytes()
-
-    assert ranks.run(call) == [wanted] * ranks.size
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
-def test_the_mean_is_that_of_the_reference(ranks: Ranks, dtype: str) -> None:
-    kind = BY_NAME[dtype]
-    values = drawn(dtype, 3001, ranks.size)
-    for value in values:
-        value[::100] = 0x7F80 if dtype == "bfloat16" else np.inf
-    with np.errstate(all="ignore"):
-        wanted = in_order("sum", dtype, values)
-        divide = arithmetic.post(as_op("avg"), kind, ranks.size)
-        assert divide is not None
-        divide(wanted, wanted)
-
-    def call(shared: Any, rank: int) -> bytes:
-        dst = np.empty_like(values[rank])
-        shared.all_reduce(values[rank], dst, "sum", kind.code, True)
-        return dst.tobytes()
-
-    assert ranks.run(call) == [wanted.tobytes()] * ranks.size
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_broadcast_and_all_gather_of_any_length(ranks: Ranks, count: int) -> None:
-    values = drawn("int32", count, ranks.size)
-    root = ranks.size - 1
-
-    def call(shared: Any, rank: int) -> tuple[bytes, bytes, bytes]:
-        sent = values[rank].copy()
-        shared.broadcast(sent, root)
-        every = np.empty(count * ranks.size, np.int32)
-        shared.all_gather(values[rank], every)
-        again = np.zeros_like(every)
-        own = again[rank * count : (rank + 1) * count]
-        own[:] = values[rank]
-        shared.all_gather(own, again)
-        return sent.tobytes(), every.tobytes(), again.tobytes()
-
-    together = np.concatenate(values).tobytes()
-    assert ranks.run(call) == [(values[root].tobytes(), together, together)] * ranks.size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_small_calls_follow_each_other_in_their_areas(size: int) -> None:
-    ranks = Ranks(size)
-    counts = [0, 1, 7, AREA_BYTES // 4 - 1, AREA_BYTES // 4, 300] * 5
-
-    def call(shared: Any, rank: int) -> list[bytes]:
-        found = []
-        for step, count in enumerate(counts, 1):
-            x = np.arange(count, dtype=np.float32) * step + rank
-            assert shared.small_all_reduce(x, x, "sum", FLOAT32, step, 1000 + step)
-            found.append(x.tobytes())
-        return found
-
-    wanted = [
-        in_order(
-            "sum", "float32", [np.arange(count, dtype=np.float32) * step + r for r in range(size)]
-        ).tobytes()
-        for step, count in enumerate(counts, 1)
-    ]
-    assert ranks.run(call) == [wanted] * size
-
-
-def test_ranks_that_do_different_things_all_find_out_and_write_nothing() -> None:
-    ranks = Ranks(3)
-
-    def call(shared: Any, rank: int) -> tuple[bool, bool, bool, list[float]]:
-        x = np.full(5, rank, np.float32)
-        small = shared.small_all_reduce(x, x, "sum", FLOAT32, 1, 7 + (rank == 1))
-        arrived = shared.arrive(2, rank)
-        untouched = bool((x == rank).all())
-        assert shared.small_all_reduce(x, x, "sum", FLOAT32, 3, 7)
-        return small, arrived, untouched, x.tolist()
-
-    assert ranks.run(call) == [(False, False, True, [3.0] * 5)] * 3
+def floats(count: int, value: float = 1.0) -> Buffer:
+    return Buffer(np.full(count, value, np.float32), FLOAT32)
 
 
 def test_python_is_asked_to_wait_and_what_it_raises_ends_the_call() -> None:
-    asked = []
+    host = Host()
 
-    def wait(rank: int, offset: int, value: int) -> None:
-        asked.append((rank, offset, value))
+    def late() -> None:
         raise TimeoutError("late")
 
-    ranks = Ranks(2, wait)
-    x = np.ones(5000, np.float32)
+    host.meanwhile = late
     with pytest.raises(TimeoutError, match="late"):
-        ranks.each[0].arrive(1, 0)
+        host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.5)
+    assert host.asked == [("request", 1.5, 1, 64 + STRIDE, 1)]
+
+
+def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
+    host = Host()
+
+    def arrives_and_is_late() -> None:
+        if len(host.asked) == 2:
+            raise TimeoutError("late")
+        host.arrives()
+
+    host.meanwhile = arrives_and_is_late
     with pytest.raises(TimeoutError, match="late"):
-        ranks.each[0].all_reduce(x, x, "sum", FLOAT32, False)
-    stride = ranks.places[1][0]
-    assert asked == [(1, stride, 1), (1, stride + 64, 1)]
+        host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
+    assert host.asked[1] == ("request", 1.5, 1, 64 + STRIDE + 8 * POSTED, 1)
+
+
+def test_ranks_that_do_different_things_find_out_and_write_nothing() -> None:
+    host, out = Host(), floats(5, 3.0)
+    host.meanwhile = lambda: host.arrives(digest=8)
+    with pytest.raises(LookupError, match="request differs"):
+        host.plan(ALL_REDUCE, "sum")(floats(5), out, 1.0)
+    assert out.array.tolist() == [3.0] * 5
+
+
+def test_a_call_on_a_broken_communicator_leaves_the_areas_alone() -> None:
+    host = Host()
+    host.memory[0] = 1
+    with pytest.raises(ConnectionError, match="request is broken"):
+        host.plan(BROADCAST, None)(floats(5), floats(5), 1.0)
+    assert not any(host.memory[64 + LINE_BYTES :])
+    assert host.words[0] == 0, "it has made a step"
+
+
+@pytest.mark.parametrize("count", [400, 4000], ids=["one piece", "several"])
+def test_nothing_is_written_to_memory_that_a_peer_has_back(count: int) -> None:
+    host = Host()
+    memory = np.ones(2 * count, np.float32)
+    mine, theirs = memory[:count], memory[count:]
+    addresses = [part.__array_interface__["data"][0] for part in (mine, theirs)]
+    assert host.shared.know(5, mine.nbytes, addresses)
+
+    def arrives_and_gives_up() -> None:
+        for location in (LOCATION, LOCATION + 2, LOCATION + 8, LOCATION + 10):
+            host.peer[location] = 5
+        host.arrives()
+        host.memory[0] = 1
+
+    host.meanwhile = arrives_and_gives_up
+    with pytest.raises(ConnectionError, match="request is broken"):
+        host.plan(ALL_REDUCE, "sum")(Buffer(mine, FLOAT32), Buffer(mine, FLOAT32), 1.0)
+    assert theirs.tolist() == [1.0] * count
+
+
+def test_arrays_of_other_lengths_are_refused() -> None:
+    host = Host()
+    with pytest.raises(ValueError, match="other lengths"):
+        host.plan(ALL_REDUCE, "sum")(floats(8), floats(7), 1.0)
+    assert not any(host.words)
+
+
+def test_a_call_within_a_call_is_refused() -> None:
+    host = Host()
+    plan = host.plan(ALL_REDUCE, "sum")
+    host.meanwhile = lambda: plan(floats(5), floats(5), 1.0)
+    with pytest.raises(RuntimeError, match="one call at a time"):
+        plan(floats(5), floats(5), 1.0)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "arrays",
     [
-        pytest.param((np.ones(8, np.float32), np.ones(7, np.float32)), id="length"),
-        pytest.param((np.ones(8, np.float32)[::2], np.ones(4, np.float32)), id="strides"),
-        pytest.param((np.ones(33, np.uint8)[1:], np.ones(32, np.uint8)), id="alignment"),
-        pytest.param((np.ones(8, np.float32), b"read-only" * 4), id="read-only"),
+        pytest.param(lambda x: (x[:8], x[1:9]), id="overlapping"),
+        pytest.param(lambda x: (x[:16:2], x[20:28]), id="strided"),
+        pytest.param(lambda x: (x.view(np.uint8)[1:33].view(np.float32), x[20:28]), id="unaligned"),
+        pytest.param(lambda x: (x[:8], np.frombuffer(bytes(32), np.float32)), id="read-only"),
+        pytest.param(lambda x: (x[:8].view(np.recarray), x[20:28]), id="subclass"),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(arguments: tuple[Any, Any]) -> None:
-    ranks = Ranks(2)
-    with pytest.raises((ValueError, BufferError)):
-        ranks.each[0].all_reduce(*arguments, "sum", FLOAT32, False)
-
-
-def test_a_part_of_the_output_cannot_be_the_input() -> None:
-    x = np.ones(9, np.float32)
-    with pytest.raises(ValueError, match="do not fit"):
-        Ranks(2).each[0].all_reduce(x[:8], x[1:], "sum", FLOAT32, False)
+def test_arrays_that_do_not_do_are_handed_over_before_anything_is_done(arrays: Any) -> None:
+    host = Host()
+    src, dst = (Buffer(array, FLOAT32) for array in arrays(np.ones(40, np.float32)))
+    with pytest.raises(NotImplementedError):
+        host.plan(ALL_REDUCE, "sum")(src, dst, 1.0)
+    assert not any(host.words)
 
 
 @pytest.mark.parametrize("place", [-8, 4, 1 << 20])
 def test_places_outside_of_the_segment_are_refused(place: int) -> None:
-    places = [(0, 64, 128, 192, 256, 512), (0, 64, 128, 192, 256, place)]
+    places = [(64, 1024, 2048), (512, 3072, place)]
     with pytest.raises(ValueError, match="is not in the segment"):
-        core.Shared(bytearray(1024), 0, places, 64, 20, print)
+        core.Shared(bytearray(4096), 0, places, 64, 20, print)
+
+
+def test_a_segment_that_is_unmapped_is_known_no_more() -> None:
+    shared = Host().shared
+    assert [shared.know(number, 64, [4096, 8192]) for number in range(1, 66)] == [True] * 64 + [
+        False
+    ]
+    assert shared.know(3)
+    assert not shared.know(3)
+    assert shared.know(66, 64, [4096, 8192])

@@ -1,4 +1,4 @@
-"""``shm`` with its all-reduces in C: beside ranks without it, and when a peer is lost or late."""
+"""``shm`` with its collectives in C: right at every length, and beside ranks without the core."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import pytest
 
 from collective import native
 from collective.backends.shm.control import SLOT_BYTES
-from collective.backends.shm.transport import SYMMETRIC_BYTES
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
 from collective.testing import RankPool, run_ranks
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
-# Elements of float32 around what is small, what is in a slot, and some blocks of pieces.
-COUNTS = [nbytes // 4 + more for nbytes in (SYMMETRIC_BYTES, SLOT_BYTES) for more in (-1, 0, 1)] + [
-    1,
-    3 * SLOT_BYTES // 4,
-    1_000_003,
-]
+# Elements of float32 around where a call takes another way, and some blocks of pieces.
+_LIMITS = (24 << 10, 64 << 10, SLOT_BYTES)
+COUNTS = [nbytes // 4 + more for nbytes in _LIMITS for more in (-1, 0, 1)] + [0, 1, 7, 1_000_003]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -31,30 +27,116 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield ranks
 
 
-def _wrong(comm: Communicator, without: tuple[int, ...]) -> list[str]:
-    """Return the calls whose result is wrong when some ranks do without the core."""
-    native.switch(comm.rank not in without)
-    group = comm.dup()  # which finds out anew what its ranks have
-    native.switch(True)
+def _wanted(name: str, inputs: list[Any], rank: int, root: int) -> Any:
+    """Return what a rank gets of the ranks' inputs, of which all folds are exact."""
+    size, total = len(inputs), sum(inputs)
+    if name in ("all_reduce", "reduce"):
+        return total
+    if name == "broadcast":
+        return inputs[root]
+    if name in ("all_gather", "gather"):
+        return np.concatenate(inputs)
+    if name == "reduce_scatter":
+        return np.array_split(total, size)[rank]
+    if name == "scatter":
+        return np.array_split(inputs[root], size)[rank]
+    if name == "all_to_all":
+        return np.concatenate([np.array_split(each, size)[rank] for each in inputs])
+    return sum(inputs[: rank + 1])
+
+
+_ROOTED = ("broadcast", "gather", "reduce", "scatter")
+_NAMES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter",
+    "all_to_all", "scan",
+)  # fmt: skip
+
+
+def _calls(comm: Communicator, name: str, where: str) -> list[str]:
+    """Make calls of all lengths; return which are wrong.
+
+    Args:
+        where: the inputs, in ordinary or symmetric memory, or one rank's in the other.
+    """
     wrong = []
-    if bool(group._backend._staged_bytes) == bool(without):  # type: ignore[attr-defined]
-        wrong.append("the ranks did not agree on staging")
+    symmetric = where == "symmetric" or (where == "mixed" and comm.rank == 0)
     for count in COUNTS:
-        x = np.arange(count, dtype=np.float32) % 97 + np.float32(0.5)
-        total = x * sum(range(1, comm.size + 1))
-        x *= comm.rank + 1
-        mean = group.all_reduce(x, op="avg")
-        group.all_reduce(x, out=x)
-        if x.tobytes() != total.tobytes() or mean.tobytes() != (total / comm.size).tobytes():
-            wrong.append(f"{count} elements on rank {comm.rank}")
+        root = count % comm.size if name in _ROOTED else 0
+        numbers = np.arange(count, dtype=np.float32) % 97
+        inputs = [numbers + rank for rank in range(comm.size)]
+        x = inputs[comm.rank]
+        if where != "ordinary" and count:
+            memory = comm.empty(count, "float32")
+            memory[:] = x
+            x = memory if symmetric else x
+        options = {"root": root} if name in _ROOTED else {}
+        found = getattr(comm, name)(x, **options)
+        wanted = _wanted(name, inputs, comm.rank, root)
+        wrong += [f"{count}"] * (found is not None and found.tobytes() != wanted.tobytes())
+        if name in ("all_reduce", "broadcast", "scan"):
+            getattr(comm, name)(x, out=x, **options)
+            wrong += [f"{count} in place"] * (x.tobytes() != wanted.tobytes())
     return wrong
 
 
+@pytest.mark.parametrize("where", ["ordinary", "symmetric", "mixed"])
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_call_at_every_length(pool: RankPool, name: str, where: str) -> None:
+    assert pool.run(_calls, name, where) == [[]] * pool.size
+
+
+def _uneven(comm: Communicator) -> list[str]:
+    wrong = []
+    for count in COUNTS:
+        lengths = [count * rank // comm.size for rank in range(comm.size)]
+        inputs = [np.full(length, rank, np.int16) for rank, length in enumerate(lengths)]
+        found = comm.all_gather(inputs[comm.rank])
+        wrong += [f"all_gather of {count}"] * (found.tolist() != np.concatenate(inputs).tolist())
+        # Every rank cuts the other way round than the next.
+        cut = lengths if comm.rank % 2 else lengths[::-1]
+        sent = np.repeat(np.arange(comm.size, dtype=np.int16), cut)
+        found = comm.all_to_all(sent, counts=cut)
+        total = sum(
+            (lengths if rank % 2 else lengths[::-1])[comm.rank] for rank in range(comm.size)
+        )
+        wrong += [f"all_to_all of {count}"] * (found.tolist() != [comm.rank] * total)
+    return wrong
+
+
+def test_pieces_of_different_lengths(pool: RankPool) -> None:
+    assert pool.run(_uneven) == [[]] * pool.size
+
+
+def _without(comm: Communicator, ranks: tuple[int, ...]) -> tuple[bool, list[str]]:
+    """Return whether a group takes C, and its wrong calls, when some ranks do without the core."""
+    native.switch(comm.rank not in ranks)
+    group = comm.dup()  # which finds out anew what its ranks have
+    native.switch(True)
+    in_c = group._backend._compiled is not None  # type: ignore[attr-defined]
+    return in_c, _calls(group, "all_reduce", "ordinary")
+
+
 @pytest.mark.parametrize("without", [(), (0,), (1,)], ids=["all", "not the first", "not another"])
-def test_ranks_with_the_core_and_without_it_understand_each_other(
+def test_ranks_take_python_together_if_one_lacks_the_core(
     pool: RankPool, without: tuple[int, ...]
 ) -> None:
-    assert pool.run(_wrong, without) == [[]] * pool.size
+    assert pool.run(_without, without) == [(not without, [])] * pool.size
+
+
+def _many_requests(comm: Communicator) -> str:
+    """Make more kinds of calls than are noted, and one of the first again, too late."""
+    for count in [*range(1, 100), 1]:
+        comm.all_reduce(np.ones(count, np.float32))
+    if comm.rank == 1:
+        return "late"
+    with pytest.raises(CollectiveError) as caught:
+        comm.all_reduce(np.ones(2, np.float32), timeout=0.2)
+    return str(caught.value)
+
+
+def test_a_late_peers_last_call_is_told_after_many() -> None:
+    text, _ = run_ranks(2, _many_requests, backend="shm")
+    assert "all_reduce(float32[1], op=sum)" in text
 
 
 def _switched_off_later(comm: Communicator) -> float:
@@ -64,29 +146,3 @@ def _switched_off_later(comm: Communicator) -> float:
 
 def test_a_switch_after_connecting_does_not_part_the_ranks() -> None:
     assert run_ranks(2, _switched_off_later, backend="shm") == [2.0, 2.0]
-
-
-def _stopped_after_arriving(comm: Communicator) -> str:
-    """Rank 1 gets no further than its arrival; return what is raised, as text."""
-    side, x = comm.dup(), np.ones(300_000)
-    if comm.rank == 1:
-
-        def stop(src: Any, dst: Any, timeout: float) -> None:
-            side.recv_object(0)  # until the other has given up
-            comm._backend.refuse_broken("all_reduce")  # as the first wait would
-
-        in_c: Any = comm._backend._compiled  # type: ignore[attr-defined]
-        in_c.large = lambda request: stop
-    with pytest.raises(CollectiveError) as caught:
-        comm.all_reduce(x, timeout=0.3)
-    if comm.rank == 0:
-        side.send_object("over", 1)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-# That one is killed at any time is in test_shm.
-def test_a_peer_that_is_late_with_a_block_is_named() -> None:
-    given_up, late = run_ranks(2, _stopped_after_arriving, backend="shm")
-    assert given_up.startswith("CollectiveTimeoutError: ")
-    assert "waited 0.3 s for rank 1" in given_up
-    assert "waited 0.3 s for rank 1" in late

@@ -1,0 +1,450 @@
+/* The types Shared, what the ranks of one host share, and Plan, a call prepared; see shared.c. */
+
+#include "python.h"
+#include "shared.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <time.h>
+
+typedef struct {
+    PyObject_HEAD
+    struct shared shared;
+    Py_buffer memory; /* keeps the control segment */
+    PyObject *host;   /* what Python does: wait(), differ(), fail(), note() */
+    /* Of the call that runs: */
+    PyObject *request, *seconds;
+    PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
+    int busy;
+} Shared;
+
+typedef struct {
+    PyObject_HEAD
+    struct plan plan;
+    Shared *over;
+    PyObject *request;
+    PyObject *otherwise; /* otherwise(plan, src, dst, seconds) for arrays that do not do */
+    uint64_t noted;      /* what peers that wonder find in this rank's notes */
+} Plan;
+
+static PyTypeObject *plan_type;
+
+/* For how long the processor is yielded before Python is asked to wait. */
+#define YIELD_NS 50000
+/* From here on a call takes longer than letting go of the interpreter lock. */
+#define LONG_CALL_BYTES (64 << 10)
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value)
+{
+    Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
+    PyObject *done = PyObject_CallMethod(self->host, "wait", "OOinK", self->request, self->seconds,
+                                         rank, offset, (unsigned long long)value);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Waits for a word, without the interpreter lock. If that takes long, Python does: it knows of
+   deadlines, signals and peers that have died. */
+static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value)
+{
+    Shared *self = context;
+    PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
+    int there = 0, failed = 0;
+    int64_t end = now_ns() + YIELD_NS;
+    do {
+        sched_yield();
+        there = __atomic_load_n(word, __ATOMIC_ACQUIRE) >= value;
+    } while (!there && now_ns() < end);
+    if (there && self->unlocked)
+        return 0;
+    PyEval_RestoreThread(state);
+    if (!there)
+        failed = ask_python(self, rank, word, value);
+    if (self->unlocked)
+        self->unlocked = PyEval_SaveThread();
+    return failed;
+}
+
+/* -- Shared --------------------------------------------------------------------------------- */
+
+/* Reads where each rank's line and areas are, and looks whether that is in the segment. */
+static int read_stages(Shared *self, PyObject *places)
+{
+    struct shared *s = &self->shared;
+    char *base = self->memory.buf;
+    for (int rank = 0; rank < s->size; rank++) {
+        PyObject *three = PySequence_GetItem(places, rank);
+        Py_ssize_t at[3];
+        int parsed = three != NULL && PyArg_ParseTuple(three, "nnn:Shared", at, at + 1, at + 2);
+        Py_XDECREF(three);
+        if (!parsed)
+            return -1;
+        for (int i = 0; i < 3; i++) {
+            Py_ssize_t nbytes = i == 0 ? LINE_WORDS * 8 : (Py_ssize_t)s->area_bytes;
+            if (at[i] < 0 || at[i] % 8 || at[i] > self->memory.len - nbytes) {
+                PyErr_SetString(PyExc_ValueError, "Shared: a place is not in the segment");
+                return -1;
+            }
+        }
+        s->stages[rank] = (struct stage){
+            (uint64_t *)(base + at[0]),
+            {(unsigned char *)base + at[1], (unsigned char *)base + at[2]}};
+    }
+    return 0;
+}
+
+static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"segment", "rank", "places", "area_bytes", "looks", "host", NULL};
+    Shared *self = (Shared *)object;
+    struct shared *s = &self->shared;
+    PyObject *memory, *places, *host;
+    Py_ssize_t area_bytes;
+    if (self->host != NULL) {
+        PyErr_SetString(PyExc_TypeError, "Shared: made once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiOniO:Shared", names, &memory, &s->rank,
+                                     &places, &area_bytes, &s->looks, &host))
+        return -1;
+    Py_ssize_t size = PySequence_Size(places);
+    if (size < 0)
+        return -1;
+    /* Areas hold two blocks of a piece for each other rank, of any type. */
+    if (size < 2 || s->rank < 0 || s->rank >= size || area_bytes < 32 * size || area_bytes % 64) {
+        PyErr_SetString(PyExc_ValueError, "Shared: two ranks at least, and 32 bytes for each");
+        return -1;
+    }
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    Py_INCREF(host);
+    self->host = host;
+    s->size = (int)size;
+    s->area_bytes = (size_t)area_bytes;
+    s->wait = wait_for;
+    s->context = self;
+    s->broken = self->memory.buf;
+    s->stages = calloc((size_t)size, sizeof *s->stages);
+    s->sources = calloc((size_t)size, sizeof *s->sources);
+    if (s->stages == NULL || s->sources == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return read_stages(self, places);
+}
+
+static int shared_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Shared *)object)->host);
+    return 0;
+}
+
+static int shared_clear(PyObject *object)
+{
+    Py_CLEAR(((Shared *)object)->host);
+    return 0;
+}
+
+static void release(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static void shared_dealloc(PyObject *object)
+{
+    Shared *self = (Shared *)object;
+    PyObject_GC_UnTrack(object);
+    shared_clear(object);
+    if (self->memory.obj != NULL)
+        PyBuffer_Release(&self->memory);
+    for (int i = 0; i < SEGMENTS; i++)
+        free(self->shared.segments[i].parts);
+    free(self->shared.stages);
+    free(self->shared.sources);
+    release(object);
+}
+
+/* know(number, nbytes, addresses): a symmetric segment is mapped; without addresses, no more.
+   Returns whether it is known: of too many, the last are staged as ordinary memory is. */
+static PyObject *shared_know(PyObject *object, PyObject *args)
+{
+    struct shared *s = &((Shared *)object)->shared;
+    unsigned long long number;
+    Py_ssize_t nbytes = 0;
+    PyObject *addresses = NULL;
+    struct segment *found = NULL;
+    if (!PyArg_ParseTuple(args, "K|nO:know", &number, &nbytes, &addresses))
+        return NULL;
+    for (int i = 0; i < SEGMENTS && found == NULL; i++)
+        if (s->segments[i].number == (addresses == NULL ? number : 0))
+            found = &s->segments[i];
+    if (found == NULL)
+        Py_RETURN_FALSE;
+    char **parts = NULL;
+    if (addresses != NULL) {
+        if ((parts = calloc((size_t)s->size, sizeof *parts)) == NULL)
+            return PyErr_NoMemory();
+        for (int rank = 0; rank < s->size; rank++) {
+            PyObject *address = PySequence_GetItem(addresses, rank);
+            parts[rank] = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+            Py_XDECREF(address);
+            if (PyErr_Occurred()) {
+                free(parts);
+                return NULL;
+            }
+        }
+    }
+    free(found->parts);
+    *found = (struct segment){parts != NULL ? number : 0, (size_t)nbytes, parts};
+    Py_RETURN_TRUE;
+}
+
+/* -- Plan ----------------------------------------------------------------------------------- */
+
+static int read_starts(struct plan *p, int size, PyObject *elements)
+{
+    if (elements == Py_None)
+        return 0;
+    p->starts = calloc((size_t)size + 1, sizeof *p->starts);
+    if (p->starts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int rank = 0; rank < size; rank++) {
+        PyObject *number = PySequence_GetItem(elements, rank);
+        size_t length = number == NULL ? 0 : PyLong_AsSize_t(number);
+        Py_XDECREF(number);
+        if (PyErr_Occurred())
+            return -1;
+        p->starts[rank + 1] = p->starts[rank] + length;
+        p->longest = length > p->longest ? length : p->longest;
+    }
+    p->count = p->starts[size];
+    return 0;
+}
+
+static int read_fold(struct plan *p, const char *op, int dtype, int mean)
+{
+    if (op == NULL)
+        return 0;
+    p->fold = fold_of(op, dtype, fold_levels() - 1);
+    p->divide = mean ? find_divide(fold_levels() - 1, dtype) : NULL;
+    if (p->fold == NULL || (mean && p->divide == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "plan: there is no such fold in C");
+        return -1;
+    }
+    return 0;
+}
+
+/* plan(operation, digest, root, elements, op, dtype, mean, request, otherwise) */
+static PyObject *shared_plan(PyObject *over, PyObject *args)
+{
+    PyObject *elements;
+    const char *op;
+    int dtype, mean;
+    Plan *self = (Plan *)((allocfunc)PyType_GetSlot(plan_type, Py_tp_alloc))(plan_type, 0);
+    if (self == NULL)
+        return NULL;
+    struct plan *p = &self->plan;
+    int size = ((Shared *)over)->shared.size;
+    unsigned long long digest;
+    if (!PyArg_ParseTuple(args, "iKiOzipOO:plan", &p->operation, &digest, &p->root, &elements, &op,
+                          &dtype, &mean, &self->request, &self->otherwise)) {
+        self->request = self->otherwise = NULL;
+        goto failed;
+    }
+    Py_INCREF(over);
+    Py_INCREF(self->request);
+    Py_INCREF(self->otherwise);
+    self->over = (Shared *)over;
+    p->digest = digest;
+    if ((unsigned)p->operation >= OPERATIONS || p->root < 0 || p->root >= size
+        || (splits(p) || joins(p)) != (elements != Py_None)) {
+        PyErr_SetString(PyExc_ValueError, "plan: no such operation, root or elements");
+        goto failed;
+    }
+    if (read_starts(p, size, elements) == 0 && read_fold(p, op, dtype, mean) == 0)
+        return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void plan_dealloc(PyObject *object)
+{
+    Plan *self = (Plan *)object;
+    Py_XDECREF(self->over);
+    Py_XDECREF(self->request);
+    Py_XDECREF(self->otherwise);
+    free(self->plan.starts);
+    release(object);
+}
+
+/* Whether the arrays do: they are apart, or a rank's own piece is where the other array has it.
+   Returns -1 with an exception if they are not as long as the call's. */
+static int fits(const struct shared *s, const struct plan *p, const struct view *src,
+                const struct view *dst)
+{
+    size_t nbytes = input_bytes(s, p), room = output_bytes(s, p);
+    if (nbytes != (src ? src->nbytes : 0) || room != (dst ? dst->nbytes : 0)) {
+        PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths than the call's");
+        return -1;
+    }
+    /* The root of a broadcast in place writes nothing. */
+    int is_given = nbytes && room && p->operation == BROADCAST && src->address == dst->address;
+    if (dst != NULL && !dst->writable && !is_given)
+        return 0;
+    if (!nbytes || !room)
+        return 1;
+    size_t at = start_of(s, p, s->rank) * p->item;
+    const char *from = src->address + (splits(p) ? at : 0);
+    const char *to = dst->address + (joins(p) ? at : 0);
+    return (from == to && p->operation != ALL_TO_ALL) || src->address + nbytes <= dst->address
+           || dst->address + room <= src->address;
+}
+
+/* Raises what there is to raise when a call has ended so. */
+static int give_up(Shared *self, int failed)
+{
+    PyObject *done = NULL;
+    if (failed == DIFFERENT)
+        done = PyObject_CallMethod(self->host, "differ", "OO", self->request, self->seconds);
+    else if (failed == BROKEN)
+        done = PyObject_CallMethod(self->host, "fail", "O", self->request);
+    if (done != NULL)
+        PyErr_SetString(PyExc_SystemError, "a call in C that has failed was taken for right");
+    Py_XDECREF(done);
+    return -1;
+}
+
+/* Has a peer that wonders find what this rank does, if that is no longer in its notes. */
+static int note(Plan *self)
+{
+    PyObject *number = PyObject_CallMethod(self->over->host, "note", "O", self->request);
+    self->noted = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    return number == NULL ? -1 : 0;
+}
+
+int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *seconds)
+{
+    Plan *self = (Plan *)object;
+    Shared *over = self->over;
+    struct shared *s = &over->shared;
+    struct plan *p = &self->plan;
+    const struct view *one = src != NULL ? src : dst;
+    if (over->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "plan: one call at a time");
+        return -1;
+    }
+    p->item = one != NULL ? item_bytes[one->dtype] : 1;
+    if (p->starts == NULL)
+        p->count = one != NULL ? one->nbytes / p->item : 0;
+    int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
+    if (fit <= 0)
+        return fit < 0 ? -1 : 1;
+    uint64_t *line = s->stages[s->rank].line;
+    /* Notes are a ring, too. */
+    if ((self->noted == 0 || line[NOTES] - self->noted >= NOTES_KEPT) && note(self) < 0)
+        return -1;
+    line[NOTED] = self->noted;
+    over->busy = 1;
+    over->request = self->request;
+    over->seconds = seconds;
+    over->unlocked = p->count * p->item < LONG_CALL_BYTES ? NULL : PyEval_SaveThread();
+    int failed = shared_call(s, p, src != NULL ? src->address : NULL,
+                             dst != NULL ? dst->address : NULL);
+    if (over->unlocked != NULL)
+        PyEval_RestoreThread(over->unlocked);
+    over->unlocked = NULL;
+    over->busy = 0;
+    return failed ? give_up(over, failed) : 0;
+}
+
+/* Views the array of a Buffer, or of none. Returns -1 with an exception. */
+static int view_buffer(PyObject *buffer, struct view *view, const struct view **found)
+{
+    *found = NULL;
+    if (buffer == Py_None)
+        return 1;
+    PyObject *array = PyObject_GetAttrString(buffer, "array");
+    if (array == NULL)
+        return -1;
+    *found = view;
+    int plain = view_array(array, view);
+    Py_DECREF(array); /* the buffer has it */
+    return plain;
+}
+
+/* plan(src, dst, seconds) */
+static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    PyObject *buffers[2], *seconds;
+    struct view views[2];
+    const struct view *found[2];
+    if (keywords != NULL || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &seconds))
+        return NULL;
+    int plain = view_buffer(buffers[0], views, found);
+    if (plain > 0)
+        plain = view_buffer(buffers[1], views + 1, found + 1);
+    int state = plain > 0 ? run_plan(self, found[0], found[1], seconds) : plain < 0 ? -1 : 1;
+    if (state == 1)
+        return PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
+                                            buffers[1], seconds, NULL);
+    if (state < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_dealloc, plan_dealloc}, {Py_tp_call, plan_call},
+    {Py_tp_doc, "One call, of Shared.plan: plan(src, dst, seconds)."}, {0, NULL}};
+
+static PyType_Spec plan_spec = {
+    "collective.native._core.Plan", sizeof(Plan), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
+
+static PyMethodDef shared_methods[] = {
+    {"know", shared_know, METH_VARARGS,
+     "know(number, nbytes=0, addresses=None, /)\n--\n\n"
+     "Take a symmetric segment for mapped, or for gone; whether that is known."},
+    {"plan", shared_plan, METH_VARARGS,
+     "plan(operation, digest, root, elements, op, dtype, mean, request, otherwise, /)\n--\n\n"
+     "Prepare a call."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot shared_slots[] = {
+    {Py_tp_init, shared_init},         {Py_tp_new, PyType_GenericNew},
+    {Py_tp_dealloc, shared_dealloc},   {Py_tp_methods, shared_methods},
+    {Py_tp_traverse, shared_traverse}, {Py_tp_clear, shared_clear},
+    {Py_tp_doc, "What the ranks of one host share, for plans."},
+    {0, NULL}};
+
+static PyType_Spec shared_spec = {"collective.native._core.Shared", sizeof(Shared), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, shared_slots};
+
+int is_plan(PyObject *object)
+{
+    return Py_TYPE(object) == plan_type;
+}
+
+int add_plans(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&shared_spec);
+    plan_type = (PyTypeObject *)PyType_FromSpec(&plan_spec);
+    int failed = type == NULL || plan_type == NULL
+                 || PyModule_AddObjectRef(module, "Shared", type) < 0
+                 || PyModule_AddObjectRef(module, "Plan", (PyObject *)plan_type) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
