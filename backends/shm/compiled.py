@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.request import Request
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "looks"]
 
 # How often C looks at a word before it yields the processor: some microseconds of a core of one's
 # own, and a moment of one that the peer needs.
@@ -49,6 +49,11 @@ _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan"})
 _PIECES = frozenset({"all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"})
 
 
+def looks(control: Control) -> int:
+    """Return how often C looks at a word before it yields the processor."""
+    return _LOOKS_CROWDED if control.crowded else _LOOKS
+
+
 class Compiled:
     """A control segment and symmetric memory as C sees them, and plans over them.
 
@@ -62,9 +67,8 @@ class Compiled:
         places = [
             (8 * LINE * (1 + rank), slots[0][rank], slots[1][rank]) for rank in range(control.size)
         ]
-        looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
-            control.segment.map, control.rank, places, SLOT_BYTES, looks, _Host(control)
+            control.segment.map, control.rank, places, SLOT_BYTES, looks(control), _Host(control)
         )
         assert made is not None  # or nobody would make this
         # Kept, as one rank may switch it off later.

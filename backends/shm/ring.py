@@ -22,7 +22,7 @@ from collective.errors import BackendError
 
 from .control import Control, fence
 
-__all__ = ["Receiving", "Ring", "Sending"]
+__all__ = ["Receiving", "Ring", "Sending", "refuse"]
 
 Array = np.ndarray[Any, Any]
 #: ``fetch(rank, (address, segment, offset), out)`` copies from a peer's memory.
@@ -168,14 +168,22 @@ class Ring:
         Raises:
             BackendError: always.
         """
-        control = self._control
-        text = f"rank {self.src}'s messages to rank {control.rank} are damaged: {what}"
-        control.fail(Failure("aborted", control.rank, text))
-        raise BackendError(
-            f"shm: {text}. That rank has another version of this package, or something writes "
-            "to memory that is not its own.",
-            "shm",
-        )
+        refuse(self._control, self.src, what)
+
+
+def refuse(control: Control, src: int, what: str) -> NoReturn:
+    """Break the communicator, as what rank ``src`` sends cannot be read.
+
+    Raises:
+        BackendError: always.
+    """
+    text = f"rank {src}'s messages to rank {control.rank} are damaged: {what}"
+    control.fail(Failure("aborted", control.rank, text))
+    raise BackendError(
+        f"shm: {text}. That rank has another version of this package, or something writes "
+        "to memory that is not its own.",
+        "shm",
+    )
 
 
 class Sending:

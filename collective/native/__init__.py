@@ -5,26 +5,29 @@ It is an extension module that is built where there is a C compiler; the whole h
 setting ``native = "off"``, does without it. What it computes has the bits that Python's side gives.
 
 The C is in the files beside this one. ``folds.c`` and ``fold_loops.h`` have the arithmetic of
-reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory; ``module.c`` and
-``shared_type.c`` are Python's sides of these. ``views.c`` finds out where an array's elements are.
+reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory, ``messages.c`` the
+messages between two ranks; ``module.c``, ``plan_type.c`` and ``messages_type.c`` are Python's
+sides of these. ``views.c`` finds out where an array's elements are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from ._core import Shared
 
-__all__ = ["PROTOCOL", "Chosen", "chosen", "fold", "see_tensors", "shared", "status",
-           "switch"]  # fmt: skip
+__all__ = ["PROTOCOL", "Chosen", "Exchange", "chosen", "fold", "messages", "see_tensors", "shared",
+           "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 2
+PROTOCOL = 3
 
+#: ``exchange(x, to, out, source, tag, timeout, heads)``; see :func:`messages`.
+Exchange = Callable[[Any, int, Any, int, int, float, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
 
@@ -165,6 +168,58 @@ def shared(
     if chosen.extension is None:
         return None
     made: Shared = chosen.extension.Shared(segment, rank, places, area_bytes, looks, host)
+    return made
+
+
+def messages(
+    segment: Any,
+    rank: int,
+    size: int,
+    rings: int,
+    ring_bytes: int,
+    looks: int,
+    single_copy: bool,
+    python: Any,
+) -> Exchange | None:
+    """Return ``exchange``, which sends and receives messages over memory that ranks share.
+
+    ``exchange(x, to, out, source, tag, timeout, heads)`` sends the array x to a rank, receives into
+    out from another, or does both, neither waiting for the other. What is None is not done, with
+    -2 for its rank; -1 as the source is any rank. With ``heads`` an array travels behind its head,
+    as :meth:`collective.Communicator.send` does it; without, its bytes do, of which the receiver
+    knows the number. Any number of threads may be in it, those of one direction, peer and tag one
+    after the other. It returns
+
+    - the rank from which something was received, when x may be changed;
+    - ``NotImplemented`` where nothing was done: an array is not plain, a rank or a tag is wrong,
+      some rank has failed, or what has come and stays is not what out takes;
+    - None where x was sent and the rest is to be received: out is None, overlaps x, or is not what
+      has come.
+
+    What a method of ``python`` raises leaves it in the middle: the ranks must not go on with their
+    rings.
+
+    Args:
+        segment: a writable buffer, shared and zero at first; its first word is not when a rank has
+            failed.
+        rank: this one, of ``size``.
+        rings: bytes from the segment's beginning to the rings, of each ordered pair one: a page of
+            counts and ``ring_bytes``, whole pages.
+        looks: how often a ring is looked at before the processor is yielded.
+        single_copy: whether ranks can read each other's memory.
+        python: ``wait(advance, to, source, tag, timeout)`` returns when ``advance()`` does 0, which
+            is 1 while something is to be sent, added to 2 while something is to be received.
+            ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
+            ``refuse(rank, what)`` raises because what a rank sends is damaged.
+
+    Returns:
+        None where C is not in use.
+    """
+    if chosen.extension is None:
+        return None
+    made: Exchange = chosen.extension.make_messages(
+        segment, rank, size, rings, ring_bytes, looks, single_copy, python
+    )
     return made
 
 

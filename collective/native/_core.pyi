@@ -14,6 +14,17 @@ LEVELS: tuple[str, ...]
 def make_fold(op: str, dtype: int, reference: _Function, level: int = ..., /) -> _Function: ...
 def see_tensors(exchange_api: Any, tensor: type, parameter: type, /) -> None: ...
 def view(array: Any, /) -> tuple[int, int, int, tuple[int, ...], bool] | None: ...
+def make_messages(
+    segment: Any,
+    rank: int,
+    size: int,
+    rings: int,
+    ring_bytes: int,
+    looks: int,
+    single_copy: bool,
+    python: Any,
+    /,
+) -> Callable[[Any, int, Any, int, int, float, bool], Any]: ...
 
 class Shared:
     """What the ranks of one host share; see :func:`collective.native.shared`."""

@@ -50,4 +50,7 @@ int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyO
 /* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */
 int add_plans(PyObject *module);
 
+/* Adds the function make_messages; the same. */
+int add_messages(PyObject *module);
+
 #endif

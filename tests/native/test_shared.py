@@ -28,9 +28,15 @@ DIGEST, LOCATION, POSTED = 1, 8, 40
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "ranks", "areas"),
+    [("shared", "2 3 5", "1024 4096"), ("messages", "2 3", "4096")],
+    ids=["shared", "messages"],
+)
+def test_the_sanitizers_find_nothing(program: str, ranks: str, areas: str, sanitizer: str) -> None:
     # As make sanitize does, but shorter.
-    few = ["--calls", "150", "--ranks", "2", "3", "5", "--areas", "1024", "4096"]
+    few = ["--calls", "150", "--ranks", *ranks.split(), "--areas", *areas.split()]
+    few += ["--programs", program]
     done = subprocess.run(
         [sys.executable, "-m", "tests.native.threads", *few, "--sanitizers", sanitizer],
         cwd=Path(__file__).resolve().parents[2],
@@ -43,7 +49,7 @@ def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     if "there is no compiler" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("150 calls of") == 6
+    assert done.stdout.count("150 calls of") == len(ranks.split()) * len(areas.split())
 
 
 class Host:

@@ -1,4 +1,4 @@
-"""Builds and runs ``shared_threads.c``: ranks that are threads, under the compiler's sanitizers.
+"""Builds and runs ``*_threads.c``: ranks that are threads, under the compiler's sanitizers.
 
 ``python -m tests.native.threads`` is what ``make sanitize`` runs, longer than the tests do.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,16 +16,20 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
-_SOURCES = (_HERE / "shared_threads.c", _CORE / "shared.c", _CORE / "staging.c")
+# What each program has of the core, and with what flags: short pieces make long messages.
+PROGRAMS = {
+    "shared": ("shared.c", "staging.c"),
+    "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
+}
 SANITIZERS = ("none", "thread", "address,undefined")
 
 
-def build(sanitizer: str, folder: Path) -> Path | None:
-    """Return the program, or None if there is no compiler that has the sanitizer."""
+def build(name: str, sanitizer: str, folder: Path) -> Path | None:
+    """Return a program, or None if there is no compiler that has the sanitizer."""
     command = os.environ.get("CC", "cc").split()
     if shutil.which(command[0]) is None:
         return None
-    program = folder / "shared_threads"
+    program = folder / f"{name}_threads"
     flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread".split()
     if sanitizer != "none":
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -33,38 +38,42 @@ def build(sanitizer: str, folder: Path) -> Path | None:
         trial = [*command, *flags, "-o", str(program), str(empty)]
         if subprocess.run(trial, capture_output=True, check=False).returncode:
             return None
-    sources = map(str, _SOURCES)
-    subprocess.run([*command, *flags, f"-I{_CORE}", "-o", str(program), *sources], check=True)
+    parts = [each if each.startswith("-") else str(_CORE / each) for each in PROGRAMS[name]]
+    main = str(_HERE / f"{name}_threads.c")
+    subprocess.run([*command, *flags, f"-I{_CORE}", "-o", str(program), main, *parts], check=True)
     return program
 
 
-def run(program: Path, ranks: int, calls: int, area_bytes: int, seed: int) -> str:
+def run(program: Path, ranks: int, calls: int, nbytes: int, seed: int) -> str:
     """Return what the program writes; it is about an error, but for the last line."""
-    words = [str(program), *map(str, (ranks, calls, area_bytes, seed))]
+    words = [str(program), *map(str, (ranks, calls, nbytes, seed))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     return done.stderr + done.stdout
 
 
 def main() -> int:
-    """Run the program under sanitizers, with several numbers of ranks and lengths of areas."""
+    """Run the programs under sanitizers, with several numbers of ranks and lengths of memory."""
     parser = argparse.ArgumentParser(description="The native core under the sanitizers.")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 5, 8])
-    parser.add_argument("--areas", type=int, nargs="+", default=[1024, 4096, 65536])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument(
+        "--areas", type=int, nargs="+", default=[1024, 4096, 65536],
+        help="bytes of an area, or of a ring",
+    )  # fmt: skip
     parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
     options = parser.parse_args()
     wrong = 0
-    for sanitizer in options.sanitizers:
+    for name, sanitizer in itertools.product(options.programs, options.sanitizers):
         with tempfile.TemporaryDirectory() as folder:
-            program = build(sanitizer, Path(folder))
+            program = build(name, sanitizer, Path(folder))
             if program is None:
                 print(f"{sanitizer}: there is no compiler that has it")
                 continue
-            for ranks in options.ranks:
-                for area_bytes in options.areas:
-                    shown = run(program, ranks, options.calls, area_bytes, ranks + area_bytes)
-                    print(f"{sanitizer}, areas of {area_bytes} B: {shown.strip()}", flush=True)
-                    wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
+            for ranks, nbytes in itertools.product(options.ranks, options.areas):
+                shown = run(program, ranks, options.calls, nbytes, ranks + nbytes)
+                print(f"{name}, {sanitizer}, {nbytes} B: {shown.strip()}", flush=True)
+                wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
     return int(bool(wrong))
 
 

@@ -24,6 +24,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, Message
 from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
+from collective.backends.shm.ring import Ring
 from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
@@ -306,9 +307,12 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
         into = np.empty(128) if dice.random() < 0.5 else None
         head = dice.choice((dice.getrandbits(63), *EDGES[:-1])) if dice.random() < 0.2 else None
         if comm.rank == 1:
-            ring = group._backend._rings[1, 0]  # type: ignore[attr-defined]
-            ring.announce(header)
-            ring.write(np.frombuffer(data, np.uint8))
+            backend: Any = group._backend
+            ring = Ring(backend._control, 1, 0, backend.peers.fetch_from)
+            # With the native core a header is three words: length, tag, address.
+            header = header[: 3 if backend._exchange else None]
+            words = np.array(header, np.int64).view(np.uint8)
+            ring.write(np.concatenate([words, np.frombuffer(data, np.uint8)]))
             if head is not None:
                 ring.words[0] = head
         comm.barrier()

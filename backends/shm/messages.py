@@ -1,0 +1,101 @@
+"""Messages by the native core, where all ranks have it: what of them is Python's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collective import native
+from collective.contract.backend import ANY_SOURCE
+from collective.memory.buffer import Buffer
+
+from .control import Control
+from .peer_memory import PeerMemory
+from .ring import refuse
+
+__all__ = ["NOBODY", "exchange_bytes", "make_exchange"]
+
+#: In place of a rank to which nothing is sent, or from which nothing is received.
+NOBODY = -2
+
+
+def make_exchange(
+    control: Control, peers: PeerMemory, looks: int, single_copy: bool
+) -> native.Exchange:
+    """Return what sends and receives over the rings of ``control``'s segment."""
+    layout = control.layout
+    made = native.messages(
+        control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, looks,
+        single_copy, _Waiting(control, peers),
+    )  # fmt: skip
+    assert made is not None  # or nobody would make this
+    return made
+
+
+def exchange_bytes(
+    exchange: native.Exchange, control: Control, src: Buffer | None, to: int, dst: Buffer | None,
+    source: int, tag: int, timeout: float,
+) -> int:  # fmt: skip
+    """Send, receive, or both, of lengths that the receivers know; return who sent.
+
+    Raises:
+        CollectiveError: some rank has failed.
+    """
+    x, out = (None if each is None else each.array for each in (src, dst))
+    done = exchange(x, to, out, source, tag, timeout, False)
+    if done is NotImplemented:
+        control.refuse_broken(_name(to, source, tag))
+        # Of a class that C does not know, such as np.memmap.
+        x, out = (None if each is None else each.view(np.uint8, np.ndarray) for each in (x, out))
+        done = exchange(x, to, out, source, tag, timeout, False)
+        if done is NotImplemented:
+            control.refuse_broken(_name(to, source, tag))
+            raise TypeError(f"{type(src)}, {type(dst)}: not in memory that C can see")
+    return int(done)
+
+
+def _name(to: int, source: int, tag: int) -> str:
+    return f"{'send' * (to != NOBODY)}{'recv' * (source != NOBODY)}(tag={tag})"
+
+
+class _Waiting:
+    """What a message in C asks for when it does not go on by itself."""
+
+    def __init__(self, control: Control, peers: PeerMemory) -> None:
+        self._control = control
+        self._peers = peers
+
+    def wait(
+        self, advance: Callable[[], int], to: int, source: int, tag: int, timeout: float
+    ) -> None:
+        """Wait for the rest of a message, as the rings in Python do."""
+        control, pending = self._control, 3
+        sources = [
+            rank
+            for rank in range(control.size)
+            if rank != control.rank and source in (ANY_SOURCE, rank)
+        ]
+
+        def ready() -> bool:
+            nonlocal pending
+            pending = advance()
+            return not pending
+
+        def awaited() -> list[int]:
+            # A peer that has done its part may have left.
+            return [to] * (pending & 1) + (sources if pending & 2 else [])
+
+        what = _name(to, source, tag)
+        control.wait(ready, awaited, what, timeout, all_needed=source != ANY_SOURCE)
+
+    def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
+        """Copy the rest of a message from the sender's memory."""
+        self._peers.fetch(rank, address, np.frombuffer(out, np.uint8))
+        # It waits until it gives up, which is known here before it goes on.
+        self._control.refuse_broken(f"recv(tag={tag})")
+
+    def refuse(self, rank: int, what: str) -> None:
+        """Break the communicator."""
+        refuse(self._control, rank, what)

@@ -1,0 +1,291 @@
+/* Python's side of messages.c: one function, which sends, receives, or does both. */
+
+#include "python.h"
+#include "messages.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* For how long nothing moves before Python is asked to wait, and it goes on before Python is asked
+   whether it may: there are deadlines and signals. */
+#define IDLE_NS INT64_C(50000)
+#define LONGEST_NS INT64_C(50000000)
+/* A message that takes longer than letting go of the interpreter lock. */
+#define LONG_BYTES (32 << 10)
+
+#define NAME "collective.native.messages"
+
+typedef struct {
+    struct messages messages;
+    Py_buffer segment; /* keeps the shared memory; its first word says that a rank has failed */
+    int looks, single_copy;
+    PyObject *python; /* has what is Python's: wait, fetch, refuse */
+} State;
+
+typedef struct {
+    struct exchange exchange;
+    State *state;
+    PyObject *const *args;
+    int64_t fitting[HEAD_WORDS];
+} Call;
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* What a method of Python's returned, which is nothing but for its exceptions. */
+static int done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Goes on without the interpreter lock for as long as something moves. */
+static void go_on(Call *call)
+{
+    struct exchange *x = &call->exchange;
+    PyThreadState *unlocked = PyEval_SaveThread();
+    int64_t start = now_ns(), moved = start;
+    for (int idle = 0;;) {
+        int steps = exchange_step(x);
+        if (!x->pending || x->damage)
+            break;
+        idle = steps ? 0 : idle + 1;
+        if (idle && idle < call->state->looks)
+            continue;
+        int64_t now = now_ns();
+        if (steps)
+            moved = now;
+        if (now - moved > IDLE_NS || now - start > LONGEST_NS
+            || (idle == call->state->looks && exchange_claim(x)))
+            break;
+        if (idle)
+            sched_yield();
+    }
+    PyEval_RestoreThread(unlocked);
+}
+
+/* Goes on, and fetches what the sender is slow to send. Returns -1 with an exception. */
+static int drive(Call *call)
+{
+    struct exchange *x = &call->exchange;
+    size_t rest;
+    go_on(call);
+    while (!x->damage && (rest = exchange_claim(x)) > 0) {
+        PyObject *out = PyMemoryView_FromMemory(x->bytes + x->done, (Py_ssize_t)rest, PyBUF_WRITE);
+        if (out == NULL || done(PyObject_CallMethod(call->state->python, "fetch", "iKOO", x->from,
+                                (unsigned long long)(uintptr_t)(x->address + x->done), out,
+                                call->args[4])) < 0) {
+            Py_XDECREF(out);
+            return -1;
+        }
+        Py_DECREF(out);
+        exchange_fetched(x);
+        go_on(call);
+    }
+    if (x->damage == NO_MEMORY)
+        PyErr_NoMemory();
+    else if (x->damage)
+        return done(PyObject_CallMethod(call->state->python, "refuse", "is", x->from, x->damage));
+    return x->damage ? -1 : 0;
+}
+
+/* What Python calls while it waits: returns what is pending. A call that is over has nothing. */
+static PyObject *advance(PyObject *capsule, PyObject *nothing)
+{
+    Call *call = PyCapsule_GetPointer(capsule, NULL);
+    (void)nothing;
+    if (call == NULL)
+        return NULL;
+    if ((exchange_step(&call->exchange) || call->exchange.damage) && drive(call) < 0)
+        return NULL;
+    return PyLong_FromLong(call->exchange.pending);
+}
+
+static PyMethodDef advance_method = {"advance", advance, METH_NOARGS, NULL};
+static Call over;
+
+static int ask_python(Call *call)
+{
+    PyObject *const *args = call->args, *capsule = PyCapsule_New(call, NULL, NULL);
+    PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
+    int failed = function == NULL ? -1
+                 : done(PyObject_CallMethod(call->state->python, "wait", "OOOOO", function, args[1],
+                                            args[3], args[4], args[5]));
+    if (capsule != NULL)
+        PyCapsule_SetPointer(capsule, &over); /* whoever keeps the function */
+    Py_XDECREF(function);
+    Py_XDECREF(capsule);
+    return failed;
+}
+
+static int run(Call *call, size_t nbytes)
+{
+    struct exchange *x = &call->exchange;
+    for (int i = 0; nbytes < LONG_BYTES && i < call->state->looks && x->pending && !x->damage; i++)
+        exchange_step(x);
+    if ((x->pending || x->damage) && drive(call) < 0)
+        return -1;
+    return x->pending ? ask_python(call) : 0;
+}
+
+/* Whether an object is an integer of this range, and nothing like one. */
+static int read_int(PyObject *object, long least, long most, int64_t *value)
+{
+    int overflow = 0;
+    if (!PyLong_CheckExact(object))
+        return 0;
+    *value = PyLong_AsLongAndOverflow(object, &overflow);
+    return !overflow && *value >= least && *value <= most;
+}
+
+/* The numbers with which the head of an array begins: its kind, dtype, bytes, shape. */
+static const int64_t *head_of(const struct view *view, int64_t *words)
+{
+    memset(words, 0, 8 * HEAD_WORDS);
+    words[1] = view->dtype;
+    words[2] = (int64_t)view->nbytes;
+    words[3] = view->ndim;
+    memcpy(words + 4, view->shape, sizeof *words * (size_t)view->ndim);
+    return words;
+}
+
+/* Reads the arguments of exchange; returns 0 if it is for Python to say what is wrong with them. */
+static int begin(Call *call, size_t *nbytes)
+{
+    State *state = call->state;
+    PyObject *const *args = call->args;
+    struct messages *m = &state->messages;
+    struct exchange *x = &call->exchange;
+    struct view src = {0}, dst = {0};
+    int64_t to, source, tag, words[HEAD_WORDS];
+    int sends = args[0] != Py_None, receives = args[2] != Py_None, heads = args[6] == Py_True;
+    if (!read_int(args[1], -2, m->size - 1, &to) || !read_int(args[3], -2, m->size - 1, &source)
+        || !read_int(args[4], heads ? 0 : INT32_MIN, INT32_MAX, &tag) || to == m->rank
+        || source == m->rank || (sends && to < 0) || (receives && source < -1)
+        || (sends && !view_array(args[0], &src))
+        || (receives && (!view_array(args[2], &dst) || !dst.writable))
+        || __atomic_load_n((uint64_t *)state->segment.buf, __ATOMIC_ACQUIRE))
+        return 0;
+    exchange_begin(x, m);
+    if (sends)
+        exchange_send(x, (int)to, tag, src.address, src.nbytes,
+                      heads ? head_of(&src, words) : NULL, state->single_copy);
+    /* What is sent still may be what it would be received over. */
+    int over = src.address < dst.address + dst.nbytes && dst.address < src.address + src.nbytes;
+    if (receives && !over)
+        exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
+                      dst.address, dst.nbytes, heads ? head_of(&dst, call->fitting) : NULL);
+    else if (source >= 0)
+        exchange_drain(x, (int)source);
+    *nbytes = src.nbytes + dst.nbytes;
+    return 1;
+}
+
+/* exchange(x, to, out, source, tag, timeout, heads) */
+static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t count)
+{
+    Call call;
+    size_t nbytes;
+    call.state = PyCapsule_GetPointer(capsule, NAME);
+    call.args = args;
+    if (call.state == NULL || count != 7)
+        return PyErr_Format(PyExc_TypeError, "exchange: seven arguments");
+    if (begin(&call, &nbytes)) {
+        if (run(&call, nbytes) < 0)
+            return NULL;
+        if (!call.exchange.misfit)
+            return PyLong_FromLong(call.exchange.from);
+        if (args[0] != Py_None)
+            Py_RETURN_NONE;
+    }
+    Py_RETURN_NOTIMPLEMENTED;
+}
+
+static PyMethodDef exchange_method = {
+    "exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
+    "exchange(x, to, out, source, tag, timeout, heads, /)\n--\n\n"
+    "Send x, receive into out, or both; see collective.native.messages."};
+
+/* -- life ---------------------------------------------------------------------------------- */
+
+static void free_state(PyObject *capsule)
+{
+    State *state = PyCapsule_GetPointer(capsule, NAME);
+    if (state->messages.in != NULL)
+        messages_clear(&state->messages);
+    if (state->segment.obj != NULL)
+        PyBuffer_Release(&state->segment);
+    Py_XDECREF(state->python);
+    free(state->messages.in);
+    free(state);
+}
+
+/* Finds this rank's ends of the rings to a peer and from it. */
+static void find_rings(State *state, Py_ssize_t rings, int peer)
+{
+    struct messages *m = &state->messages;
+    for (int out = 0; out < 2; out++) {
+        int src = out ? m->rank : peer, dst = out ? peer : m->rank;
+        size_t index = (size_t)src * (m->size - 1) + dst - (dst > src);
+        char *page = (char *)state->segment.buf + rings + index * (4096 + m->capacity);
+        uint64_t *words = (uint64_t *)page;
+        struct ring *r = out ? &m->out[peer] : &m->in[peer];
+        r->mine = out ? words : words + 64;
+        r->theirs = out ? words + 64 : words;
+        r->claim = words + 128;
+        r->position = *r->mine;
+        r->seen = *r->theirs;
+        r->data = (unsigned char *)page + 4096;
+    }
+}
+
+static PyObject *make_messages(PyObject *module, PyObject *args)
+{
+    PyObject *segment, *python, *function = NULL;
+    Py_ssize_t rings, ring_bytes;
+    State *state = calloc(1, sizeof *state);
+    PyObject *capsule = state == NULL ? PyErr_NoMemory() : PyCapsule_New(state, NAME, free_state);
+    if (capsule == NULL)
+        return NULL;
+    struct messages *m = &state->messages;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OiinnipO:make_messages", &segment, &m->rank, &m->size, &rings,
+                          &ring_bytes, &state->looks, &state->single_copy, &python)
+        || PyObject_GetBuffer(segment, &state->segment, PyBUF_WRITABLE) < 0)
+        goto finished;
+    Py_INCREF(state->python = python);
+    m->capacity = (size_t)ring_bytes;
+    if (m->size < 2 || m->size > 1 << 15 || m->rank < 0 || m->rank >= m->size || ring_bytes < 4096
+        || ring_bytes % 4096 || rings < 8 || rings % 8 || ring_bytes > state->segment.len
+        || (state->segment.len - rings) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
+        PyErr_SetString(PyExc_ValueError, "make_messages: the rings are not in the segment");
+    } else if ((m->in = calloc(2 * (size_t)m->size, sizeof *m->in)) == NULL) {
+        PyErr_NoMemory();
+    } else {
+        m->out = m->in + m->size;
+        for (int peer = 0; peer < m->size; peer++)
+            if (peer != m->rank)
+                find_rings(state, rings, peer);
+        function = PyCFunction_New(&exchange_method, capsule);
+    }
+finished:
+    Py_DECREF(capsule);
+    return function;
+}
+
+static PyMethodDef messages_functions[] = {
+    {"make_messages", make_messages, METH_VARARGS,
+     "make_messages(segment, rank, size, rings, ring_bytes, looks, single_copy, python, /)\n--\n\n"
+     "Return the function that exchanges messages; see collective.native.messages."},
+    {NULL, NULL, 0, NULL}};
+
+int add_messages(PyObject *module)
+{
+    return PyModule_AddFunctions(module, messages_functions);
+}

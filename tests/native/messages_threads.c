@@ -1,0 +1,169 @@
+/* Ranks of two threads each that send to the next rank and receive from the one before, in calls of
+   random lengths around those at which messages change their way: built and run by test_shared.py,
+   with the sanitizers by `make sanitize`.
+
+   Usage: messages_threads RANKS CALLS RING_BYTES SEED */
+
+#define _GNU_SOURCE
+#include "messages.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_RANKS = 16, LANES = 2, LOOKS = 20 };
+
+static int ranks, calls;
+static size_t ring_bytes;
+static unsigned seed;
+static struct messages all[MOST_RANKS];
+
+static uint32_t draw(uint32_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 17;
+    *state ^= *state << 5;
+    return *state;
+}
+
+static void check(int right, const char *what, int call, int rank, size_t nbytes)
+{
+    if (!right) {
+        fprintf(stderr, "%s: call %d of %zu bytes is wrong on rank %d\n", what, call, nbytes, rank);
+        exit(1);
+    }
+}
+
+static char byte(int call, int rank, int lane, size_t index)
+{
+    return (char)((index * 2654435761u + call * 40503u + rank * 977u + lane) >> 7);
+}
+
+/* As messages_type.c does, but that the sender's memory is this process's. */
+static void run(struct exchange *x, int call)
+{
+    for (int idle = 0; x->pending;) {
+        size_t rest;
+        if (exchange_step(x)) {
+            idle = 0;
+        } else if (++idle > LOOKS) {
+            if ((rest = exchange_claim(x)) > 0) {
+                memcpy(x->bytes + x->done, x->address + x->done, rest);
+                exchange_fetched(x);
+            }
+            sched_yield();
+        }
+        check(x->damage == NULL, x->damage, call, x->messages->rank, x->nbytes);
+    }
+}
+
+static size_t length(uint32_t *state)
+{
+    static const size_t edges[] = {0, 8, HEAD_ROOM, CLAIMED_BYTES, 4 * CLAIMED_BYTES};
+    size_t around = draw(state) % 3 ? edges[draw(state) % 5] : ring_bytes * (draw(state) % 4);
+    if (draw(state) % 4 == 0)
+        return draw(state) % (3 * ring_bytes);
+    around += draw(state) % 3;
+    return around > 0 ? around - 1 : 0;
+}
+
+/* A head, and the array behind it if it is long, by one who knows how long it is. */
+static void take_left(struct messages *m, int left, int64_t tag, char *out, size_t nbytes, int call)
+{
+    struct exchange x;
+    char head[HEAD_BYTES];
+    exchange_begin(&x, m);
+    exchange_recv(&x, left, left, tag, head, HEAD_BYTES, NULL);
+    run(&x, call);
+    memcpy(out, head + HEAD_BYTES - HEAD_ROOM, nbytes <= HEAD_ROOM ? nbytes : 0);
+    if (nbytes > HEAD_ROOM) {
+        exchange_begin(&x, m);
+        exchange_recv(&x, left, left, tag, out, nbytes, NULL);
+        run(&x, call);
+    }
+}
+
+static void one_call(struct messages *m, int lane, int call, size_t nbytes, int kind)
+{
+    int right = (m->rank + 1) % ranks, left = (m->rank + ranks - 1) % ranks;
+    int64_t words[HEAD_WORDS] = {0, 5, (int64_t)nbytes, 1, (int64_t)nbytes}, other[HEAD_WORDS] = {9};
+    int heads = kind > 1, drains = kind == 2, misfits = kind == 3, any = call % 2;
+    char *src = malloc(nbytes + 1), *out = malloc(nbytes + 1);
+    for (size_t i = 0; i < nbytes; i++)
+        src[i] = byte(call, m->rank, lane, i);
+    out[nbytes] = 77;
+    struct exchange x;
+    exchange_begin(&x, m);
+    exchange_send(&x, right, lane, src, nbytes, heads ? words : NULL, call % 3);
+    if (drains)
+        exchange_drain(&x, left);
+    else
+        exchange_recv(&x, any && !misfits ? 0 : left, any && !misfits ? ranks - 1 : left, lane, out,
+                      nbytes, misfits ? other : heads ? words : NULL);
+    run(&x, call);
+    check(x.misfit == (drains || misfits), "what was left", call, m->rank, nbytes);
+    memset(src, 99, nbytes);
+    if (x.misfit)
+        take_left(m, left, lane, out, nbytes, call);
+    else
+        check(x.from == left, "the source", call, m->rank, nbytes);
+    for (size_t i = 0; i < nbytes; i++)
+        check(out[i] == byte(call, left, lane, i), "a byte", call, m->rank, nbytes);
+    check(out[nbytes] == 77, "what is behind", call, m->rank, nbytes);
+    free(src);
+    free(out);
+}
+
+static void *thread_main(void *argument)
+{
+    int rank = (int)(intptr_t)argument / LANES, lane = (int)(intptr_t)argument % LANES;
+    uint32_t state = seed * 2654435761u + 1 + (unsigned)lane;
+    for (int call = 0; call < calls; call++) {
+        size_t nbytes = length(&state);
+        one_call(&all[rank], lane, call, nbytes, (int)(draw(&state) % 6));
+    }
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 5)
+        return 2;
+    ranks = atoi(arguments[1]);
+    calls = atoi(arguments[2]);
+    ring_bytes = (size_t)atol(arguments[3]);
+    seed = (unsigned)atol(arguments[4]);
+    char *memory = calloc((size_t)ranks * ranks, 4096 + ring_bytes);
+    for (int rank = 0; rank < ranks; rank++) {
+        struct messages *m = &all[rank];
+        *m = (struct messages){rank, ranks, ring_bytes, calloc(ranks, sizeof *m->in),
+                               calloc(ranks, sizeof *m->out)};
+        for (int peer = 0; peer < ranks; peer++) {
+            char *in = memory + (peer * ranks + rank) * (4096 + ring_bytes);
+            char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);
+            m->in[peer] = (struct ring){.mine = (uint64_t *)(in + 512), .theirs = (uint64_t *)in,
+                                        .claim = (uint64_t *)(in + 1024),
+                                        .data = (unsigned char *)in + 4096};
+            m->out[peer] = (struct ring){.mine = (uint64_t *)out, .theirs = (uint64_t *)(out + 512),
+                                         .claim = (uint64_t *)(out + 1024),
+                                         .data = (unsigned char *)out + 4096};
+        }
+    }
+    pthread_t threads[MOST_RANKS * LANES];
+    for (intptr_t i = 0; i < ranks * LANES; i++)
+        pthread_create(&threads[i], NULL, thread_main, (void *)i);
+    for (int i = 0; i < ranks * LANES; i++)
+        pthread_join(threads[i], NULL);
+    for (int rank = 0; rank < ranks; rank++) {
+        for (int peer = 0; peer < ranks; peer++)
+            check(all[rank].in[peer].kept == NULL, "what is kept", calls, rank, 0);
+        messages_clear(&all[rank]);
+        free(all[rank].in);
+        free(all[rank].out);
+    }
+    free(memory);
+    printf("%d calls of %d ranks\n", calls, ranks);
+    return 0;
+}
