@@ -16,7 +16,8 @@ from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
 from collective.cuda import Stream
 from collective.memory.buffer import Buffer
-from collective.memory.device_array import DeviceArray, PlainSpace
+from collective.memory.device_array import DeviceArray
+from collective.memory.device_copies import PlainSpace
 from collective.memory.dtypes import DType, from_numpy, named
 from collective.request import Request
 from collective.testing import RankPool

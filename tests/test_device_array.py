@@ -18,7 +18,8 @@ from collective import cuda
 from collective.cuda import pinning as pinned
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import device_copies as device_copies
-from collective.memory.device_array import DeviceArray, PlainSpace
+from collective.memory.device_array import DeviceArray
+from collective.memory.device_copies import PlainSpace
 
 POISON = fakes.POISON
 DTYPES = ["bool", "uint8", "uint16", "float32", "int64", "complex128"]

@@ -20,6 +20,7 @@ from collective import cuda
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory import dlpack
 from collective.memory.arrays import adapter_of
+from collective.memory.device_adapter import read_dlpack
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
 
@@ -332,7 +333,7 @@ def on_gpu(values: np.ndarray, stream: int | None = None) -> DeviceArray:
 
 def test_an_array_on_a_gpu_is_read_where_it_is(gpu: Fake):
     x = on_gpu(np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2])
-    y, dtype = dlpack.read(x)
+    y, dtype = read_dlpack(x)
     assert dtype is BY_NAME["float32"]
     assert (y.address, y.shape, y.strides) == (x.address, x.shape, x.strides)
     assert y.device is x.device
@@ -343,7 +344,7 @@ def test_an_array_on_a_gpu_is_read_where_it_is(gpu: Fake):
 def test_the_producer_is_told_the_legacy_stream_and_waits_for_its_own(gpu: Fake):
     with gpu.turned("delay_us", 20_000):
         x = on_gpu(np.full(1000, 3.0))
-        y, _ = dlpack.read(x)
+        y, _ = read_dlpack(x)
         # Would be poison without the wait.
         np.testing.assert_array_equal(y.to_host(), np.full(1000, 3.0))
 
@@ -408,13 +409,13 @@ def test_a_copy_is_marked_as_one(gpu: Fake):
     address = dlpack._pointer_in(id(capsule), dlpack._Versioned.name)
     assert dlpack._Versioned.from_address(address).flags == 2
     x[...] = on_gpu(np.zeros(3))
-    np.testing.assert_array_equal(dlpack.read(Exporter(capsule))[0].to_host(), [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(read_dlpack(Exporter(capsule))[0].to_host(), [0.0, 1.0, 2.0])
 
 
 def test_the_array_lives_until_the_taker_is_done(gpu: Fake):
     x = on_gpu(np.zeros(3))
     watched = weakref.ref(x)
-    y, _ = dlpack.read(x)
+    y, _ = read_dlpack(x)
     del x
     gc.collect()
     assert watched() is not None

@@ -13,8 +13,8 @@ watchdog ends the process with an explanation (:mod:`.watchdog`), as ``mpiexec``
 itself; Open MPI started with ``--with-ft ulfm`` returns an error instead.
 """
 
+from .backend import MpiBackend
 from .library import Library, describe
 from .store import MpiStore
-from .transport import MpiBackend
 
 __all__ = ["Library", "MpiBackend", "MpiStore", "describe"]

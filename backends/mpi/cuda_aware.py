@@ -26,7 +26,7 @@ from collective.request import Disagreement
 
 from .datatypes import native_op
 from .library import leave_unfinished
-from .transport import MpiBackend
+from .transport import MpiTransport
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
@@ -44,14 +44,14 @@ def _on_gpu(buffer: Any) -> bool:
     return type(buffer) is Buffer and type(buffer.array) is not np.ndarray
 
 
-class CudaAwareMpi(MpiBackend):
+class CudaAwareMpi(MpiTransport):
     """Ranks of an MPI communicator, for arrays of the CPU and of GPUs.
 
     Some ranks may have this class and others the plain one: where an array is, is each rank's
     own affair.
     """
 
-    capabilities = replace(MpiBackend.capabilities, devices=frozenset({"cpu", "cuda"}))
+    capabilities = replace(MpiTransport.capabilities, devices=frozenset({"cpu", "cuda"}))
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
         if native_op(self._mpi, op, dtype, self.unlike) is None:

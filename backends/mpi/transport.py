@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.request import Request
 
-__all__ = ["MpiBackend"]
+__all__ = ["MpiTransport"]
 
 Array = np.ndarray[Any, Any]
 
 
-class MpiBackend(MpiMoves, MpiReductions):
+class MpiTransport(MpiMoves, MpiReductions):
     """Ranks of one MPI communicator; see the package's docstring."""
 
     name = "mpi"
@@ -86,8 +86,7 @@ class MpiBackend(MpiMoves, MpiReductions):
                 unlike = _deviations(
                     module, comm, deviations(module), lambda: channel.wait("connect", left(end))
                 )
-                made: Self = _suited(cls)(module, comm, channel, unlike)
-                return made
+                return cls(module, comm, channel, unlike)
         except module.Exception as error:
             known = explained(module, channel, "connect", error)
             channel.close()
@@ -107,7 +106,7 @@ class MpiBackend(MpiMoves, MpiReductions):
             self._comm.Free()
 
     @mapped
-    def group(self, ranks: Sequence[int], timeout: float) -> MpiBackend:
+    def group(self, ranks: Sequence[int], timeout: float) -> MpiTransport:
         end = now() + timeout
         channel = self.channel.group(ranks)
         # Groups that are made at once by threads of their own must not take each other's part.
@@ -153,15 +152,6 @@ def _deviations(module: Any, comm: Any, mine: Array, make_wait: Callable[[], Wai
     kind = module.BYTE
     settle([comm.Iallreduce([mine, kind], [every, kind], module.BOR)], make_wait)
     return of_flags(every)
-
-
-def _suited(cls: Any) -> Any:
-    """Return the class for the library: a CUDA-aware one takes arrays of GPUs, too."""
-    if cls is not MpiBackend or not library.describe().cuda_aware:
-        return cls
-    from .cuda_aware import CudaAwareMpi
-
-    return CudaAwareMpi
 
 
 def _note_loss(channel: Channel) -> None:

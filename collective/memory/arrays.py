@@ -192,7 +192,8 @@ class DLPackAdapter(Adapter):
                 f"{type(x).__name__}: it is on DLPack device {tuple(map(int, device))}; pass an "
                 "array on the CPU or on a GPU of NVIDIA's."
             )
-        return importlib.import_module("collective.memory.dlpack").read(x)  # type: ignore[no-any-return]
+        adapter = importlib.import_module("collective.memory.device_adapter")
+        return adapter.read_dlpack(x)  # type: ignore[no-any-return]
 
     def output(self, x: Any) -> tuple[Any, DType]:
         array, dtype = self.view(x)

@@ -24,7 +24,7 @@ from .arrays import Adapter, NumpyAdapter, adapter_like
 from .device_array import DeviceArray
 from .dtypes import FOREIGN, DType
 
-__all__ = ["CudaArrayAdapter", "root_owner"]
+__all__ = ["CudaArrayAdapter", "read_dlpack", "root_owner"]
 
 # Module root -> the module and its function that takes memory of ours, where that is not
 # from_dlpack of the root.
@@ -141,6 +141,33 @@ def _named(dtype: DType) -> np.dtype[Any]:
     numpy = adapter_like("numpy")
     assert isinstance(numpy, NumpyAdapter)
     return numpy.named(dtype)
+
+
+def read_dlpack(x: Any) -> tuple[DeviceArray, DType]:
+    """Return an array on a GPU, as :func:`.dlpack.borrow` says.
+
+    Raises:
+        DeviceError: it is not on a GPU.
+        DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
+    """
+    lent = dlpack.borrow(x)
+    if lent.device[0] not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+        raise DeviceError(
+            f"{type(x).__name__}: it is on DLPack device {lent.device}; pass an array on a GPU "
+            "of NVIDIA's or on the CPU."
+        )
+    device = cuda.device(lent.device[1])
+    array = DeviceArray(
+        lent.address,
+        lent.shape,
+        lent.dtype.storage,
+        device,
+        device.stream(0),
+        strides=lent.strides,
+        owner=lent.owner,
+        writeable=lent.writeable,
+    )
+    return array, lent.dtype
 
 
 def _read(x: Any) -> tuple[DeviceArray, DType]:

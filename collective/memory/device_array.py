@@ -16,10 +16,11 @@ from collective import cuda
 from collective.cuda import Device, Stream
 from collective.errors import DeviceError, ShapeError
 
-from . import device_copies, device_layout
-from .device_copies import PlainSpace, Space
+from . import device_copies, device_layout, dlpack
+from .device_functions import FUNCTIONS
+from .device_space import Space
 
-__all__ = ["DeviceArray", "Flags", "PlainSpace", "Space"]
+__all__ = ["DeviceArray", "Flags"]
 
 Array = np.ndarray[Any, Any]
 Ints = tuple[int, ...]
@@ -330,8 +331,6 @@ class DeviceArray:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        from .device_functions import FUNCTIONS
-
         found = FUNCTIONS.get(func)
         if found is None:
             return NotImplemented
@@ -353,13 +352,9 @@ class DeviceArray:
         }
 
     def __dlpack__(self, **options: Any) -> Any:
-        from . import dlpack
-
         return dlpack.export(self, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        from . import dlpack
-
         return dlpack.device_of(self)
 
 

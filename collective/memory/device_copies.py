@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,32 +14,15 @@ from collective.cuda import Device, Event, Stream
 from collective.cuda.pinning import LARGEST, is_pinned, pinned
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 
-if TYPE_CHECKING:
-    from .device_array import DeviceArray
+from .device_space import OnDevice, Space
 
-__all__ = ["PLAIN", "PlainSpace", "Space", "assign", "fill_from_host", "to_host"]
+__all__ = ["PLAIN", "PlainSpace", "assign", "fill_from_host", "to_host"]
 
 Array = np.ndarray[Any, Any]
 
 # Bytes of a step between the GPU and ordinary host memory: while one is on the bus, the CPU
 # moves the other.
 _STEP = 1 << 22
-
-
-class Space(Protocol):
-    """Who allocates a framework's memory of GPUs, and copies what has gaps in it."""
-
-    def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
-        """Return the address of new memory for use on ``stream``, and what keeps it alive."""
-        ...
-
-    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Enqueue a copy of elements on ``dst.effective_stream``.
-
-        The arrays are of one shape, dtype and device; they do not overlap; ``src`` may have
-        strides of 0, ``dst`` has not.
-        """
-        ...
 
 
 class PlainSpace(Space):
@@ -54,7 +37,7 @@ class PlainSpace(Space):
         memory = cuda.allocate(device, nbytes, stream)
         return memory.address, memory
 
-    def assign(self, dst: DeviceArray, src: DeviceArray) -> None:
+    def assign(self, dst: OnDevice, src: OnDevice) -> None:
         """Enqueue a copy of elements on ``dst.effective_stream``."""
         axes = list(zip(dst.shape, dst.strides, src.strides))
         copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.effective_stream)
@@ -136,7 +119,7 @@ def _merged(axes: list[Axis]) -> list[Axis]:
     return found
 
 
-def assign(dst: DeviceArray, src: Any) -> None:
+def assign(dst: OnDevice, src: Any) -> None:
     """Enqueue ``dst[...] = src``, after what is on the streams of both and before what comes."""
     if type(src) is not type(dst):
         raise DeviceError(
@@ -170,14 +153,14 @@ def assign(dst: DeviceArray, src: Any) -> None:
         other.wait_for(stream)
 
 
-def _copy(dst: DeviceArray, src: DeviceArray, stream: Stream) -> None:
+def _copy(dst: OnDevice, src: OnDevice, stream: Stream) -> None:
     if dst.flags.c_contiguous and src.flags.c_contiguous:
         stream.copy(dst.address, src.address, dst.nbytes)
     else:
         dst.space.assign(dst, src)
 
 
-def _check_writeable(array: DeviceArray) -> None:
+def _check_writeable(array: OnDevice) -> None:
     if not array.writeable:
         raise InvalidArgumentError("array: it is read-only; pass a writeable one.")
 
@@ -185,7 +168,7 @@ def _check_writeable(array: DeviceArray) -> None:
 # -- the host ---------------------------------------------------------------------------------
 
 
-def to_host(array: DeviceArray, out: Array | None) -> Array:
+def to_host(array: OnDevice, out: Array | None) -> Array:
     """See :meth:`DeviceArray.to_host`."""
     if out is None:
         out = _host_memory(array.shape, array.dtype)
@@ -200,7 +183,7 @@ def to_host(array: DeviceArray, out: Array | None) -> Array:
     return out
 
 
-def fill_from_host(array: DeviceArray, source: Array) -> None:
+def fill_from_host(array: OnDevice, source: Array) -> None:
     """See :meth:`DeviceArray.fill_from_host`."""
     _check_writeable(array)
     _check_host(array, source)
@@ -213,7 +196,7 @@ def fill_from_host(array: DeviceArray, source: Array) -> None:
             array.effective_stream.synchronize()
 
 
-def _check_host(array: DeviceArray, host: Array) -> None:
+def _check_host(array: OnDevice, host: Array) -> None:
     if host.shape != array.shape:
         raise ShapeError(f"array: shape {host.shape} on the host, {array.shape} on the GPU.")
     if host.dtype != array.dtype:

@@ -12,7 +12,7 @@ import numpy as np
 from collective.errors import DeviceError, DtypeError, ShapeError
 
 from . import device_layout
-from .device_array import DeviceArray
+from .device_space import OnDevice
 
 __all__ = ["FUNCTIONS"]
 
@@ -29,7 +29,7 @@ def _for(function: Any) -> Callable[[Any], Any]:
 
 
 @_for(np.concatenate)
-def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> DeviceArray:
+def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> OnDevice:
     arrays = list(arrays)
     for array in arrays:
         _check_device("concatenate", array)
@@ -68,8 +68,13 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
+def _is_on_device(array: Any) -> bool:
+    # What has it is a DeviceArray, whose module imports this one.
+    return hasattr(array, "effective_stream")
+
+
 def _check_device(what: str, array: Any) -> None:
-    if type(array) is not DeviceArray:
+    if not _is_on_device(array):
         raise DeviceError(
             f"{what}: {type(array).__name__} together with arrays of a GPU; nothing is copied "
             "between it and the host silently. Use to_host() or fill_from_host()."
@@ -85,8 +90,8 @@ def _may_share_memory(a: Any, b: Any, max_work: Any = None) -> bool:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    if type(array) is DeviceArray:
-        return array.bounds
+    if _is_on_device(array):
+        return array.bounds  # type: ignore[no-any-return]
     host = np.asarray(array)
     address = host.__array_interface__["data"][0]
     return device_layout.bounds(address, host.shape, host.strides, host.itemsize)
@@ -99,29 +104,29 @@ def _copyto(dst: Any, src: Any) -> None:
 
 
 @_for(np.moveaxis)
-def _moveaxis(a: DeviceArray, source: Any, destination: Any) -> DeviceArray:
+def _moveaxis(a: OnDevice, source: Any, destination: Any) -> OnDevice:
     return a.transpose(device_layout.axes_moved(a.ndim, source, destination))
 
 
 @_for(np.atleast_1d)
-def _atleast_1d(a: DeviceArray) -> DeviceArray:
+def _atleast_1d(a: OnDevice) -> OnDevice:
     return a if a.ndim else a.reshape(1)
 
 
 @_for(np.empty_like)
 def _empty_like(
-    prototype: DeviceArray,
+    prototype: OnDevice,
     dtype: Any = None,
     order: str = "K",
     subok: bool = True,
     shape: Any = None,
-) -> DeviceArray:
+) -> OnDevice:
     wanted = prototype.shape if shape is None else shape
     return prototype.allocate(tuple(wanted) if not isinstance(wanted, int) else wanted, dtype)
 
 
 @_for(np.split)
-def _split(ary: DeviceArray, indices_or_sections: Any, axis: int = 0) -> list[DeviceArray]:
+def _split(ary: OnDevice, indices_or_sections: Any, axis: int = 0) -> list[OnDevice]:
     if not -ary.ndim <= axis < ary.ndim:
         raise ShapeError(f"split: axis {axis} of an array of {ary.ndim} dimensions.")
     axis %= ary.ndim

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collective.errors import DeviceError, DtypeError, InvalidArgumentError
+from collective.errors import DtypeError, InvalidArgumentError
 
 from . import device_layout, dtypes
 from .dtypes import BY_NAME, DType
@@ -24,9 +24,9 @@ from .dtypes import BY_NAME, DType
 if TYPE_CHECKING:
     from collective.cuda import Stream
 
-    from .device_array import DeviceArray
+    from .device_space import OnDevice
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "export", "lend", "read", "take"]
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "borrow", "export", "lend", "take"]
 
 # DLDeviceType. What is managed moves between host and GPU by itself; it is taken as the GPU's.
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
@@ -174,39 +174,17 @@ def take(capsule: Any) -> Lent:
     )
 
 
-def read(x: Any) -> tuple[DeviceArray, DType]:
-    """Return an array on a GPU, of a framework that speaks DLPack, where it is.
+def borrow(x: Any) -> Lent:
+    """Return what an array of a framework that speaks DLPack lends, where it is.
 
-    It is used on the legacy default stream, which is told to the framework; it makes that
-    stream wait for what it has enqueued on others. The other way round there is no such
+    On a GPU it is used on the legacy default stream, which is told to the framework; it makes
+    that stream wait for what it has enqueued on others. The other way round there is no such
     thing: what uses the array afterwards must be on a stream that waits for that one.
 
     Raises:
-        DeviceError: it is not on a GPU.
         DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
     """
-    from collective import cuda
-
-    from .device_array import DeviceArray
-
-    lent = take(_ask(x))
-    if lent.device[0] not in (CUDA, CUDA_MANAGED):
-        raise DeviceError(
-            f"{type(x).__name__}: it is on DLPack device {lent.device}; pass an array on a GPU "
-            "of NVIDIA's or on the CPU."
-        )
-    device = cuda.device(lent.device[1])
-    array = DeviceArray(
-        lent.address,
-        lent.shape,
-        lent.dtype.storage,
-        device,
-        device.stream(0),
-        strides=lent.strides,
-        owner=lent.owner,
-        writeable=lent.writeable,
-    )
-    return array, lent.dtype
+    return take(_ask(x))
 
 
 def _ask(x: Any) -> Any:
@@ -243,7 +221,7 @@ def _dtype(tensor: _Tensor) -> DType:
 
 
 def export(
-    array: DeviceArray,
+    array: OnDevice,
     *,
     stream: Any = None,
     max_version: tuple[int, int] | None = None,
@@ -302,12 +280,12 @@ def export(
     )
 
 
-def device_of(array: DeviceArray) -> tuple[int, int]:
+def device_of(array: OnDevice) -> tuple[int, int]:
     """Return what the array's ``__dlpack_device__`` returns."""
     return CUDA, array.device.ordinal
 
 
-def _stream(array: DeviceArray, number: Any) -> Stream:
+def _stream(array: OnDevice, number: Any) -> Stream:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidArgumentError(
             f"dlpack: stream {number!r}; −1 for no waiting, 1 or None for the legacy default "
