@@ -48,11 +48,6 @@ Array = np.ndarray[Any, Any]
 _UINT8 = BY_NAME["uint8"]
 _GROUP_TAG = -2
 _PATH_BYTES = 256
-# From here on what all ranks have in symmetric memory is read in place: below it a copy through
-# the slots costs less than a second wait.
-SYMMETRIC_BYTES = 24 << 10
-# Operations whose input one rank has: others cannot be in symmetric memory too.
-_FROM_ROOT = frozenset({"broadcast", "scatter"})
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
 
 
@@ -371,41 +366,20 @@ class ShmBackend(OneSided):
             raise control.failure(request)
         parity = self._parity = control.step + 1 & 1
         self._in_slots = largest <= SLOT_BYTES
-        if largest < SYMMETRIC_BYTES or (self._in_slots and request.operation in _FROM_ROOT):
-            self._into_slot(src)
+        if self._in_slots:
+            if src is not None:
+                self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
             control.arrive(request, timeout)
             return True
         words, at = control.words, control.location(self.rank, parity)
         words[at], words[at + 1], words[at + 2] = self._heap.locate(src)
-        symmetric = words[at]
         at += _OUTPUT
-        if dst is src:
-            words[at : at + 3] = words[at - _OUTPUT : at]
-        else:
-            words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
-        if self._in_slots and not symmetric:
-            self._into_slot(src)
+        words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
         control.arrive(request, timeout)
-        if self._in_slots:
-            if self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT)):
-                self._in_slots = False
-                return False
-            # Some are in symmetric memory and some are not: all go through the slots, those of the
-            # step that follows, as the next call may write to these again.
-            if any(words[control.location(rank, parity) + _SOURCE] for rank in range(self.size)):
-                self._parity = parity ^ 1
-                self._into_slot(src)
-                control.sync(timeout)
-            return True
-        if not self._single_copy and not (
-            self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
-        ):
+        mapped = self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
+        if not (self._single_copy or mapped):
             raise NotMapped
         return False
-
-    def _into_slot(self, src: Array | None) -> None:
-        if src is not None:
-            self._slots_of(src.dtype)[self._parity][self.rank][: src.size] = src
 
     def _segment(self, which: int) -> int:
         """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
