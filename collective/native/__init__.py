@@ -140,7 +140,9 @@ def see_tensors(tensor: Any, parameter: type) -> None:
 def shared(
     segment: Any,
     rank: int,
-    places: Sequence[Sequence[int]],
+    size: int,
+    lines: int,
+    areas: int,
     area_bytes: int,
     looks: int,
     host: Host,
@@ -155,9 +157,10 @@ def shared(
     Args:
         segment: a writable buffer, shared and zero at first; its first word is not 0 when the
             ranks cannot go on.
-        rank: this one.
-        places: for each rank the bytes from the segment's beginning to its line of 64 words, which
-            collective/native/shared.h names, and its two areas.
+        rank, size: this one, of how many.
+        lines: the bytes from the segment's beginning to the ranks' lines, of 64 words each, which
+            collective/native/shared.h names.
+        areas: the same to their areas, one of each rank and then another.
         area_bytes: of one area, a multiple of 64.
         looks: how often a word is looked at before it is waited for.
         host: what Python does for it.
@@ -167,7 +170,9 @@ def shared(
     """
     if chosen.extension is None:
         return None
-    made: Shared = chosen.extension.Shared(segment, rank, places, area_bytes, looks, host)
+    made: Shared = chosen.extension.Shared(
+        segment, rank, size, lines, areas, area_bytes, looks, host
+    )
     return made
 
 

@@ -33,10 +33,13 @@ class Shared:
         self,
         segment: Any,
         rank: int,
-        places: Sequence[Sequence[int]],
+        size: int,
+        lines: int,
+        areas: int,
         area_bytes: int,
         looks: int,
         host: Host,
+        /,
     ) -> None: ...
     def know(
         self, number: int, nbytes: int = 0, addresses: Sequence[int] | None = None, /

@@ -74,59 +74,31 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Reads where each rank's line and areas are, and looks whether that is in the segment. */
-static int read_stages(Shared *self, PyObject *places)
-{
-    struct shared *s = &self->shared;
-    char *base = self->memory.buf;
-    for (int rank = 0; rank < s->size; rank++) {
-        PyObject *three = PySequence_GetItem(places, rank);
-        Py_ssize_t at[3];
-        int parsed = three != NULL && PyArg_ParseTuple(three, "nnn:Shared", at, at + 1, at + 2);
-        Py_XDECREF(three);
-        if (!parsed)
-            return -1;
-        for (int i = 0; i < 3; i++) {
-            Py_ssize_t nbytes = i == 0 ? LINE_WORDS * 8 : (Py_ssize_t)s->area_bytes;
-            if (at[i] < 0 || at[i] % 8 || at[i] > self->memory.len - nbytes) {
-                PyErr_SetString(PyExc_ValueError, "Shared: a place is not in the segment");
-                return -1;
-            }
-        }
-        s->stages[rank] = (struct stage){
-            (uint64_t *)(base + at[0]),
-            {(unsigned char *)base + at[1], (unsigned char *)base + at[2]}};
-    }
-    return 0;
-}
-
+/* Shared(segment, rank, size, lines, areas, area_bytes, looks, host) */
 static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"segment", "rank", "places", "area_bytes", "looks", "host", NULL};
     Shared *self = (Shared *)object;
     struct shared *s = &self->shared;
-    PyObject *memory, *places, *host;
-    Py_ssize_t area_bytes;
-    if (self->host != NULL) {
-        PyErr_SetString(PyExc_TypeError, "Shared: made once");
+    PyObject *memory, *host;
+    Py_ssize_t lines, areas, area_bytes;
+    if (self->host != NULL || keywords != NULL) {
+        PyErr_SetString(PyExc_TypeError, "Shared: made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiOniO:Shared", names, &memory, &s->rank,
-                                     &places, &area_bytes, &s->looks, &host))
-        return -1;
-    Py_ssize_t size = PySequence_Size(places);
-    if (size < 0)
-        return -1;
-    /* Areas hold two blocks of a piece for each other rank, of any type. */
-    if (size < 2 || s->rank < 0 || s->rank >= size || area_bytes < 32 * size || area_bytes % 64) {
-        PyErr_SetString(PyExc_ValueError, "Shared: two ranks at least, and 32 bytes for each");
-        return -1;
-    }
-    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+    if (!PyArg_ParseTuple(args, "OiinnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
+                          &area_bytes, &s->looks, &host)
+        || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     Py_INCREF(host);
     self->host = host;
-    s->size = (int)size;
+    /* Areas hold two blocks of a piece for each other rank, of any type. */
+    Py_ssize_t most = self->memory.len, size = s->size;
+    if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
+        || area_bytes % 64 || area_bytes > most || lines < 8 || lines % 8 || areas < 8 || areas % 8
+        || (most - lines) / (8 * LINE_WORDS) < size || (most - areas) / area_bytes < 2 * size) {
+        PyErr_SetString(PyExc_ValueError, "Shared: no such ranks, or they are not in the segment");
+        return -1;
+    }
     s->area_bytes = (size_t)area_bytes;
     s->wait = wait_for;
     s->context = self;
@@ -137,19 +109,11 @@ static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
         PyErr_NoMemory();
         return -1;
     }
-    return read_stages(self, places);
-}
-
-static int shared_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((Shared *)object)->host);
-    return 0;
-}
-
-static int shared_clear(PyObject *object)
-{
-    Py_CLEAR(((Shared *)object)->host);
+    unsigned char *base = self->memory.buf;
+    for (Py_ssize_t rank = 0; rank < size; rank++)
+        s->stages[rank] = (struct stage){
+            (uint64_t *)(base + lines) + rank * LINE_WORDS,
+            {base + areas + rank * area_bytes, base + areas + (size + rank) * area_bytes}};
     return 0;
 }
 
@@ -163,8 +127,7 @@ static void release(PyObject *object)
 static void shared_dealloc(PyObject *object)
 {
     Shared *self = (Shared *)object;
-    PyObject_GC_UnTrack(object);
-    shared_clear(object);
+    Py_XDECREF(self->host);
     if (self->memory.obj != NULL)
         PyBuffer_Release(&self->memory);
     for (int i = 0; i < SEGMENTS; i++)
@@ -172,6 +135,19 @@ static void shared_dealloc(PyObject *object)
     free(self->shared.stages);
     free(self->shared.sources);
     release(object);
+}
+
+/* Reads as many integers as there are ranks. */
+static int read_words(PyObject *sequence, int size, uint64_t *words)
+{
+    for (int rank = 0; rank < size; rank++) {
+        PyObject *number = PySequence_GetItem(sequence, rank);
+        words[rank] = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+        Py_XDECREF(number);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
 }
 
 /* know(number, nbytes, addresses): a symmetric segment is mapped; without addresses, no more.
@@ -194,14 +170,9 @@ static PyObject *shared_know(PyObject *object, PyObject *args)
     if (addresses != NULL) {
         if ((parts = calloc((size_t)s->size, sizeof *parts)) == NULL)
             return PyErr_NoMemory();
-        for (int rank = 0; rank < s->size; rank++) {
-            PyObject *address = PySequence_GetItem(addresses, rank);
-            parts[rank] = address == NULL ? NULL : PyLong_AsVoidPtr(address);
-            Py_XDECREF(address);
-            if (PyErr_Occurred()) {
-                free(parts);
-                return NULL;
-            }
+        if (read_words(addresses, s->size, (uint64_t *)parts) < 0) {
+            free(parts);
+            return NULL;
         }
     }
     free(found->parts);
@@ -215,21 +186,19 @@ static int read_starts(struct plan *p, int size, PyObject *elements)
 {
     if (elements == Py_None)
         return 0;
-    p->starts = calloc((size_t)size + 1, sizeof *p->starts);
-    if (p->starts == NULL) {
+    uint64_t *starts = calloc((size_t)size + 1, sizeof *starts);
+    if (starts == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    p->starts = starts;
+    if (read_words(elements, size, starts + 1) < 0)
+        return -1;
     for (int rank = 0; rank < size; rank++) {
-        PyObject *number = PySequence_GetItem(elements, rank);
-        size_t length = number == NULL ? 0 : PyLong_AsSize_t(number);
-        Py_XDECREF(number);
-        if (PyErr_Occurred())
-            return -1;
-        p->starts[rank + 1] = p->starts[rank] + length;
-        p->longest = length > p->longest ? length : p->longest;
+        p->longest = starts[rank + 1] > p->longest ? starts[rank + 1] : p->longest;
+        starts[rank + 1] += starts[rank];
     }
-    p->count = p->starts[size];
+    p->count = starts[size];
     return 0;
 }
 
@@ -424,14 +393,12 @@ static PyMethodDef shared_methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot shared_slots[] = {
-    {Py_tp_init, shared_init},         {Py_tp_new, PyType_GenericNew},
-    {Py_tp_dealloc, shared_dealloc},   {Py_tp_methods, shared_methods},
-    {Py_tp_traverse, shared_traverse}, {Py_tp_clear, shared_clear},
-    {Py_tp_doc, "What the ranks of one host share, for plans."},
-    {0, NULL}};
+    {Py_tp_init, shared_init},       {Py_tp_new, PyType_GenericNew},
+    {Py_tp_dealloc, shared_dealloc}, {Py_tp_methods, shared_methods},
+    {Py_tp_doc, "What the ranks of one host share, for plans."}, {0, NULL}};
 
-static PyType_Spec shared_spec = {"collective.native._core.Shared", sizeof(Shared), 0,
-                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, shared_slots};
+static PyType_Spec shared_spec = {
+    "collective.native._core.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
 
 int is_plan(PyObject *object)
 {

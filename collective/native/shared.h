@@ -61,8 +61,8 @@ struct plan {
     uint64_t digest;
     /* Of what is split or joined, where each rank's piece begins, and at [size] the whole. Of other
        calls NULL: what their ranks share they share evenly. */
-    size_t *starts;
-    size_t longest; /* of these pieces */
+    uint64_t *starts;
+    uint64_t longest; /* of these pieces */
     /* Of one call: bytes of an element, and how many the whole has. */
     size_t item, count;
 };

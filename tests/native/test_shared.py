@@ -21,7 +21,6 @@ core = pytest.importorskip("collective.native._core", reason="the native core is
 
 AREA_BYTES = 4096
 LINE_BYTES = 512
-STRIDE = LINE_BYTES + 2 * AREA_BYTES
 FLOAT32 = BY_NAME["float32"]
 BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
 DIGEST, LOCATION, POSTED = 1, 8, 40
@@ -56,16 +55,13 @@ class Host:
     """Rank 0 of two, whose peer does what a test says when this one waits for it."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(64 + 2 * STRIDE)
+        self.memory = bytearray(64 + 2 * LINE_BYTES + 4 * AREA_BYTES)
         self.words = memoryview(self.memory)[64:].cast("Q")
-        self.peer = self.words[STRIDE // 8 :]
+        self.peer = self.words[LINE_BYTES // 8 :]
         self.asked: list[tuple[Any, ...]] = []
         self.meanwhile: Any = None
-        places = [
-            (64 + r * STRIDE, 64 + r * STRIDE + LINE_BYTES, 64 + (r + 1) * STRIDE - AREA_BYTES)
-            for r in (0, 1)
-        ]
-        self.shared = core.Shared(self.memory, 0, places, AREA_BYTES, 20, self)
+        areas = 64 + 2 * LINE_BYTES
+        self.shared = core.Shared(self.memory, 0, 2, 64, areas, AREA_BYTES, 20, self)
 
     def plan(self, operation: int, op: str | None, digest: int = 7) -> Any:
         return self.shared.plan(
@@ -109,7 +105,7 @@ def test_python_is_asked_to_wait_and_what_it_raises_ends_the_call() -> None:
     host.meanwhile = late
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.5)
-    assert host.asked == [("request", 1.5, 1, 64 + STRIDE, 1)]
+    assert host.asked == [("request", 1.5, 1, 64 + LINE_BYTES, 1)]
 
 
 def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
@@ -123,7 +119,7 @@ def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
     host.meanwhile = arrives_and_is_late
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
-    assert host.asked[1] == ("request", 1.5, 1, 64 + STRIDE + 8 * POSTED, 1)
+    assert host.asked[1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
 
 
 def test_ranks_that_do_different_things_find_out_and_write_nothing() -> None:
@@ -139,7 +135,7 @@ def test_a_call_on_a_broken_communicator_leaves_the_areas_alone() -> None:
     host.memory[0] = 1
     with pytest.raises(ConnectionError, match="request is broken"):
         host.plan(BROADCAST, None)(floats(5), floats(5), 1.0)
-    assert not any(host.memory[64 + LINE_BYTES :])
+    assert not any(host.memory[64 + 2 * LINE_BYTES :])
     assert host.words[0] == 0, "it has made a step"
 
 
@@ -196,11 +192,12 @@ def test_arrays_that_do_not_do_are_handed_over_before_anything_is_done(arrays: A
     assert not any(host.words)
 
 
-@pytest.mark.parametrize("place", [-8, 4, 1 << 20])
-def test_places_outside_of_the_segment_are_refused(place: int) -> None:
-    places = [(64, 1024, 2048), (512, 3072, place)]
-    with pytest.raises(ValueError, match="is not in the segment"):
-        core.Shared(bytearray(4096), 0, places, 64, 20, print)
+@pytest.mark.parametrize(
+    ("lines", "areas"), [(-8, 1088), (4, 1088), (64, 1092), (64, 1 << 20), (15_500, 1088)]
+)
+def test_places_outside_of_the_segment_are_refused(lines: int, areas: int) -> None:
+    with pytest.raises(ValueError, match="not in the segment"):
+        core.Shared(bytearray(16 << 10), 0, 2, lines, areas, 1024, 20, print)
 
 
 def test_a_segment_that_is_unmapped_is_known_no_more() -> None:

@@ -47,7 +47,9 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
 def run(program: Path, ranks: int, calls: int, nbytes: int, seed: int) -> str:
     """Return what the program writes; it is about an error, but for the last line."""
     words = [str(program), *map(str, (ranks, calls, nbytes, seed))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=600 + calls / 1000, check=False
+    )
     return done.stderr + done.stdout
 
 
