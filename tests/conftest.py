@@ -22,6 +22,9 @@ for _name in list(os.environ):
     if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
 
+# A thread of OpenMP that waits for others spins by default, on cores that other tests need.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 # What a shell starts in the background, or nohup, ignores these, and hands that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests import warm
+
 __all__ = ["DEADLINE_S", "ROOT", "Host", "Hosts", "Job", "needs_hosts", "refusal"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,7 +261,7 @@ class Hosts:
         commands = []
         variables = {"COLLECTIVE_INSECURE": "1", **variables}
         for number in range(len(self.hosts)):
-            launcher = [sys.executable, "-m", "torch.distributed.run"]
+            launcher = [warm.python(), "-m", "torch.distributed.run"]
             launcher += [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={each}"]
             launcher += [f"--node-rank={number}", f"--master-addr={self.hosts[0].address}"]
             commands.append((number, [*launcher, f"--master-port={_PORT}", *script], variables))

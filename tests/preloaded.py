@@ -18,5 +18,8 @@ import pytest  # noqa: F401
 import collective.testing
 
 if importlib.util.find_spec("torch") is not None:
+    # An optimizer imports it when it is made, which takes as long as all else of PyTorch.
+    import torch._dynamo  # noqa: F401
+
     import collective.adapters.torch
     import collective.backends.gloo  # noqa: F401

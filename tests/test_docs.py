@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 import collective
 from collective.backends.shm.control import Layout
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -107,7 +107,7 @@ def lay_out(document: str, folder: Path) -> None:
         command = folder / "bin" / name
         command.write_text(
             f'#!/bin/sh\nexport PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{ROOT}"\n'
-            f'exec "{sys.executable}" {options} "$@"\n'
+            f'exec "{warm.python()}" {options} "$@"\n'
         )
         command.chmod(0o755)
 

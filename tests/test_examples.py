@@ -6,10 +6,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHES = {
@@ -24,7 +25,7 @@ def run(launch: str, example: str, *arguments: str) -> subprocess.CompletedProce
 
     A thread of OpenMP that waits for another rank's to leave a core spins.
     """
-    command = [sys.executable, *LAUNCHES[launch], str(ROOT / "examples" / example), *arguments]
+    command = [warm.python(), *LAUNCHES[launch], str(ROOT / "examples" / example), *arguments]
     return subprocess.run(
         command,
         cwd=ROOT,

@@ -17,9 +17,10 @@ import pytest
 
 pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
 
+from tests import warm
 from tests.hosts import ROOT, Hosts, Job, needs_hosts
 
-PROGRAM = [sys.executable, str(ROOT / "tests" / "on_hosts.py")]
+SCRIPT = str(ROOT / "tests" / "on_hosts.py")
 
 Make = Callable[..., Hosts]
 
@@ -119,13 +120,13 @@ def _hold_two_by_two(text: str) -> None:
 
 def test_two_hosts_by_hand(make: Make) -> None:
     hosts = make(2)
-    _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [*PROGRAM, "who"]).succeed())
+    _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
 def test_two_hosts_by_torchrun(make: Make) -> None:
     hosts = make(2)
-    _hold_two_by_two(hosts.torchrun(2, [*PROGRAM[1:], "who"]).succeed())
+    _hold_two_by_two(hosts.torchrun(2, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
@@ -152,20 +153,20 @@ _OPTIONS: dict[str, Callable[[str], list[str]]] = {
 def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
     venv, hosts = _mpi(vendor), make(2)
     options = _OPTIONS[vendor](str(hosts.remote_shell()))
-    _hold_two_by_two(hosts.mpiexec(venv, options, [*PROGRAM[1:], "who"]).succeed())
+    _hold_two_by_two(hosts.mpiexec(venv, options, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
 def test_three_hosts_in_any_order(make: Make) -> None:
     hosts = make(3)
-    told = _said(hosts.by_hand([0, 1, 0, 2, 1, 0], [*PROGRAM, "who"]).succeed())
+    told = _said(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
     assert [each["host"] for each in told] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
     assert {each["backend"] for each in told} == {"hierarchical"}
     assert [each["here"][1] for each in told] == [3, 2, 3, 1, 2, 3]
 
 
 def test_four_hosts_with_a_rank_each(make: Make) -> None:
-    told = _said(make(4).by_hand([0, 1, 2, 3], [*PROGRAM, "who"]).succeed())
+    told = _said(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
     assert [each["host"] for each in told] == ["host0", "host1", "host2", "host3"]
     assert {each["backend"] for each in told} <= {"gloo", "hierarchical"}
 
@@ -173,7 +174,7 @@ def test_four_hosts_with_a_rank_each(make: Make) -> None:
 @pytest.mark.parametrize("places", [[0, 1], [0, 0, 1, 1]])
 def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, places: list[int]) -> None:
     hosts = make(2)
-    for told in _said(hosts.by_hand(places, [*PROGRAM, "listening"]).succeed()):
+    for told in _said(hosts.by_hand(places, [warm.python(), SCRIPT, "listening"]).succeed()):
         own = hosts.hosts[places[told["rank"]]].address
         assert set(told["addresses"]) <= {own, "127.0.0.1"}, told
 
@@ -184,7 +185,7 @@ def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, places: list[
 def test_messages_that_take_their_time(make: Make) -> None:
     delay = 0.02
     hosts = make(2, delay=delay)
-    for told in _said(hosts.by_hand([0, 0, 1, 1], [*PROGRAM, "barriers"]).succeed()):
+    for told in _said(hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "barriers"]).succeed()):
         # Nobody leaves a barrier before a message of the other host has crossed.
         assert told["seconds"] >= delay * 0.99
         assert told["total"] == 6.0
@@ -192,7 +193,7 @@ def test_messages_that_take_their_time(make: Make) -> None:
 
 def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], None]) -> list[Any]:
     """Start two ranks on each of two hosts, make trouble, and return what they said of it."""
-    command = [*PROGRAM, "until_it_breaks", str(count), str(timeout)]
+    command = [warm.python(), SCRIPT, "until_it_breaks", str(count), str(timeout)]
     job = hosts.by_hand([0, 0, 1, 1], command)
     job.until("ready")
     trouble(job)
@@ -253,7 +254,7 @@ def test_a_link_that_is_cut_for_a_moment_is_forgiven(make: Make) -> None:
 
 def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
     hosts = make(2)
-    job = hosts.by_hand([1], [*PROGRAM, "meet", "3"], WORLD_SIZE="2", RANK="1",
+    job = hosts.by_hand([1], [warm.python(), SCRIPT, "meet", "3"], WORLD_SIZE="2", RANK="1",
                         MASTER_ADDR="10.77.0.99", LOCAL_WORLD_SIZE="1")  # fmt: skip
     (told,) = _said(job.succeed())
     assert told["kind"] == "RendezvousError"
@@ -263,7 +264,9 @@ def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
 
 def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
     hosts = make(2)
-    job = hosts.by_hand([0, 0, 1], [*PROGRAM, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    job = hosts.by_hand(
+        [0, 0, 1], [warm.python(), SCRIPT, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"
+    )
     job.wait()
     told = _said(str(job))
     assert [each["kind"] for each in told] == ["RendezvousError"] * 3, str(job)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
+from tests import warm
 from tests.launches import ROOT
 from tests.torch_groups import installed
 
@@ -54,7 +54,7 @@ def printed(folder: Path, launcher: str, script: object, *arguments: str) -> lis
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(script), *arguments],
+        [warm.python(), *LAUNCHERS[launcher], str(script), *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=270,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

