@@ -13,7 +13,7 @@ sides of these. ``views.c`` finds out where an array's elements are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
