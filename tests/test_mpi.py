@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
 from collective.backends.mpi import MpiBackend, MpiStore, datatypes, describe
 from collective.backends.mpi import transport as mpi_transport
+from collective.backends.mpi.arrival import POLLED, Arrival
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
@@ -53,6 +55,38 @@ def _transport(comm: Communicator) -> MpiBackend:
 
 def _buffer(array: Array) -> Buffer:
     return Buffer(array, BY_NAME[array.dtype.name])
+
+
+class _Silent:
+    """A channel whose waits end at once, with what they say that they wait in."""
+
+    def wait(self, where: object, timeout: float) -> Any:
+        raise CollectiveTimeoutError(str(where))
+
+
+def _move(late: Any, request: Request) -> None:
+    backend = object.__new__(MpiBackend)
+    backend._comm = types.SimpleNamespace(Ibcast=lambda *_: late)
+    backend.channel = _Silent()  # type: ignore[assignment]
+    backend._move(POLLED, request, time.monotonic() + 1.0, "Bcast")
+
+
+def _disagree(late: Any, request: Request) -> None:
+    arrival = object.__new__(Arrival)
+    arrival._comm = types.SimpleNamespace(Get_size=lambda: 2, Iallgather=lambda *_: late)
+    arrival._channel = _Silent()  # type: ignore[assignment]
+    arrival._disagree(request, 1.0)
+
+
+@pytest.mark.parametrize("step", [_move, _disagree])
+def test_the_error_of_what_is_polled_names_the_call(
+    step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not MPI's request, of which the program knows nothing."""
+    monkeypatch.setattr("collective.backends.mpi.library._unfinished", [])
+    late = types.SimpleNamespace(Test=lambda: False)
+    with pytest.raises(CollectiveTimeoutError, match=r"^broadcast\("):
+        step(late, Request("broadcast", BY_NAME["float32"], (3,), root=0))
 
 
 # -- dtypes and operators ---------------------------------------------------------------------

@@ -102,8 +102,8 @@ class Arrival:
         lengths = np.zeros(self._comm.Get_size(), np.int64)
         mine = np.array([header.size], np.int64)
 
-        def over(request: Any) -> None:
-            settle([request], lambda: self._channel.wait(request, timeout))
+        def over(moving: Any) -> None:
+            settle([moving], lambda: self._channel.wait(request, timeout))
 
         over(self._comm.Iallgather(mine, lengths))
         every = np.empty(int(lengths.sum()), np.uint8)

@@ -60,6 +60,8 @@ class Carrying(Monitored):
 
     def _wait_for_all(self, request: Request, timeout: float, large: bool = False) -> int:
         """Wait for all ranks; return how they carry the call out, the same on all of them."""
+        # In the background MPI is polled, so that it leaves the core, and MPI, to others; and while
+        # some thread makes a communicator MPI must not call a function of ours, see folds.py.
         how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
         return self._arrive(request, timeout, BY_MESSAGES if large else how)
 
@@ -73,8 +75,8 @@ class Carrying(Monitored):
             finally:
                 self._blocking.running = None
         else:
-            request = getattr(self._comm, f"I{name.lower()}")(*arguments)
-            settle([request], lambda: self.channel.wait(request, left(end)))
+            moving = getattr(self._comm, f"I{name.lower()}")(*arguments)
+            settle([moving], lambda: self.channel.wait(request, left(end)))
             # A rank that gave up has its array back, and MPI may have read it later.
             self.channel.refuse_unfinished(request)
 
