@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from collective.start.config import KEYS
+from collective.start.keys import KEYS
 from collective.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from collective.errors import ConfigError
-from collective.start.config import KEYS, load
+from collective.start.config import load
+from collective.start.keys import KEYS
 
 
 @pytest.fixture(autouse=True)

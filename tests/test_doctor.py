@@ -21,7 +21,7 @@ import pytest
 
 from collective.contract import registry
 from collective.install import hint
-from collective.start.config import KEYS
+from collective.start.keys import KEYS
 from collective.tools.cli import doctor as command
 from collective.tools.cli.doctor import text
 from collective.tools.doctor import host as doctor_host

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from collective.contract import registry
 from collective.errors import BackendUnavailableError, ConfigError
 
-from .config import Config, by_device
+from .config import Config
+from .keys import by_device
 from .launchers import MPI_LAUNCHERS
 
 __all__ = ["Choice", "across", "choose", "gpus", "in_mpi_world", "installed"]

@@ -75,7 +75,7 @@ def find() -> Found:
     for directory in _directories():
         for name in _NAMES:
             path = directory / name
-            found = _look(path)
+            found = _read_if_there(path)
             if found is None:
                 continue
             about_us = name == "collective.toml" or _MENTIONED.search(found.text)
@@ -111,7 +111,7 @@ def _directories() -> Iterator[Path]:
             return
 
 
-def _look(path: Path) -> _Text | None:
+def _read_if_there(path: Path) -> _Text | None:
     """Return what ``path`` says and whether to believe it, or None where there is no file."""
     try:
         status = path.lstat()

@@ -18,9 +18,10 @@ from collective.contract.world import World
 from collective.errors import CommunicatorClosedError, InvalidArgumentError, UnsupportedError
 
 from .choice import Choice, choose
-from .config import KEYS, Config, Setting, load
+from .config import Config, Setting, load
 from .config import settings as collect
 from .connecting import connect
+from .keys import KEYS
 from .resolver import adopt, build, name_libraries, options
 
 __all__ = [

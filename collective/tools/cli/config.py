@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from collective.start.config import KEYS, load, not_read
+from collective.start.config import load, not_read
+from collective.start.keys import KEYS
 from collective.tools.show import aligned
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from collective.errors import ConfigError
 from collective.install import hint
-from collective.start.config import by_device, settings
+from collective.start.config import settings
+from collective.start.keys import by_device
 from collective.tools.show import console, count, counts, write
 
 from .ending import Ended

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collective.launch import cores_for_each, launch, restart_with
-from collective.start.config import Setting, by_device, settings
+from collective.start.config import Setting, settings
+from collective.start.keys import by_device
 from collective.tools.show import count
 
 from .outputs import check_directory

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
@@ -28,7 +28,8 @@ from collective.errors import CollectiveError
 from collective.install import anew
 from collective.start import choice
 from collective.start.choice import installed
-from collective.start.config import KEYS, Config, load
+from collective.start.config import Config, load
+from collective.start.keys import KEYS
 from collective.start.launchers import Launched, detect
 
 from . import host
@@ -73,16 +74,7 @@ def examine(
         names.append(choices[0]["backend"])
     packages = _packages()
     progress("looking at libraries")
-    leaving = threading.Event()
-    with ThreadPoolExecutor() as pool:
-        try:
-            chains = _questions(names, packages)
-            asked = [pool.submit(ask, chain, ANSWERS_S, leaving) for chain in chains]
-            network = pool.submit(host.network, config.interface if config else "")
-            answers = {q: a for future in asked for q, a in future.result().items()}
-        except BaseException:  # an interrupt: the pool waits for those who ask
-            leaving.set()
-            raise
+    answers, network = _answers(names, packages, config.interface if config else "")
     for package, found in packages.items():
         answer = answers.get(f"import {package}", Answer({}))
         found["version"] = found["version"] or answer.facts.get("version", "")
@@ -103,7 +95,7 @@ def examine(
         "transports": {name: _transport(name, answers, packages) for name in names},
         "mpi": _mpi(answers, packages),
         "nccl": _nccl(answers),
-        "network": network.result(),
+        "network": network,
         "across_hosts": across_hosts(config),
         "processors": host.processors(),
         "shared_memory": {
@@ -133,6 +125,23 @@ def is_spokesman() -> bool:
 
 
 # -- settings, and what follows from them -----------------------------------------------------
+
+
+def _answers(
+    names: Sequence[str], packages: Mapping[str, Any], interface: str
+) -> tuple[dict[str, Answer], Any]:
+    """Ask all questions side by side; return the answers, and what there is of networks."""
+    leaving = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        try:
+            chains = _questions(names, packages)
+            asked = [pool.submit(ask, chain, ANSWERS_S, leaving) for chain in chains]
+            network = pool.submit(host.network, interface)
+            answers = {q: a for future in asked for q, a in future.result().items()}
+        except BaseException:  # an interrupt: the pool waits for those who ask
+            leaving.set()
+            raise
+    return answers, network.result()
 
 
 def _settings() -> tuple[dict[str, Any], Config | None]:
@@ -226,7 +235,7 @@ def _is_there(package: str) -> bool:
         return False
 
 
-def _questions(names: list[str], packages: Mapping[str, Any]) -> list[list[str]]:
+def _questions(names: Sequence[str], packages: Mapping[str, Any]) -> list[list[str]]:
     """Return what is to be asked, a list a process: what loads one library shares one."""
     chains = {package: [f"import {package}"] for package in _PACKAGES if package in packages}
     for name in names:
