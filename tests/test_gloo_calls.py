@@ -20,7 +20,7 @@ from collective.testing.samples import expected, plain, values
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
-from collective.backends.gloo.tensors import native
+from collective.backends.gloo.tensors import gloo_fold
 
 # -- groups, threads, tags ------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ FOLDS = [
     for dtype in ("int8", "int32", "int64", "uint8", "uint32", "uint64", "float16", "bfloat16",
                   "float32", "float64", "complex64", "complex128")
     for op in ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
-    if native(op, BY_NAME[dtype]) is not None
+    if gloo_fold(op, BY_NAME[dtype]) is not None
 ]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
     for op, dtype in (("max", "float32"), ("min", "bfloat16"), ("max", "uint32"),
                       ("prod", "complex64"), ("sum", "int16"), ("land", "int32"),
                       ("user", "float32")):  # fmt: skip
-        assert native(op, BY_NAME[dtype]) is None, (op, dtype)
+        assert gloo_fold(op, BY_NAME[dtype]) is None, (op, dtype)
 
 
 # -- ranks that disagree, or do not come ------------------------------------------------------

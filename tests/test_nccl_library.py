@@ -16,7 +16,7 @@ import pytest
 
 from collective.backends.nccl import library as libraries
 from collective.backends.nccl import prototypes
-from collective.backends.nccl.library import Library, find, install_command, load
+from collective.backends.nccl.library import NcclLibrary, find, install_command, load
 from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
@@ -140,9 +140,9 @@ def test_version_in_words(code: int, text: str) -> None:
     assert version_text(code) == text
 
 
-def loaded(version: int) -> Library:
+def loaded(version: int) -> NcclLibrary:
     path = fakes.library_path(version)
-    return Library(ctypes.CDLL(path), path)
+    return NcclLibrary(ctypes.CDLL(path), path)
 
 
 def test_a_new_version_has_all() -> None:

@@ -23,10 +23,10 @@ __all__ = [
     "GroupWork",
     "JoinedCalls",
     "Queue",
+    "as_cpp_work",
     "call_site",
     "called_by_torch",
     "in_backward",
-    "native",
 ]
 
 # Its types change from version to version of torch.
@@ -278,7 +278,7 @@ def called_by_torch() -> bool:
     return frame.f_globals is vars(dist.distributed_c10d)
 
 
-def native(answer: GroupWork) -> Any:
+def as_cpp_work(answer: GroupWork) -> Any:
     """Return an answer as a work of C++'s own, with a result or a RuntimeError and nothing else."""
     make: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
     future = answer.get_future()

@@ -23,9 +23,9 @@ from .futures import (
     GroupWork,
     JoinedCalls,
     Queue,
+    as_cpp_work,
     called_by_torch,
     in_backward,
-    native,
 )
 from .group_arguments import listed, op_of, options_of, root_of, seconds_of
 from .group_messages import GroupMessages
@@ -116,7 +116,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(answer)
         if LOSES_WORKS and not called_by_torch():
-            lasting: GroupWork = native(answer)
+            lasting: GroupWork = as_cpp_work(answer)
             return lasting
         return answer
 

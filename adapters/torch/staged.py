@@ -117,7 +117,7 @@ class Staging:
     def _ask(self, comm: Communicator, tensor: Tensor, key: Any, seconds: float | None) -> None:
         """Adopt the storage of a tensor, if all ranks have one that they could."""
         storage = tensor.untyped_storage()
-        mine = self._look(tensor, storage)
+        mine = self._possible(tensor, storage)
         lowest = torch.tensor([mine, -mine], dtype=torch.int8)
         comm.all_reduce(lowest, op="min", out=lowest, timeout=seconds)
         if lowest.tolist() != [_COULD, -_COULD]:
@@ -132,7 +132,7 @@ class Staging:
         known.alias = torch.from_numpy(adopted)
         self._adopting.add(key)
 
-    def _look(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
+    def _possible(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
         """Return what could be done with the memory of a tensor; note it for the next time."""
         # All of a storage that a backward pass reduces: a bucket, if it comes again.
         whole = tensor.ndim == 1 and tensor.is_contiguous() and not tensor.is_neg()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.ops import ReduceOp
     from collective.request import Request
 
-__all__ = ["Exchange", "PreparedRound", "all_gather", "all_reduce", "all_to_all", "gather",
+__all__ = ["Exchange", "PreparedExchange", "all_gather", "all_reduce", "all_to_all", "gather",
            "reduce", "reduce_scatter", "scatter"]  # fmt: skip
 
 # Folded at a time, so that what one rank has added is in the cache for the next.
@@ -117,7 +117,7 @@ def reduce_scatter(
     out = _parts(folding.enter(src), counts)
     others = _others(rank, size)
     exchange([(into[other], other) for other in others], [(out[other], other) for other in others])
-    _fold(folding, rank, into, out[rank], dst)
+    _fold_pieces(folding, rank, into, out[rank], dst)
 
 
 @np.errstate(all="ignore")
@@ -126,14 +126,14 @@ def all_reduce(
 ) -> None:
     """Fold the ranks' ``src``, in rank order, into every ``dst``: everybody gets them all.
 
-    :class:`PreparedRound` does the same where time matters more than memory.
+    :class:`PreparedExchange` does the same where time matters more than memory.
     """
     folding = Folding(op, src.dtype, size)
     mine = folding.enter(src)
     into = _parts(Buffer.empty(src.count * size, src.dtype), [src.count] * size)
     others = _others(rank, size)
     exchange([(into[other], other) for other in others], [(mine, other) for other in others])
-    _fold(folding, rank, into, mine, dst)
+    _fold_pieces(folding, rank, into, mine, dst)
 
 
 @np.errstate(all="ignore")
@@ -154,10 +154,10 @@ def reduce(
         return
     into = _parts(Buffer.empty(src.count * size, src.dtype), [src.count] * size)
     exchange([(into[other], other) for other in _others(rank, size)], [])
-    _fold(folding, rank, into, mine, dst)
+    _fold_pieces(folding, rank, into, mine, dst)
 
 
-class PreparedRound:
+class PreparedExchange:
     """An all-reduce of few elements, prepared: what it takes depends on the request alone.
 
     A call of this size spends as much time in Python as in Gloo, and every rank waits for
@@ -205,7 +205,9 @@ class PreparedRound:
                 self._post(out, out)
 
 
-def _fold(folding: Folding, rank: int, into: list[Buffer], mine: Buffer, dst: Buffer) -> None:
+def _fold_pieces(
+    folding: Folding, rank: int, into: list[Buffer], mine: Buffer, dst: Buffer
+) -> None:
     """Fold what came and ``mine``; this rank's slot of ``into`` is scratch."""
     room = into[rank]
     into[rank] = mine

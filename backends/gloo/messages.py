@@ -181,8 +181,8 @@ class Messenger(Monitored):
         while not elsewhere.over.acquire(timeout=wait.slice()):
             wait.check()
         if elsewhere.error is not None:
-            native = elsewhere.error
-            raise self.channel.explain(where, native, others, any_of=True) from native
+            original = elsewhere.error
+            raise self.channel.explain(where, original, others, any_of=True) from original
         return sources[0]
 
     def _route(self, tag: int) -> tuple[Any, int]:

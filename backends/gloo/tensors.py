@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
     from collective.memory.dtypes import DType
 
-__all__ = ["Native", "as_bytes", "native"]
+__all__ = ["GlooFold", "as_bytes", "gloo_fold"]
 
 # Its members are not in torch's type stubs.
 _REDUCE: Any = dist.ReduceOp.RedOpType
@@ -47,7 +47,7 @@ _KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-class Native(NamedTuple):
+class GlooFold(NamedTuple):
     """A fold that Gloo does: on tensors of ``dtype``, with its operator ``op``."""
 
     dtype: torch.dtype
@@ -55,12 +55,12 @@ class Native(NamedTuple):
 
 
 @cache
-def native(op: str, dtype: DType) -> Native | None:
+def gloo_fold(op: str, dtype: DType) -> GlooFold | None:
     """Return how Gloo does what ``op`` means for ``dtype``, or None if it does not."""
     seen = _KINDS.get(dtype.name)
     if seen is None or op not in seen[1]:
         return None
-    return Native(seen[0], seen[1][op])
+    return GlooFold(seen[0], seen[1][op])
 
 
 class _Writable:

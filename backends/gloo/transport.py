@@ -27,11 +27,11 @@ from collective.contract.forking import keep
 from collective.errors import CollectiveError, RendezvousError
 from collective.memory.buffer import Buffer
 
-from . import rounds
+from . import exchanges
 from .connecting import Connector
 from .engine import device, ended
 from .messages import Messenger, limit
-from .tensors import Native, as_bytes, native
+from .tensors import GlooFold, as_bytes, gloo_fold
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,7 +124,7 @@ class GlooBackend(Messenger):
         # A user's function would be kept alive by what is prepared with it.
         small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
         if request.operation == "all_reduce" and small and request.op.function is None:
-            prepared = rounds.PreparedRound(self.rank, self.size, request)
+            prepared = exchanges.PreparedExchange(self.rank, self.size, request)
             return partial(self._all_reduce_small, request, prepared)
         return super().plan(request)
 
@@ -147,46 +147,46 @@ class GlooBackend(Messenger):
     def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
         self._begin(request)
         op, root = request.op, request.root
-        exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
+        exchange, gloos = partial(self._exchange, timeout), gloo_fold(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
             super().reduce(request, src, dst, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
-            rounds.reduce(exchange, self.rank, self.size, src, dst, op, root)
+            exchanges.reduce(exchange, self.rank, self.size, src, dst, op, root)
         elif gloos is not None and not request.ordered:
             # Off the root Gloo folds in what it is given, too.
             room = Buffer.empty(src.count, src.dtype) if dst is None else dst
             options = _options("Reduce", timeout, rootRank=root, reduceOp=gloos.op)
-            self._fold(self._groups[0].reduce, gloos, options, src, room, op, timeout)
+            self._fold_by_gloo(self._groups[0].reduce, gloos, options, src, room, op, timeout)
         else:
             counts = pieces.even(src.count, self.size)
             mine = Buffer.empty(counts[self.rank], src.dtype)
-            rounds.reduce_scatter(exchange, self.rank, src, mine, counts, op)
-            rounds.gather(exchange, self.rank, mine, dst, counts, root)
+            exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
+            exchanges.gather(exchange, self.rank, mine, dst, counts, root)
 
     def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         self._begin(request)
         op = request.op
-        exchange, gloos = partial(self._exchange, timeout), native(op.name, src.dtype)
+        exchange, gloos = partial(self._exchange, timeout), gloo_fold(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
             super().all_reduce(request, src, dst, timeout)
         elif self.size <= _FEW and total <= _COLLECTED_BYTES:
-            rounds.all_reduce(exchange, self.rank, self.size, src, dst, op)
+            exchanges.all_reduce(exchange, self.rank, self.size, src, dst, op)
         elif gloos is not None and not request.ordered:
             options = _options("Allreduce", timeout, reduceOp=gloos.op)
-            self._fold(self._groups[0].allreduce, gloos, options, src, dst, op, timeout)
+            self._fold_by_gloo(self._groups[0].allreduce, gloos, options, src, dst, op, timeout)
         else:
             counts = pieces.even(src.count, self.size)
             start = sum(counts[: self.rank])
             mine = dst.part(start, start + counts[self.rank])
-            rounds.reduce_scatter(exchange, self.rank, src, mine, counts, op)
-            rounds.all_gather(exchange, self.rank, mine, dst, counts)
+            exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
+            exchanges.all_gather(exchange, self.rank, mine, dst, counts)
 
     def _all_reduce_small(
         self,
         request: Request,
-        small: rounds.PreparedRound,
+        small: exchanges.PreparedExchange,
         src: Buffer,
         dst: Buffer,
         timeout: float,
@@ -197,10 +197,10 @@ class GlooBackend(Messenger):
         self._move(timeout, small.coming, [(tensors, r) for _, r in small.coming], src.nbytes)
         small.leave(mine, dst)
 
-    def _fold(
+    def _fold_by_gloo(
         self,
         start: Callable[..., Any],
-        gloos: Native,
+        gloos: GlooFold,
         options: Any,
         src: Buffer,
         dst: Buffer,
@@ -224,7 +224,7 @@ class GlooBackend(Messenger):
         self._begin(request)
         if self._one_round(src.nbytes):
             exchange = partial(self._exchange, timeout)
-            rounds.reduce_scatter(exchange, self.rank, src, dst, request.elements, request.op)
+            exchanges.reduce_scatter(exchange, self.rank, src, dst, request.elements, request.op)
         else:
             super().reduce_scatter(request, src, dst, timeout)
 
@@ -236,7 +236,7 @@ class GlooBackend(Messenger):
         self._begin(request)
         counts, root = request.elements, request.root
         if self._one_round(sum(counts) * dst.dtype.itemsize):
-            rounds.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+            exchanges.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
             super().scatter(request, src, dst, timeout)
 
@@ -244,7 +244,7 @@ class GlooBackend(Messenger):
         self._begin(request)
         counts, root = request.elements, request.root
         if self._one_round(sum(counts) * src.dtype.itemsize):
-            rounds.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+            exchanges.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
         else:
             super().gather(request, src, dst, timeout)
 
@@ -252,7 +252,7 @@ class GlooBackend(Messenger):
         self._begin(request)
         if self._one_round(dst.nbytes):
             exchange = partial(self._exchange, timeout)
-            rounds.all_gather(exchange, self.rank, src, dst, request.elements)
+            exchanges.all_gather(exchange, self.rank, src, dst, request.elements)
         else:
             super().all_gather(request, src, dst, timeout)
 
@@ -263,7 +263,7 @@ class GlooBackend(Messenger):
         else:
             exchange = partial(self._exchange, timeout)
             elements, incoming = request.elements, request.incoming
-            rounds.all_to_all(exchange, self.rank, src, dst, elements, incoming)
+            exchanges.all_to_all(exchange, self.rank, src, dst, elements, incoming)
 
     def agree(self, request: Request, timeout: float) -> None:
         self._begin_comparing(request)

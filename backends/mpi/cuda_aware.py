@@ -24,7 +24,7 @@ from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
 from collective.request import Disagreement
 
-from .datatypes import native_op
+from .datatypes import mpi_op
 from .library import leave_unfinished
 from .transport import MpiTransport
 
@@ -54,7 +54,7 @@ class CudaAwareMpi(MpiTransport):
     capabilities = replace(MpiTransport.capabilities, devices=frozenset({"cpu", "cuda"}))
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
-        if native_op(self._mpi, op, dtype, self.unlike) is None:
+        if mpi_op(self._mpi, op, dtype, self.unlike) is None:
             return False
         # Of floats MPI may fold in any order.
         if (ordered or what == "scan") and dtype.kind not in "biu":

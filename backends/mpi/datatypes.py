@@ -11,7 +11,7 @@ from collective.algorithms import arithmetic
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import ReduceOp, as_op
 
-__all__ = ["Deviations", "deviations", "native_op", "of_flags", "type_of"]
+__all__ = ["Deviations", "deviations", "mpi_op", "of_flags", "type_of"]
 
 Array = np.ndarray[Any, Any]
 #: Names of operators and dtypes for which MPI's operator does otherwise than NumPy's.
@@ -19,7 +19,7 @@ Deviations = frozenset[tuple[str, str]]
 
 # Types of the same size and arithmetic. NumPy's booleans are bytes of 0 and 1, on which MPI's
 # operators for unsigned integers give 0 and 1 again. The 16-bit floats only travel as this;
-# they are never summed by MPI, see native_op().
+# they are never summed by MPI, see mpi_op().
 _TYPES = {
     "bool": "UINT8_T",
     "int8": "INT8_T",
@@ -98,7 +98,7 @@ def of_flags(flags: Array) -> Deviations:
     return frozenset(pair for pair, flag in zip(_TRIED, flags, strict=True) if flag)
 
 
-def native_op(module: Any, op: ReduceOp, dtype: DType, unlike: Deviations) -> Any:
+def mpi_op(module: Any, op: ReduceOp, dtype: DType, unlike: Deviations) -> Any:
     """Return MPI's own operator for ``op`` on ``dtype``, or None if it has none.
 
     None for user functions and 16-bit floats; for logical operators on floats, which MPI

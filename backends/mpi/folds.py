@@ -16,7 +16,7 @@ import numpy as np
 
 from collective.algorithms import arithmetic
 
-from .datatypes import Deviations, native_op, type_of
+from .datatypes import Deviations, mpi_op, type_of
 
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
@@ -164,13 +164,13 @@ class MpiFold:
     def __init__(
         self, module: Any, op: ReduceOp, dtype: DType, size: int, unlike: Deviations
     ) -> None:
-        native = native_op(module, op, dtype, unlike)
+        offered = mpi_op(module, op, dtype, unlike)
         self.storage = dtype.storage
         self.pre = arithmetic.pre(op, dtype, size)
         self.post = arithmetic.post(op, dtype, size)
-        self.type = None if native is None else type_of(module, dtype)
-        self.op = _operators[op.commutative] if native is None else native
-        self.function = arithmetic.fold(op, dtype) if native is None else None
+        self.type = None if offered is None else type_of(module, dtype)
+        self.op = _operators[op.commutative] if offered is None else offered
+        self.function = arithmetic.fold(op, dtype) if offered is None else None
 
     def enter(self, src: Buffer, room: Buffer | None) -> Array:
         """Return what this rank contributes: ``src``, or scaled in ``room`` or new memory."""

@@ -96,7 +96,7 @@ class MpiReductions(Carrying):
             return BY_MESSAGES
         return how
 
-    def _fold(
+    def _fold_by_mpi(
         self, how: int, request: Request, end: float, fold: MpiFold, name: str,
         specify: Callable[[Any], tuple[Any, ...]],
     ) -> None:  # fmt: skip
@@ -106,6 +106,18 @@ class MpiReductions(Carrying):
             return
         with slot(fold, lambda: pause(self.channel, request, end)) as mine:
             self._move(how, request, end, name, *specify(mine.types[fold.storage.itemsize]))
+
+    def _fold_whole(
+        self, how: int, request: Request, end: float, fold: MpiFold, name: str,
+        src: Buffer, dst: Buffer,
+    ) -> None:  # fmt: skip
+        """Have MPI fold all of ``src`` into as much of ``dst``."""
+        given, out = fold.enter(src, dst), dst.array
+        self._fold_by_mpi(
+            how, request, end, fold, name,
+            lambda kind: (self._send_or_in_place(given, out, kind), spec(out, kind), fold.op),
+        )  # fmt: skip
+        fold.leave(out)
 
     # -- operations -----------------------------------------------------------------------
 
@@ -151,12 +163,7 @@ class MpiReductions(Carrying):
         if how == BY_MESSAGES:
             super().all_reduce(request, src, dst, left(end))
             return
-        given, out = fold.enter(src, dst), dst.array
-        self._fold(
-            how, request, end, fold, "Allreduce",
-            lambda kind: (self._send_or_in_place(given, out, kind), spec(out, kind), fold.op),
-        )  # fmt: skip
-        fold.leave(out)
+        self._fold_whole(how, request, end, fold, "Allreduce", src, dst)
 
     @mapped
     def _reduce_as(
@@ -174,7 +181,7 @@ class MpiReductions(Carrying):
             return
         given = fold.enter(src, dst)
         out = None if dst is None else dst.array
-        self._fold(
+        self._fold_by_mpi(
             how, request, end, fold, "Reduce",
             lambda kind: (
                 self._send_or_in_place(given, out, kind), out is not None and spec(out, kind),
@@ -207,7 +214,7 @@ class MpiReductions(Carrying):
             def specify(kind: Any) -> tuple[Any, ...]:
                 return spec(given, kind), spec(out, kind), list(counts), fold.op
 
-        self._fold(how, request, end, fold, name, specify)
+        self._fold_by_mpi(how, request, end, fold, name, specify)
         fold.leave(out)
         if out is not dst.array:
             dst.array[:] = out
@@ -221,9 +228,4 @@ class MpiReductions(Carrying):
         if how == BY_MESSAGES:
             super().scan(request, src, dst, left(end))
             return
-        given, out = fold.enter(src, dst), dst.array
-        self._fold(
-            how, request, end, fold, "Scan",
-            lambda kind: (self._send_or_in_place(given, out, kind), spec(out, kind), fold.op),
-        )  # fmt: skip
-        fold.leave(out)
+        self._fold_whole(how, request, end, fold, "Scan", src, dst)

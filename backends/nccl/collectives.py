@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collective.request import Request
 
     from .engine import NcclComm
-    from .library import Library
+    from .library import NcclLibrary
 
 __all__ = ["Collectives"]
 
@@ -63,7 +63,7 @@ class Collectives(Backend):
         }
         self._scales = True
 
-    def _learn(self, library: Library) -> None:
+    def _learn(self, library: NcclLibrary) -> None:
         """Take note of what the version of NCCL that is there can reduce."""
         for key in list(self._codes):
             code, number = library.op(key[0]), library.dtype(key[1])

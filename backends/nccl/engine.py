@@ -20,7 +20,7 @@ from collective.errors import CommunicatorAbortedError
 
 from .enqueue import CallGroup
 from .joining import IN_PROGRESS, STEP_S, Poll, in_thread, initialise
-from .library import Library
+from .library import NcclLibrary
 from .prototypes import NO_COLOR, SHRINK_ABORT, new_config
 from .resources import Resources, patient
 
@@ -42,7 +42,7 @@ class NcclComm(Resources):
     Calls come from one thread at a time; :meth:`abort` and :meth:`async_error` from any.
     """
 
-    def __init__(self, library: Library, rank: int, size: int, device: Device) -> None:
+    def __init__(self, library: NcclLibrary, rank: int, size: int, device: Device) -> None:
         super().__init__(library, rank, size, device)
         # NCCL writes here, for as long as it initialises.
         self._handle = ctypes.c_void_p()
@@ -60,7 +60,7 @@ class NcclComm(Resources):
     @classmethod
     def create(
         cls,
-        library: Library,
+        library: NcclLibrary,
         unique_id: bytes,
         rank: int,
         size: int,
@@ -72,7 +72,7 @@ class NcclComm(Resources):
         """Join the other ranks that have the same ``unique_id`` (``ncclCommInitRankConfig``).
 
         Args:
-            unique_id: of :meth:`Library.unique_id`, which one rank calls.
+            unique_id: of :meth:`NcclLibrary.unique_id`, which one rank calls.
             device: another one on every rank.
             poll: called again and again meanwhile; raises to give up.
             blocking: whether later calls may wait on the host for other ranks, until
@@ -98,7 +98,9 @@ class NcclComm(Resources):
         return child
 
     @classmethod
-    def init_all(cls, library: Library, devices: Sequence[Device], poll: Poll) -> list[NcclComm]:
+    def init_all(
+        cls, library: NcclLibrary, devices: Sequence[Device], poll: Poll
+    ) -> list[NcclComm]:
         """Return communicators of this one thread for several GPUs, a rank each.
 
         Calls on them that belong together need a :func:`group` around them.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from .library import Library
+from .library import NcclLibrary
 from .prototypes import ITEMSIZES
 
 __all__ = ["CallGroup", "NcclCalls"]
@@ -31,7 +31,7 @@ class NcclCalls:
         size: how many ranks it has.
     """
 
-    def __init__(self, library: Library, rank: int, size: int) -> None:
+    def __init__(self, library: NcclLibrary, rank: int, size: int) -> None:
         self.library = library
         self.rank = rank
         self.size = size

@@ -12,7 +12,7 @@ from .prototypes import UniqueId, new_config
 if TYPE_CHECKING:
     from collective.cuda import Device
 
-    from .library import Library
+    from .library import NcclLibrary
 
 __all__ = ["IN_PROGRESS", "STEP_S", "Joining", "Poll", "in_thread", "initialise"]
 
@@ -23,7 +23,7 @@ Poll = Callable[[], None]
 class Joining(Protocol):
     """A communicator of this process that is to come up."""
 
-    library: Library
+    library: NcclLibrary
     device: Device
     rank: int
     size: int

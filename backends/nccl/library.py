@@ -15,7 +15,7 @@ from collective.memory.dtypes import DType
 
 from .prototypes import DTYPES, FUNCTIONS, OLDEST, OPS, RESULTS, UniqueId, version_text
 
-__all__ = ["FEATURES", "VARIABLE", "Library", "find", "install_command", "load"]
+__all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "load"]
 
 #: The environment variable that names the library.
 VARIABLE = "COLLECTIVE_NCCL_LIBRARY"
@@ -41,7 +41,7 @@ _CACHE = Path("/etc/ld.so.cache")
 _FOLDERS = ("/lib64", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
 
-class Library:
+class NcclLibrary:
     """NCCL, loaded.
 
     Attributes:
@@ -144,7 +144,7 @@ class Library:
         return OPS.get(name)
 
 
-def load(path: str = "") -> Library:
+def load(path: str = "") -> NcclLibrary:
     """Load NCCL and return it, the same object each time.
 
     It is looked for in this order: ``path``, or ``$COLLECTIVE_NCCL_LIBRARY``; the folder of
@@ -165,7 +165,7 @@ def load(path: str = "") -> Library:
 
 
 _lock = threading.Lock()
-_loaded: dict[str, Library] = {}
+_loaded: dict[str, NcclLibrary] = {}
 
 
 def find(path: str = "") -> str | None:
@@ -187,10 +187,10 @@ def install_command() -> str:
     return f"pip install nvidia-nccl-cu{13 if version.value >= 13000 else 12}"
 
 
-def _load(path: str) -> Library:
+def _load(path: str) -> NcclLibrary:
     if path:
         try:
-            return Library(ctypes.CDLL(path), path)
+            return NcclLibrary(ctypes.CDLL(path), path)
         except OSError as error:
             raise BackendUnavailableError(
                 f"nccl: the library that nccl_library or {VARIABLE} names, {path}, cannot be "
@@ -201,7 +201,7 @@ def _load(path: str) -> Library:
     looked = []
     for each in filter(None, (wheel, _SONAME)):
         try:
-            return Library(ctypes.CDLL(each), each)
+            return NcclLibrary(ctypes.CDLL(each), each)
         except OSError as error:
             looked.append(f"{each}: {error}")
     if wheel is None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collective.contract.world import World
     from collective.cuda import Device
 
-    from .library import Library
+    from .library import NcclLibrary
 
 __all__ = ["Card", "Meeting", "agree_on"]
 
@@ -116,7 +116,7 @@ class Meeting:
         # Without a driver there are none, and asking for one tells why.
         return cuda.device(self._local_rank % max(1, cuda.device_count()))
 
-    def library(self) -> Library:
+    def library(self) -> NcclLibrary:
         """Return this rank's NCCL.
 
         Raises:
@@ -124,7 +124,7 @@ class Meeting:
         """
         return libraries.load(self._path)
 
-    def _card(self) -> tuple[Card, Library | None, Device | None]:
+    def _card(self) -> tuple[Card, NcclLibrary | None, Device | None]:
         """Return what this rank brings, with its library and GPU if it has them."""
         try:
             device = self.device()
@@ -138,7 +138,7 @@ class Meeting:
         sharing = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
         return Card("", "", library.version, device.bus_id, _host(), sharing), library, device
 
-    def everybody(self, host: Backend, where: object, timeout: float) -> tuple[Library, Device]:
+    def everybody(self, host: Backend, where: object, timeout: float) -> tuple[NcclLibrary, Device]:
         """Return this rank's library and GPU when all ranks can go on.
 
         Collective: all ranks of ``host``.
@@ -155,7 +155,7 @@ class Meeting:
         assert device is not None
         return library, device
 
-    def name(self, host: Backend, library: Library, timeout: float) -> bytes:
+    def name(self, host: Backend, library: NcclLibrary, timeout: float) -> bytes:
         """Return the new communicator's unique id, which rank 0 makes."""
         letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
         if host.rank == 0:
@@ -167,7 +167,7 @@ class Meeting:
 
     def pair(
         self, host: Backend, sender: int, receiver: int, where: object, timeout: float
-    ) -> tuple[Library, Device, bytes]:
+    ) -> tuple[NcclLibrary, Device, bytes]:
         """Meet the other of two ranks; return what a communicator of theirs takes.
 
         Raises:

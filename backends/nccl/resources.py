@@ -12,7 +12,7 @@ from collective.memory.dtypes import DType
 
 from .enqueue import NcclCalls
 from .joining import Poll
-from .library import Library
+from .library import NcclLibrary
 from .prototypes import SCALAR_ON_HOST, WINDOW_SYMMETRIC
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Resources(NcclCalls):
         device: the GPU of this rank.
     """
 
-    def __init__(self, library: Library, rank: int, size: int, device: Device) -> None:
+    def __init__(self, library: NcclLibrary, rank: int, size: int, device: Device) -> None:
         super().__init__(library, rank, size)
         self.device = device
         self._factors: dict[tuple[float, str], int] = {}

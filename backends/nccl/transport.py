@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collective.memory.device_array import DeviceArray
     from collective.request import Request
 
-    from .library import Library
+    from .library import NcclLibrary
 
 __all__ = ["NcclBackend"]
 
@@ -231,7 +231,7 @@ class NcclBackend(Collectives, Monitored):
 
     def _create(
         self,
-        library: Library,
+        library: NcclLibrary,
         named: bytes,
         rank: int,
         size: int,

@@ -6,12 +6,12 @@ import ctypes
 import os
 from typing import Any
 
-__all__ = ["look"]
+__all__ = ["facts"]
 
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
 
 
-def look() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """Return the GPUs of this host, as far as this process may use them.
 
     Returns:

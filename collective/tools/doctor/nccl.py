@@ -9,12 +9,12 @@ from collective import cuda
 from collective.backends.nccl import library
 from collective.errors import BackendUnavailableError, CollectiveTimeoutError
 
-__all__ = ["look", "try_alone"]
+__all__ = ["facts", "try_alone"]
 
 _START_S = 6.0  # for what takes a fraction of a second
 
 
-def look() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """Return which NCCL is here.
 
     Returns:

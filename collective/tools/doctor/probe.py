@@ -276,13 +276,13 @@ def _mpi(_: str) -> dict[str, Any]:
 def _gpus(_: str) -> dict[str, Any]:
     from . import gpus
 
-    return gpus.look()
+    return gpus.facts()
 
 
 def _nccl(_: str) -> dict[str, Any]:
     from . import nccl
 
-    return nccl.look()
+    return nccl.facts()
 
 
 def _single_copy(_: str) -> dict[str, Any]:
