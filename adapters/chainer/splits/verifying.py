@@ -10,7 +10,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective.memory import nested
-from collective.training.splits.report import LayerDifference, MemoryReport, Verification
+from collective.training.splits.report import Computation, MemoryReport, Verification
 
 from .cut import Cut
 from .kept import Kept, bytes_kept
@@ -86,18 +86,10 @@ def verify(split: Computed, x: Any, args: Sequence[Any], tolerance: float) -> Ve
                 result, joined = link(given, *rest), ()
         _scalar(result).backward()
         gradients = {"input": given.grad, **_gradients(link, filters)}
-        outcomes.append((outputs.found, gradients, joined))
+        outcomes.append(Computation(outputs.found, gradients, joined))
     np.random.set_state(state)
-    (outputs_, gradients, _), (split_outputs, split_gradients, joined) = outcomes
-    found = [
-        LayerDifference(name, "output", _relative(a, b))
-        for (name, a), (_, b) in zip(outputs_, split_outputs, strict=True)
-    ]
-    found += [
-        LayerDifference(name, "gradient", _relative(gradient, split_gradients[name]))
-        for name, gradient in gradients.items()
-    ]
-    return Verification(tuple(found), tolerance, joined)
+    whole, parts = outcomes
+    return Verification.of(whole, parts, _relative, tolerance)
 
 
 def _gradients(link: chainer.Link, filters: LinkFilters | None) -> dict[str, Any]:

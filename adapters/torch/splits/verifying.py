@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from collective.memory import nested
-from collective.training.splits.report import LayerDifference, MemoryReport, Verification
+from collective.training.splits.report import Computation, MemoryReport, Verification
 
 from .cut import Cut
 from .kept import Kept
@@ -78,17 +78,9 @@ def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) ->
                 result, joined = module(given, *rest), ()
         torch.autograd.backward(_scalar(result))
         gradients = {"input": given.grad, **_gradients(module, filters)}
-        outcomes.append((outputs, gradients, joined))
-    (outputs, gradients, _), (split_outputs, split_gradients, joined) = outcomes
-    found = [
-        LayerDifference(name, "output", _relative(a, b))
-        for (name, a), (_, b) in zip(outputs, split_outputs, strict=True)
-    ]
-    found += [
-        LayerDifference(name, "gradient", _relative(gradient, split_gradients[name]))
-        for name, gradient in gradients.items()
-    ]
-    return Verification(tuple(found), tolerance, joined)
+        outcomes.append(Computation(outputs, gradients, joined))
+    whole, parts = outcomes
+    return Verification.of(whole, parts, _relative, tolerance)
 
 
 def _gradients(module: torch.nn.Module, filters: ModuleFilters | None) -> dict[str, Any]:

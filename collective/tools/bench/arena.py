@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from collective.errors import CollectiveError
@@ -142,12 +141,7 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from collective.errors import BackendUnavailableError
 
@@ -104,6 +105,20 @@ class LayerDifference:
     relative: float
 
 
+class Computation(NamedTuple):
+    """What a forward and a backward pass of a module gave.
+
+    Attributes:
+        outputs: each layer's name and array, in the order of the calls.
+        gradients: by name, of the input and the parameters.
+        joined: the calls that took whole arrays.
+    """
+
+    outputs: Sequence[tuple[str, Any]]
+    gradients: Mapping[str, Any]
+    joined: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Verification:
     """A module compared with itself, split.
@@ -117,6 +132,29 @@ class Verification:
     differences: tuple[LayerDifference, ...]
     tolerance: float
     joined: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        whole: Computation,
+        split: Computation,
+        relative: Callable[[Any, Any], float],
+        tolerance: float,
+    ) -> Verification:
+        """Compare what a module computes whole with what it computes split.
+
+        Args:
+            relative: tells how far an array is from another, in parts of the largest element.
+        """
+        found = [
+            LayerDifference(name, "output", relative(a, b))
+            for (name, a), (_, b) in zip(whole.outputs, split.outputs, strict=True)
+        ]
+        found += [
+            LayerDifference(name, "gradient", relative(gradient, split.gradients[name]))
+            for name, gradient in whole.gradients.items()
+        ]
+        return cls(tuple(found), tolerance, split.joined)
 
     @property
     def first(self) -> LayerDifference | None:
