@@ -89,6 +89,7 @@ class TwoLevel(Backend):
 
     def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
         with steps.within(timeout):
+            # All of this host are there; then all hosts; only then is anybody let go.
             steps.run(0, self._inner, "barrier", None, None)
             if self._places.local_rank == 0 and self._across is not None:
                 steps.run(1, self._across, "barrier", None, None)
@@ -103,6 +104,7 @@ class TwoLevel(Backend):
             if places.host == host:
                 to = places.local.index(root)
                 steps.run(0, self._inner, "broadcast", dst, dst, root=to)
+            # A place with nothing to carry stays out of it: of a short message all but the gateway.
             if mine.count and self._across is not None:
                 steps.run(1, self._across, "broadcast", mine, mine, root=host)
             if places.host != host:
@@ -120,6 +122,7 @@ class TwoLevel(Backend):
                 if self._across is not None:
                     count = mine.count
                     steps.run(1, self._across, "all_reduce", mine, mine, op=op, count=count)
+                # Before it is spread: each element is scaled once a host, not once a rank.
                 scaled.leave(mine)
             steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
@@ -247,6 +250,7 @@ class TwoLevel(Backend):
             if places.local_rank == 0 and self._across is not None:
                 blocks = [high - low for low, high in pairwise(limits)]
                 steps.run(1, self._across, "all_gather", block, whole, elements=blocks)
+            # Its own block the host has already: what others sent is before it and behind it.
             for step, news in enumerate((whole.part(0, start), whole.part(stop, whole.count))):
                 if news.count:
                     steps.run(2 + step, self._inner, "broadcast", news, news, root=0)

@@ -66,6 +66,8 @@ class Steps:
         Args:
             arguments: of :meth:`Request.step`, the same every time.
         """
+        # By its number alone: levels, counts and roots follow from the request, and are the same
+        # each time that a call is made for it.
         plan = self._plans.get(number)
         if plan is None:
             plan = level.plan(self.request.step(number, operation, **arguments))

@@ -133,12 +133,16 @@ class MpiMessages:
             )
         irecv, byte = self._comm.Irecv, self._module.BYTE
         array, nbytes = dst.array, dst.nbytes
+        # A short one is received at once: if it never comes, what MPI keeps for good is short. A
+        # long one is matched first, so that its array is MPI's only while it is being filled.
         if nbytes <= _LONG_BYTES and src != ANY_SOURCE:
             request = irecv((array, nbytes, byte), src, code)
             self._settle([request], what, tag, timeout, awaited, moving=False)
             return src
         match = functools.partial(self._match, src, code)
         src, message = self._find(match, what, tag, timeout, awaited)
+        # The handle is the first part's; the rest follow it from the same rank with the same tag,
+        # and MPI keeps the order of those.
         first, *others = _parts(array)
         requests = [message.Irecv((first, first.size, byte))]
         requests += [irecv((part, part.size, byte), src, code) for part in others]

@@ -34,10 +34,13 @@ def finish(test: Callable[[], bool], wait: Wait, moving: bool = True) -> None:
     """
     turns = 0
     with waiting() as pause_for_good:
+        # MPI is not finalised while a thread says that it polls. Here it hears that MPI is to be,
+        # and stays for good instead of calling it again.
         pause_for_good()
         while not test():
             pause_for_good()
             turns += 1
+            # Who awaits an arrival may nap ever longer: nothing moves before.
             if not moving or turns < _TURNS:
                 wait.turn()
             else:

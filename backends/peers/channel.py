@@ -113,7 +113,7 @@ class Channel:
         self._reported = threading.Condition()
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
-        self._rounds = 0
+        self._answers = 0
         monitor._enter(self)
         monitor._unclosed[name] = list(members), self._calls
         weakref.finalize(
@@ -195,8 +195,10 @@ class Channel:
         for rank, (since, finished, _) in sorted(self._left_at.items()):
             if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
                 continue
+            # Whoever finished this very call before it left owes nothing more to it. Of messages
+            # between two that cannot be known, beyond the time of grace.
             if collective and finished >= running > 0:
-                continue  # it has done its part of the running call
+                continue
             gone.append(rank)
         if any_of and awaited is not None and len(gone) < len(awaited):
             return
@@ -348,7 +350,7 @@ class Channel:
             with self._reported:
                 late = message["late"].items()
                 self._late_ranks = {self.members.index(int(rank)): report for rank, report in late}
-                self._rounds += 1
+                self._answers += 1
                 self._reported.notify_all()
 
     def _report(self) -> None:
@@ -389,11 +391,12 @@ class Channel:
         sequence: int | None = None,
     ) -> NoReturn:
         """Break the communicator because a deadline has passed."""
-        before = self._rounds
+        # Counted, as the answer to an earlier question may still be on its way.
+        before = self._answers
         self.compare([self.members[rank] for rank in awaited or ()])
         with self._reported:
             answered = self._reported.wait_for(
-                lambda: self._rounds > before or self.failure is not None, _REPORT_S
+                lambda: self._answers > before or self.failure is not None, _REPORT_S
             )
         if self.failure is not None:
             raise self._error(where)
@@ -453,6 +456,7 @@ class Wait:
         """Give others a chance to run: the core first, then, in a longer wait, some time."""
         self._turns = turns = self._turns + 1
         if turns < _YIELDS:
+            # Asking costs more than a poll, and what there is to hear is seldom.
             if turns & _SPINS - 1 == 0:
                 self.check()
             os.sched_yield()

@@ -53,6 +53,7 @@ def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0)
     right, left = (messages.rank + 1) % size, (messages.rank - 1) % size
     out = (messages.rank - first) % size
     for _ in range(size - 1):
+        # All are at the same step: what comes now is the piece before the one that goes.
         into = (out - 1) % size
         messages.exchange(
             dst.part(limits[out], limits[out + 1]),
@@ -76,6 +77,7 @@ def _bruck(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) 
     pieces.copy(src, rotated.part(0, src.count))
     have = 1
     while have < size:
+        # The last round takes only what is missing, so that any number of ranks will do.
         more = min(have, size - have)
         messages.exchange(
             rotated.part(0, limits[more]),
@@ -84,6 +86,7 @@ def _bruck(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) 
             (rank + have) % size,
         )
         have += more
+    # Rank 0's piece is at turn: from there on it belongs at the beginning of dst.
     start, turn = sum(counts[:rank]), limits[size - rank]
     pieces.copy(rotated.part(0, turn), dst.part(start, dst.count))
     pieces.copy(rotated.part(turn, dst.count), dst.part(0, start))

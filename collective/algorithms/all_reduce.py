@@ -33,6 +33,7 @@ def all_reduce(
     messages = Messages(backend, timeout)
     size = messages.size
     folding = Folding(op, src.dtype, size)
+    # Of two ranks there is one fold only; with more, doubling would fold pairs of pairs.
     if ordered and size > 2 and costs.whole_pays(src.nbytes):
         values = folds.collected(messages, folding, src)
         folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)
@@ -42,5 +43,6 @@ def all_reduce(
     else:
         limits = pieces.limits(pieces.even(src.count, size))
         mine = dst.part(limits[messages.rank], limits[messages.rank + 1])
+        # They arrive by distance and not by rank: what does not commute is folded in order, too.
         folds.parts(messages, folding, src, mine, limits, ordered or not op.commutative)
         all_gather.ring(messages, dst, limits)

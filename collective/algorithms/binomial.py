@@ -29,7 +29,7 @@ class TreeNode(NamedTuple):
 
 def node(position: int, size: int) -> TreeNode:
     """Return ``position`` in the tree of ``size``."""
-    reach = position & -position or size
+    reach = position & -position or size  # the lowest bit that is set; the root reaches all
     children = []
     step = 1
     while step < reach and position + step < size:

@@ -42,7 +42,7 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
         return
     power = 1 << (size.bit_length() - 1)
     extra = size - power  # so many pairs come first
-    if rank < 2 * extra and rank % 2 == 0:
+    if rank < 2 * extra and rank % 2 == 0:  # the odd neighbour takes part for both
         messages.send(value, rank + 1)
         messages.recv(dst, rank + 1)
         return
@@ -51,12 +51,14 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
         messages.recv(theirs, rank - 1)
         folding.join(theirs, value, dst)
         value = dst
+    # Those that are left, numbered without gaps: neighbours still stand for neighbouring ranges.
     position = rank // 2 if rank < 2 * extra else rank - extra
     bit = 1
     while bit < power:
         other = position ^ bit
         peer = 2 * other + 1 if other < extra else other + extra
         messages.exchange(value, peer, theirs, peer)
+        # Both of a pair compute the same expression, so that they go on with the same bits.
         left, right = (theirs, value) if position & bit else (value, theirs)
         folding.join(left, right, dst)
         value = dst
@@ -109,6 +111,8 @@ def _parts_as_they_come(
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         start, stop = limits[to], limits[to + 1]
+        # The parts differ in length, and so in chunks: the side that has no more sends, or takes,
+        # an empty one, which is no message.
         for low in range(0, max(stop - start, dst.count), step):
             out = src.part(min(start + low, stop), min(start + low + step, stop))
             result = dst.part(low, low + step)
@@ -118,7 +122,7 @@ def _parts_as_they_come(
             # Of two ranks the lower is on the left, so that two are always in order.
             left, right = (theirs, mine) if source < rank else (mine, theirs)
             folding.join(left, right, result)
-        value = dst
+        value = dst  # from the second peer on, the fold so far
 
 
 def _parts_in_order(
@@ -129,6 +133,8 @@ def _parts_in_order(
     step = pieces.chunk(src.dtype.itemsize)
     width = min(step, dst.count)
     scratch = Buffer.empty((size + 1) * width, dst.dtype)
+    # A chunk at a time from everybody: rank 0's may come last, and nothing is folded before it;
+    # with whole parts scratch would be as long as the input.
     for low in range(0, longest, step):
         result = dst.part(low, low + step)
         *values, room = (

@@ -74,7 +74,7 @@ def _tree(
         subtree = Buffer.empty(stop - start, src.dtype)
     if node.children:
         pieces.copy(src, subtree.part(0, src.count))
-    for child, end in node.children:
+    for child, end in node.children:  # the nearest first: its subtree is the smallest, ready first
         piece = subtree.part(limits[child] - start, limits[end] - start)
         messages.recv(piece, (child + root) % size)
     if node.parent is not None:

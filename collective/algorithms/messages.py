@@ -69,6 +69,7 @@ class Messages:
         if src.count and dst.count:
             self._backend.sendrecv(src, to, dst, source, COLLECTIVE_TAG, self._left())
         else:
+            # One of them is nothing, which neither side sends: nobody waits for two.
             self.send(src, to)
             self.recv(dst, source)
 

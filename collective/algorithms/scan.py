@@ -52,4 +52,5 @@ def _pipeline(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) ->
             pieces.copy(mine, result)
         if rank + 1 < messages.size:
             messages.send(result, rank + 1)
+        # Not earlier: what goes on is the plain fold; each rank scales its own result.
         folding.leave(result)
