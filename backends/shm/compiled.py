@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collective.contract.backend import Plan
     from collective.request import Request
 
-__all__ = ["Compiled", "looks"]
+__all__ = ["Compiled"]
 
 # How often C looks at a word before it yields the processor: some microseconds of a core of one's
 # own, and a moment of one that the peer needs.
@@ -47,11 +47,6 @@ _OPERATIONS = {
 _WIDEST = 16
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan"})
 _PIECES = frozenset({"all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"})
-
-
-def looks(control: Control) -> int:
-    """Return how often C looks at a word before it yields the processor."""
-    return _LOOKS_CROWDED if control.crowded else _LOOKS
 
 
 class Compiled:

@@ -10,22 +10,24 @@ import numpy as np
 from collective import native
 from collective.contract.backend import ANY_SOURCE
 from collective.memory.buffer import Buffer
+from collective.native import NOBODY
 
 from .control import Control
 from .peer_memory import PeerMemory
 from .ring import refuse
 
-__all__ = ["NOBODY", "exchange_bytes", "make_exchange"]
-
-#: In place of a rank to which nothing is sent, or from which nothing is received.
-NOBODY = -2
+__all__ = ["exchange_bytes", "make_exchange"]
 
 
-def make_exchange(
-    control: Control, peers: PeerMemory, looks: int, single_copy: bool
-) -> native.Exchange:
+# How often C looks at a ring before it yields the processor: some microseconds, which a message
+# takes to a peer that runs. Where they share a core, which may be even if there are others, each
+# message costs as much.
+_LOOKS, _LOOKS_CROWDED = 1000, 50
+
+
+def make_exchange(control: Control, peers: PeerMemory, single_copy: bool) -> native.Exchange:
     """Return what sends and receives over the rings of ``control``'s segment."""
-    layout = control.layout
+    layout, looks = control.layout, _LOOKS_CROWDED if control.crowded else _LOOKS
     made = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, looks,
         single_copy, _Waiting(control, peers),
@@ -85,7 +87,7 @@ class _Waiting:
 
         def awaited() -> list[int]:
             # A peer that has done its part may have left.
-            return [to] * (pending & 1) + (sources if pending & 2 else [])
+            return sorted({*[to] * (pending & 1), *(sources if pending & 2 else [])})
 
         what = _name(to, source, tag)
         control.wait(ready, awaited, what, timeout, all_needed=source != ANY_SOURCE)

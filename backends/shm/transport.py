@@ -23,11 +23,12 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.native import NOBODY
 
 from .board import Board
-from .compiled import Compiled, looks
+from .compiled import Compiled
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
-from .messages import NOBODY, exchange_bytes, make_exchange
+from .messages import exchange_bytes, make_exchange
 from .peer_memory import PeerMemory
 from .ring import Receiving, Ring, Sending
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
@@ -108,7 +109,7 @@ class ShmBackend(OneSided):
         self._board = Board(control)
         self._compiled: Compiled | None = None
         # Messages in C, where all ranks have it; else the rings do without.
-        self._exchange: native.Exchange | None = None
+        self.exchange = None
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class ShmBackend(OneSided):
         finally:
             segment.unlink()
         for peer in range(size):
-            if peer != rank and self._exchange is None:
+            if peer != rank and self.exchange is None:
                 for src, dst in ((rank, peer), (peer, rank)):
                     self._rings[src, dst] = Ring(control, src, dst, self.peers.fetch_from)
         return self
@@ -206,7 +207,7 @@ class ShmBackend(OneSided):
         if all(theirs == native.PROTOCOL for _, theirs, _ in votes):
             crowded = any(each for _, _, each in votes)
             self._compiled = Compiled(control, self._heap, crowded)
-            self._exchange = make_exchange(control, self.peers, looks(control), self._single_copy)
+            self.exchange = make_exchange(control, self.peers, self._single_copy)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -268,8 +269,8 @@ class ShmBackend(OneSided):
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         if self._control.words[BROKEN]:
             raise self._control.failure(f"send(tag={tag})")
-        if self._exchange is not None:
-            exchange_bytes(self._exchange, self._control, src, dst, None, NOBODY, tag, timeout)
+        if self.exchange is not None:
+            exchange_bytes(self.exchange, self._control, src, dst, None, NOBODY, tag, timeout)
             return
         sending = self._sending(src, dst, tag)
         if not self._spin(sending.advance):
@@ -278,9 +279,9 @@ class ShmBackend(OneSided):
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         if self._control.words[BROKEN]:
             raise self._control.failure(f"recv(tag={tag})")
-        if self._exchange is not None:
+        if self.exchange is not None:
             return exchange_bytes(
-                self._exchange, self._control, None, NOBODY, dst, src, tag, timeout
+                self.exchange, self._control, None, NOBODY, dst, src, tag, timeout
             )
         receiving = self._receiving(dst, src, tag)
         if not self._spin(receiving.advance):
@@ -299,8 +300,8 @@ class ShmBackend(OneSided):
         if to == self.rank and source == self.rank:
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
             return
-        if self._exchange is not None:
-            exchange_bytes(self._exchange, self._control, src, to, dst, source, tag, timeout)
+        if self.exchange is not None:
+            exchange_bytes(self.exchange, self._control, src, to, dst, source, tag, timeout)
             return
         sending, receiving = self._sending(src, to, tag), self._receiving(dst, source, tag)
 

@@ -494,6 +494,8 @@ _CLOSED = "this communicator is closed. Make another with collective.init()."
 class _Closed:
     """Stands where the transport was: every use says why it is there no more."""
 
+    exchange = None
+
     def __init__(self, backend: Backend, why: str) -> None:
         self.name = backend.name
         self._why = why

@@ -20,6 +20,7 @@ from collective.errors import (
 from collective.memory import dtypes, nested
 from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
+from collective.native import NOBODY
 
 from . import objects
 from .calls import Calls, _with_site
@@ -95,6 +96,8 @@ class MessageCalls(Calls):
         See Also:
             MPI_Send.
         """
+        if not async_op and self._in_c(x, dst, None, NOBODY, tag, timeout) is not NotImplemented:
+            return None
         dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
         head, payload, near = self._message("send", x)
 
@@ -139,6 +142,12 @@ class MessageCalls(Calls):
         See Also:
             MPI_Recv.
         """
+        if not async_op and out is not None and like is None:
+            found = self._in_c(None, NOBODY, out, src, tag, timeout)
+            if found is not NotImplemented:
+                if status is not None:
+                    status.source = found
+                return out
         if src != ANY_SOURCE:
             src = self._peer("recv", "src", src)
         elif not self.capabilities.any_source:
@@ -200,6 +209,14 @@ class MessageCalls(Calls):
         See Also:
             MPI_Sendrecv.
         """
+        if not async_op and like is None and src != ANY_SOURCE:
+            deadline = Deadline(self._seconds(timeout))
+            found = self._in_c(x, dst, out, src, tag, deadline.left())
+            if found is None:  # that is what is sent
+                like = next(iter(nested.flatten(x)))
+                return self.recv(out, src, tag=tag, like=like, timeout=deadline.left())
+            if found is not NotImplemented:
+                return out
         dst, src = self._rank("sendrecv", "dst", dst), self._rank("sendrecv", "src", src)
         if (dst == self.rank) != (src == self.rank):
             raise RankError(
@@ -248,6 +265,34 @@ class MessageCalls(Calls):
         return self._post(key, run, async_op, *near, nbytes=nbytes)
 
     # -- shared ---------------------------------------------------------------------------
+
+    def _in_c(self, x: Any, dst: int, out: Any, src: int, tag: int, timeout: float | None) -> Any:
+        """Have the transport exchange plain arrays in C; see :func:`collective.native.messages`.
+
+        Returns:
+            What that does: ``NotImplemented``, too, where somebody listens, or messages that come
+            first are still in the background.
+        """
+        exchange = self._backend.exchange
+        if exchange is None or self._listeners or (self._lanes and not self._free(dst, src, tag)):
+            return NotImplemented
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+        try:
+            return exchange(x, dst, out, src, tag, seconds, True)
+        except CollectiveError as error:
+            self._note_broken(error)
+            raise
+        except BaseException:
+            self._half_done()
+            raise
+
+    def _free(self, dst: int, src: int, tag: int) -> bool:
+        """Return whether no message in the background comes before one to and from these."""
+        if not all(type(each) is int for each in (dst, src, tag)):
+            return False
+        if src != NOBODY:
+            self._refuse_overlap(src, tag)
+        return not (self._busy(("send", dst, None, tag)) or self._busy(("recv", None, src, tag)))
 
     def _peer(self, what: str, name: str, rank: Any) -> int:
         rank = self._rank(what, name, rank)

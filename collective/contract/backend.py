@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from collective import native
 from collective.algorithms import (
     agreement,
     all_gather,
@@ -100,6 +101,8 @@ class Backend(ABC):
         capabilities: what it can do.
         rank: this rank.
         size: how many ranks there are.
+        exchange: sends and receives plain arrays in C, behind their heads; None if that is not
+            possible. See :func:`collective.native.messages`.
     """
 
     name: ClassVar[str]
@@ -107,6 +110,7 @@ class Backend(ABC):
     capabilities: Capabilities
     rank: int
     size: int
+    exchange: native.Exchange | None = None
 
     # -- required -----------------------------------------------------------------
 

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from ._core import Shared
 
-__all__ = ["PROTOCOL", "Chosen", "Exchange", "chosen", "fold", "messages", "see_tensors", "shared",
-           "status", "switch"]  # fmt: skip
+__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "fold", "messages", "see_tensors",
+           "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 3
 
+#: In place of a rank to which nothing is sent, or from which nothing is received.
+NOBODY = -2
 #: ``exchange(x, to, out, source, tag, timeout, heads)``; see :func:`messages`.
 Exchange = Callable[[Any, int, Any, int, int, float, bool], Any]
 _Function = TypeVar("_Function")
@@ -190,10 +192,10 @@ def messages(
 
     ``exchange(x, to, out, source, tag, timeout, heads)`` sends the array x to a rank, receives into
     out from another, or does both, neither waiting for the other. What is None is not done, with
-    -2 for its rank; -1 as the source is any rank. With ``heads`` an array travels behind its head,
-    as :meth:`collective.Communicator.send` does it; without, its bytes do, of which the receiver
-    knows the number. Any number of threads may be in it, those of one direction, peer and tag one
-    after the other. It returns
+    :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
+    behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
+    which the receiver knows the number. Any number of threads may be in it, those of one direction,
+    peer and tag one after the other. It returns
 
     - the rank from which something was received, when x may be changed;
     - ``NotImplemented`` where nothing was done: an array is not plain, a rank or a tag is wrong,

@@ -135,12 +135,12 @@ static int run(Call *call, size_t nbytes)
 }
 
 /* Whether an object is an integer of this range, and nothing like one. */
-static int read_int(PyObject *object, long least, long most, int64_t *value)
+static int read_int(PyObject *object, int64_t least, int64_t most, int64_t *value)
 {
     int overflow = 0;
     if (!PyLong_CheckExact(object))
         return 0;
-    *value = PyLong_AsLongAndOverflow(object, &overflow);
+    *value = PyLong_AsLongLongAndOverflow(object, &overflow);
     return !overflow && *value >= least && *value <= most;
 }
 
@@ -166,7 +166,7 @@ static int begin(Call *call, size_t *nbytes)
     int64_t to, source, tag, words[HEAD_WORDS];
     int sends = args[0] != Py_None, receives = args[2] != Py_None, heads = args[6] == Py_True;
     if (!read_int(args[1], -2, m->size - 1, &to) || !read_int(args[3], -2, m->size - 1, &source)
-        || !read_int(args[4], heads ? 0 : INT32_MIN, INT32_MAX, &tag) || to == m->rank
+        || !read_int(args[4], heads ? 0 : -INT64_MAX, heads ? INT32_MAX : INT64_MAX, &tag) || to == m->rank
         || source == m->rank || (sends && to < 0) || (receives && source < -1)
         || (sends && !view_array(args[0], &src))
         || (receives && (!view_array(args[2], &dst) || !dst.writable))

@@ -310,7 +310,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
             backend: Any = group._backend
             ring = Ring(backend._control, 1, 0, backend.peers.fetch_from)
             # With the native core a header is three words: length, tag, address.
-            header = header[: 3 if backend._exchange else None]
+            header = header[: 3 if backend.exchange else None]
             words = np.array(header, np.int64).view(np.uint8)
             ring.write(np.concatenate([words, np.frombuffer(data, np.uint8)]))
             if head is not None:

@@ -1,0 +1,265 @@
+"""``send``, ``recv`` and ``sendrecv`` in C: beside those of Python, and when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective import native
+from collective.backends.shm import messages
+from collective.communicator import Communicator, Status
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    CommunicatorClosedError,
+    InvalidArgumentError,
+    PeerLostError,
+    RankError,
+    ShapeError,
+)
+from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ranks
+
+pytest.importorskip("collective.native._core", reason="the native core is not built")
+
+# Bytes around what a head holds, a ring, what is fetched, and much.
+EDGES = [896, 64 << 10, 128 << 10, 3 << 20]
+LENGTHS = [0, 1, *(edge + more for edge in EDGES for more in (-1, 0, 1))]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, "shm", timeout=60.0) as ranks:
+        yield ranks
+
+
+def _data(nbytes: int, rank: int) -> Any:
+    return np.random.default_rng([nbytes, rank]).integers(0, 255, nbytes, np.uint8)
+
+
+def _only_in_c(comm: Communicator) -> None:
+    """Fail where a message goes through Python."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("by Python")
+
+    for name in ("send", "recv", "sendrecv"):
+        setattr(comm._backend, name, refuse)
+
+
+def _plain(comm: Communicator) -> None:
+    group, peer, status = comm.dup(), 1 - comm.rank, Status()
+    _only_in_c(group)
+    for tag, nbytes in enumerate(LENGTHS):
+        x, out, wanted = _data(nbytes, comm.rank), np.empty(nbytes, np.uint8), _data(nbytes, peer)
+        if comm.rank:
+            group.send(x, peer, tag=tag)
+            assert group.recv(out, collective.ANY_SOURCE, tag=tag, status=status) is out
+            assert status.source == peer
+        else:
+            assert group.recv(out, peer, tag=tag, timeout=30) is out
+            group.send(x, peer, tag=tag)
+        assert out.tobytes() == wanted.tobytes(), nbytes
+        out[:] = 0
+        assert group.sendrecv(x, peer, peer, out=out, tag=tag) is out
+        assert out.tobytes() == wanted.tobytes(), nbytes
+
+
+def _by_python_and_in_c(comm: Communicator) -> None:
+    """What one rank leaves to Python the other has in C, and the other way round."""
+    peer, tree = 1 - comm.rank, {"a": np.arange(3.0), "b": [np.ones((300, 300))]}
+    for count in (2, 5000):
+        x = np.arange(2.0 * count)
+        for strided_out in (comm.rank == 0, comm.rank == 1):
+            out = np.zeros(2 * count)[::2] if strided_out else np.zeros(count)
+            given = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
+            comm.sendrecv(given, peer, peer, out=out)
+            assert (out == 2 * x[:count]).all()
+        assert (comm.sendrecv(x, peer, peer, out=x) == np.arange(2.0 * count)).all()
+        assert (comm.sendrecv(x, peer, peer) == x).all()
+    out = np.zeros(3)
+    got = comm.sendrecv(tree if comm.rank else tree["a"], peer, peer, out=None if peer else out)
+    assert (out == tree["a"]).all() if comm.rank else (got["b"][0] == 1).all()
+    both = comm.sendrecv(np.ones((2, 2), np.int32), peer, peer, out=np.zeros((2, 2), np.int32))
+    assert both.tolist() == [[1, 1], [1, 1]]
+
+
+def _misfits(comm: Communicator) -> None:
+    """Long messages for which neither has the right output: both are sent for all that."""
+    peer, x = 1 - comm.rank, np.ones(1 << 20)
+    with pytest.raises(ShapeError):
+        comm.sendrecv(x, peer, peer, out=np.zeros(7))
+    assert (comm.sendrecv(x, peer, peer, out=np.zeros(1 << 20)) == 1).all()
+
+
+def _lanes(comm: Communicator) -> None:
+    """Messages in the background come first; when they are over, C has its way again."""
+    group, peer, x = comm.dup(), 1 - comm.rank, np.full(300_000, 1.0)
+    outs = [np.empty_like(x) for _ in range(4)]
+    works = [group.send(x * k, peer, tag=4, async_op=True) for k in range(3)]
+    works += [group.recv(out, peer, tag=4, async_op=True) for out in outs[:3]]
+    last = [lambda: group.send(x * 3, peer, tag=4), lambda: group.recv(outs[3], peer, tag=4)]
+    for call in last if comm.rank else reversed(last):
+        call()
+    for work in works:
+        work.wait()
+    assert [out[-1] for out in outs] == [0, 1, 2, 3]
+    late = group.recv(outs[0], peer, tag=7, async_op=True)
+    with pytest.raises(InvalidArgumentError, match="ANY_SOURCE"):
+        group.recv(outs[1], collective.ANY_SOURCE, tag=7)
+    comm.barrier()
+    group.send(x, peer, tag=7)
+    late.wait()
+    _only_in_c(group)
+    if comm.rank:
+        group.send(x, peer, tag=4)
+    else:
+        group.recv(outs[0], peer, tag=4)
+
+
+def _heard(comm: Communicator) -> list[str]:
+    group, peer, heard = comm.dup(), 1 - comm.rank, []
+    hook = group.hook(before=lambda event: heard.append(event.operation))
+    group.sendrecv(np.ones(2), peer, peer, out=np.empty(2))
+    hook()
+    group.sendrecv(np.ones(2), peer, peer, out=np.empty(2))
+    assert heard == ["sendrecv"]
+
+
+def _wrong_arguments(comm: Communicator) -> None:
+    x, closed = np.ones(2), comm.dup()
+    for dst in (comm.rank, 7, True, "1"):
+        with pytest.raises(RankError):
+            comm.send(x, dst)
+    for tag in (-1, 1 << 31, 0.5, True):
+        with pytest.raises(InvalidArgumentError):
+            comm.recv(x, 1 - comm.rank, tag=tag)
+    with pytest.raises(InvalidArgumentError):
+        comm.send(x, 1 - comm.rank, timeout=-1)
+    closed.close()
+    with pytest.raises(CommunicatorClosedError):
+        closed.send(x, 1 - comm.rank)
+
+
+def _tensors(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    group, peer = comm.dup(), 1 - comm.rank
+    group.sendrecv(torch.ones(1), peer, peer)  # C knows of PyTorch when Python does
+    _only_in_c(group)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        x, out = torch.ones(3, 5, dtype=dtype), torch.zeros(3, 5, dtype=dtype)
+        assert group.sendrecv(x, peer, peer, out=out) is out
+        assert torch.equal(x, out)
+
+
+PROGRAMS = (_plain, _by_python_and_in_c, _misfits, _lanes, _heard, _wrong_arguments, _tensors)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+def test_messages(pair: RankPool, program: Any) -> None:
+    pair.run(program)
+
+
+def _mixed(comm: Communicator, without: int) -> None:
+    native.switch(comm.rank != without)
+    group = comm.dup()  # which finds out anew what its ranks have
+    native.switch(True)
+    assert group._backend.exchange is None
+    peer = 1 - comm.rank
+    for nbytes in LENGTHS:
+        got = group.sendrecv(_data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8))
+        assert got.tobytes() == _data(nbytes, peer).tobytes(), nbytes
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_ranks_of_which_one_has_no_core_do_without(pair: RankPool, without: int) -> None:
+    pair.run(_mixed, without)
+
+
+def _late(comm: Communicator, operation: str) -> None:
+    """Rank 1 does nothing; who waits for it says so, and neither goes on."""
+    side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
+    if comm.rank == 0:
+        calls = {
+            "send": lambda: group.send(x, 1, tag=5, timeout=0.2),
+            "recv": lambda: group.recv(x, 1, tag=5, timeout=0.2),
+            "sendrecv": lambda: group.sendrecv(x, 1, 1, out=x + 1, tag=5, timeout=0.2),
+        }
+        with pytest.raises(CollectiveTimeoutError, match=rf"^{operation}\(tag=5\).*rank 1") as late:
+            calls[operation]()
+        assert late.value.ranks == (1,)
+        side.send_object("over", 1)
+        with pytest.raises(CollectiveError, match=r"0\.2 s"):
+            group.send(np.ones(1), 1)
+    else:
+        side.recv_object(0)
+        # The beginning of what was sent is there, but its sender has its array back.
+        with pytest.raises(CommunicatorAbortedError, match=r"0\.2 s"):
+            group.recv(x, 0, tag=5)
+
+
+@pytest.mark.parametrize("operation", ["send", "recv", "sendrecv"])
+def test_a_peer_that_is_late_is_named(pair: RankPool, operation: str) -> None:
+    pair.run(_late, operation)
+
+
+def _interrupted(comm: Communicator) -> None:
+    """An exception from a signal's handler while rank 0 waits breaks the communicator."""
+    group, side = comm.dup(), comm.dup()
+    if comm.rank == 0:
+
+        def handler(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                group.recv(np.ones(3), 1)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        side.send_object("over", 1)
+    else:
+        side.recv_object(0)
+    with pytest.raises(CommunicatorAbortedError):
+        group.send(np.ones(3), 1 - comm.rank)
+
+
+def test_a_wait_can_be_interrupted(pair: RankPool) -> None:
+    pair.run(_interrupted)
+
+
+def _killed(comm: Communicator, sends: bool) -> tuple[int, ...]:
+    """Rank 1 is killed when its message fills the ring, or before it receives."""
+    group, x = comm.dup(), np.ones(1 << 20)
+    if comm.rank == 1:
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if sends:
+            messages._Waiting.wait = die  # type: ignore[method-assign]
+            group.send(x, 0)
+        die()
+    alive = group._backend._control.segment.alive  # type: ignore[attr-defined]
+    while alive(1):
+        time.sleep(0.001)
+    call = group.recv if sends else group.send
+    with pytest.raises(PeerLostError, match=r"rank 1 .*has died") as lost:
+        call(x, 1)
+    return lost.value.ranks
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_peer_that_dies_with_a_message_under_way_is_named(sends: bool) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, _killed, sends, backend="shm")
+    assert isinstance(caught.value.errors[1], RankDiedError)
+    assert caught.value.results[0] == (1,)
