@@ -330,9 +330,10 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     over->busy = 1;
     over->request = self->request;
     over->seconds = seconds;
+    const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
+    shared_locate(s, p, from, to);
     over->unlocked = p->count * p->item < LONG_CALL_BYTES ? NULL : PyEval_SaveThread();
-    int failed = shared_call(s, p, src != NULL ? src->address : NULL,
-                             dst != NULL ? dst->address : NULL);
+    int failed = shared_call(s, p, from, (void *)to);
     if (over->unlocked != NULL)
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;

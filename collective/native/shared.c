@@ -113,6 +113,12 @@ static size_t input_length(const struct shared *s, const struct plan *p, int ran
     return joins(p) && !splits(p) ? length_of(s, p, rank) : p->count;
 }
 
+/* Of the rank that has most. */
+static size_t longest_input(const struct plan *p)
+{
+    return p->item * (joins(p) && !splits(p) ? p->longest : p->count);
+}
+
 size_t input_bytes(const struct shared *s, const struct plan *p)
 {
     return sends(s, p) ? p->item * input_length(s, p, s->rank) : 0;
@@ -189,34 +195,44 @@ static void read_areas(struct shared *s, const struct plan *p, int parity, char 
     read_sources(s, p, dst, dst);
 }
 
-/* Says where an array is: the number of a segment, or 0, and the offset in this rank's part. */
-static void locate(const struct shared *s, const char *array, size_t nbytes, uint64_t *words)
+/* Finds the segment that an array is in, if any. */
+static void locate(struct shared *s, int which, const char *array, size_t nbytes)
 {
-    words[0] = 0;
+    s->inside[which] = NULL;
     for (int i = 0; i < SEGMENTS; i++) {
         const struct segment *segment = &s->segments[i];
-        if (segment->number == 0)
+        if (segment->number == 0 || array < segment->parts[s->rank])
             continue;
-        size_t offset = (size_t)(array - segment->parts[s->rank]);
-        if (array >= segment->parts[s->rank] && offset + nbytes <= segment->nbytes) {
-            words[0] = segment->number;
-            words[1] = offset;
+        s->offset[which] = (size_t)(array - segment->parts[s->rank]);
+        if (s->offset[which] + nbytes <= segment->nbytes) {
+            s->inside[which] = segment;
+            return;
         }
     }
 }
 
-/* Returns the segment in which every rank says that its array is, or NULL; alike on all ranks, as
-   whoever has an array there has the segment. */
-static const struct segment *common(const struct shared *s, int location)
+void shared_locate(struct shared *s, const struct plan *p, const void *src, const void *dst)
 {
-    uint64_t number = s->stages[0].line[location];
-    for (int rank = 1; rank < s->size; rank++)
-        if (s->stages[rank].line[location] != number)
+    if (longest_input(p) < LEAST_IN_PLACE(s))
+        return;
+    /* Of what the root alone has the others say where they want it. */
+    if (sends(s, p))
+        locate(s, 0, src, input_bytes(s, p));
+    else
+        locate(s, 0, dst, output_bytes(s, p));
+    s->inside[1] = NULL;
+    if (p->operation == ALL_REDUCE)
+        locate(s, 1, dst, output_bytes(s, p));
+}
+
+/* Returns the segment in which every rank says that its array is, or NULL; alike on all ranks. */
+static const struct segment *common(const struct shared *s, int which, int location)
+{
+    const struct segment *mine = s->inside[which];
+    for (int rank = 0; rank < s->size && mine != NULL; rank++)
+        if (s->stages[rank].line[location] != mine->number)
             return NULL;
-    for (int i = 0; number != 0 && i < SEGMENTS; i++)
-        if (s->segments[i].number == number)
-            return &s->segments[i];
-    return NULL;
+    return mine;
 }
 
 static char *located(const struct shared *s, const struct segment *segment, int rank, int location)
@@ -251,31 +267,20 @@ static int in_place(struct shared *s, const struct plan *p, int location,
     return depart(s);
 }
 
-/* Says where this rank's arrays are, in the words of the step's parity. */
-static void say_where(struct shared *s, const struct plan *p, uint64_t *words, const char *src,
-                      const char *dst)
-{
-    /* Of what the root alone has the others say where they want it. */
-    if (sends(s, p))
-        locate(s, src, input_bytes(s, p), words);
-    else
-        locate(s, dst, output_bytes(s, p), words);
-    words[2] = 0;
-    if (p->operation == ALL_REDUCE)
-        locate(s, dst, output_bytes(s, p), words + 2);
-}
-
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                      char *dst, int fits)
 {
     int parity = (int)(step & 1), location = LOCATION + 8 * parity, somewhere = 0, failed;
     uint64_t *words = s->stages[s->rank].line + location;
-    say_where(s, p, words, src, dst);
+    for (int which = 0; which < 2; which++) {
+        words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
+        words[2 * which + 1] = s->offset[which];
+    }
     if (fits && words[0] == 0)
         put_into_area(s, p, parity, src);
     if ((failed = arrive(s, step, p->digest)))
         return failed;
-    const struct segment *inputs = common(s, location), *outputs = common(s, location + 2);
+    const struct segment *inputs = common(s, 0, location), *outputs = common(s, 1, location + 2);
     /* What a scan writes may be what others still read. */
     if (inputs != NULL && p->operation != SCAN && (outputs || p->operation != ALL_REDUCE))
         return in_place(s, p, location, inputs, outputs, dst);
@@ -292,7 +297,7 @@ int shared_call(struct shared *s, const struct plan *p, const void *src, void *d
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
     int parity = (int)(step & 1), failed;
-    size_t most = p->item * (joins(p) && !splits(p) ? p->longest : p->count);
+    size_t most = longest_input(p);
     if (*s->broken)
         return BROKEN;
     if (most >= LEAST_IN_PLACE(s))

@@ -50,6 +50,9 @@ struct shared {
     struct stage *stages;   /* of each rank */
     const char **sources;   /* of each rank, where its input is read in this call */
     struct segment segments[SEGMENTS];
+    /* Of a call's input and output: the segment that it is in, or NULL, and where. */
+    const struct segment *inside[2];
+    size_t offset[2];
 };
 
 /* What all ranks do in a call; equal on them if the digests are. Numbers are of elements. */
@@ -77,7 +80,10 @@ struct plan {
    on; after the others the communicator is broken, and this is not used again. */
 enum { DIFFERENT = 1, BROKEN = -2, /* or what wait returned, -1 */ };
 
-/* Every rank calls the same, with the same plan but for its digest. */
+/* Every rank calls the same, with the same plan but for its digest. Before it, and while nobody
+   changes the segments, it is found out in which of them the arrays are. */
+void shared_locate(struct shared *shared, const struct plan *plan, const void *src,
+                   const void *dst);
 int shared_call(struct shared *shared, const struct plan *plan, const void *src, void *dst);
 
 /* Whether this rank has an input, and gets an output; how many bytes these have. */

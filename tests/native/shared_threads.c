@@ -126,6 +126,7 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
     memset(memory, 0x5A, (size_t)((char *)(end + GUARD) - (char *)memory));
     for (size_t i = 0; i < inputs; i++)
         src[i] = element(call, rank, i);
+    shared_locate(shared, p, src, dst);
     check(shared_call(shared, p, src, dst) == 0, "arriving", call, rank, count);
     /* The check wants to know how pieces are cut also where the call does not say. */
     for (int each = 0; each <= ranks; each++)
