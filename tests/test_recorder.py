@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_it_keeps_the_last_calls_with_their_places():
     recorder = Recorder("mine")
     first = Request("barrier")
-    recorder.begin(first, depth=1)
+    recorder.begin(first)
     recorder.end()
-    recorder.begin(Request("scan"), compares=True, depth=1)
+    recorder.begin(Request("scan"), True)
     one, two = recorder.entries()
     assert (one.sequence, one.request, one.compares) == (1, first, False)
     assert re.search(r"test_recorder\.py:\d+ in test_it_keeps_the_last", one.site)
@@ -49,9 +49,9 @@ def test_old_calls_make_room():
 
 def test_the_line_is_the_caller_s():
     recorder = Recorder()
-    recorder.begin(Request("a"), depth=1)
+    recorder.begin(Request("a"))
     first = line() - 1
-    recorder.begin(Request("b"), depth=1)
+    recorder.begin(Request("b"))
     second = line()
     lines = [int(re.search(r":(\d+) in", entry.site)[1]) for entry in recorder.entries()]
     assert lines[0] == first

@@ -14,6 +14,7 @@ from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request, call_site
 
+from .calls import Array
 from .deadline import Deadline
 from .heads import Head
 from .output import Output
@@ -42,15 +43,24 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Barrier.
         """
-        planned = self._plans.get("barrier")
-        if planned is None:
-            planned = self._remember("barrier", self._planned(Request("barrier")))
+        door = self._door
+        if door is not None:
+            done = door.barrier(self, None, None, None, None, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
+        planned = self._plan_of_barrier()
         seconds = self._seconds(timeout)
 
         def run() -> None:
             self._carry(planned, None, None, seconds)
 
         return self._go("barrier", run, async_op)
+
+    def _plan_of_barrier(self) -> Planned:
+        planned: Planned | None = self._plans.get("barrier")
+        if planned is None:
+            planned = self._remember("barrier", self._planned(Request("barrier")))
+        return planned
 
     def broadcast(
         self,
@@ -85,6 +95,11 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
+        door = self._door_of_pieces
+        if door is not None:
+            done = door.broadcast(self, x, out, None, None, root, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
         template = out if x is None and out is not None else x
@@ -98,13 +113,26 @@ class Broadcasting(PieceCalls):
                 lambda: self._broadcast_unknown(root, like, Deadline(seconds)),
                 async_op,
             )
+        return self._broadcast_one(x, template, root, out, seconds, async_op)
+
+    def _broadcast_one(
+        self,
+        x: Any,
+        template: Any,
+        root: int,
+        out: Any,
+        seconds: float,
+        async_op: bool,
+        difference: Disagreement | None = None,
+    ) -> Any:
+        """Broadcast one array.
+
+        Args:
+            template: what is known of it here.
+            difference: what the ranks have found already.
+        """
         adapter, array, dtype = self._view("broadcast", template)
-        key = ("broadcast", dtype, array.shape, root, type(array))
-        planned = self._plans.get(key)
-        if planned is None:
-            device = self._where(array)
-            request = Request("broadcast", dtype, array.shape, root=root, device=device)
-            planned = self._remember(key, self._planned(request))
+        planned = self._plan_of_broadcast(array, dtype, root)
         output: Output | None = None
         if self.rank != root or out is not None:
             output = Output("broadcast", out, adapter, array.shape, dtype, array)
@@ -115,7 +143,7 @@ class Broadcasting(PieceCalls):
             buffer = Buffer(output.flat, dtype)
 
         def run() -> Any:
-            self._broadcast_known(buffer, planned, Deadline(seconds))
+            self._broadcast_known(buffer, planned, Deadline(seconds), difference=difference)
             if output is None:
                 return x
             if self.rank == root and buffer.array is not output.flat:
@@ -123,6 +151,15 @@ class Broadcasting(PieceCalls):
             return output.finish()
 
         return self._go("broadcast", run, async_op, array, adapter)
+
+    def _plan_of_broadcast(self, array: Array, dtype: dtypes.DType, root: int) -> Planned:
+        key = ("broadcast", dtype, array.shape, root, type(array))
+        planned: Planned | None = self._plans.get(key)
+        if planned is None:
+            device = self._where(array)
+            request = Request("broadcast", dtype, array.shape, root=root, device=device)
+            planned = self._remember(key, self._planned(request))
+        return planned
 
     def _broadcast_unknown(self, root: int, like: Any, deadline: Deadline) -> Any:
         """Take part in a broadcast of which nothing is known here."""
@@ -166,7 +203,12 @@ class Broadcasting(PieceCalls):
         return found
 
     def _broadcast_known(
-        self, buffer: Buffer, planned: Planned, deadline: Deadline, text: int = 0
+        self,
+        buffer: Buffer,
+        planned: Planned,
+        deadline: Deadline,
+        text: int = 0,
+        difference: Disagreement | None = None,
     ) -> None:
         """Broadcast among ranks that may differ from the root only in having passed None."""
         request = planned.request
@@ -181,11 +223,13 @@ class Broadcasting(PieceCalls):
                 buffer.array.view(np.uint8)[:] = inline
             return
         try:
+            if difference is not None:
+                raise difference
             if self._agree_sizes or self._enqueues:
                 self._agree(request, deadline.left())
             self._carry(planned, buffer, buffer, deadline.left(), alike=False)
-        except Disagreement as difference:
-            self._root_header(difference.headers, root)
+        except Disagreement as found:
+            self._root_header(found.headers, root)
             to_all = self._planned(_to_all(request))
             self._carry(to_all, buffer, buffer, deadline.left(), alike=False)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from collective import native
 from collective import request as request_module
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
@@ -41,7 +42,9 @@ from .streams import StreamWork, joined, within
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from collective.contract.backend import Plan
     from collective.cuda import Stream
+    from collective.native._core import Door
 
 __all__ = ["Calls", "View"]
 
@@ -103,6 +106,48 @@ class Calls:
         self._broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
         backend.observe(self.recorder)
+        self._closed = False
+        self._open_door()
+
+    # -- in C ---------------------------------------------------------------------------
+
+    def _open_door(self) -> None:
+        """Let C make plain calls, or not: when somebody listens, or every call will be refused.
+
+        The methods ask it first. It records a call, runs its plan, and leaves all else to them.
+        What moves pieces goes this way where the transport compares calls by itself.
+        """
+        shut = self._agree_first or self._listeners or self._closed or self._broken is not None
+        queue = self._lane.queue
+        self._door: Door | None = None
+        if not shut and self._on_host:
+            self._door = native.door(self.recorder.ring, queue, self.rank, self.size)
+        apart = self._agree_sizes or self._enqueues
+        self._door_of_pieces = None if apart else self._door
+
+    def _find_plan(
+        self, what: str, x: Any, op: Any, order: str | None, root: int | None
+    ) -> Planned:
+        """Return the plan of a plain call, of which C has none yet."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _fresh(x: Any, rows: int) -> Any:
+        """Return a new array like a plain one, with that many rows if ``rows`` isn't -1."""
+        shape = x.shape if rows < 0 else (rows, *x.shape[1:])
+        return np.empty(shape, x.dtype) if type(x) is np.ndarray else x.new_empty(shape)
+
+    @staticmethod
+    def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
+        """Run a plan that is not C's, on plain arrays."""
+        dst = None if out is None else _buffer(out)
+        work = plan(dst if x is out else None if x is None else _buffer(x), dst, seconds)
+        if work is not None:
+            work.wait()
+
+    def _recover(self, what: str, x: Any, out: Any, root: int | None, error: BaseException) -> Any:
+        """Go on when a call that C has made has failed, as its method would, or raise."""
+        raise NotImplementedError
 
     # -- running ------------------------------------------------------------------------
 
@@ -195,19 +240,23 @@ class Calls:
             work = method(*args)
             if work is not None:
                 work.wait()
-        except CollectiveError as error:
-            self._note_broken(error)
-            raise
         except Disagreement:
             raise
-        except BaseException:
-            self._half_done()
+        except BaseException as error:
+            self._note_failure(error)
             raise
 
-    def _note_broken(self, error: CollectiveError) -> None:
-        self.recorder.failed = self.recorder.started
-        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
-            self._broken = self._broken or error
+    def _note_failure(self, error: BaseException) -> None:
+        """Note what a call that has reached the transport has ended in."""
+        if isinstance(error, Disagreement):
+            self.recorder.end()
+        elif isinstance(error, CollectiveError):
+            self.recorder.fail()
+            if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
+                self._broken = self._broken or error
+                self._open_door()
+        else:
+            self._half_done(error)
 
     def _refuse_broken(self, what: str) -> NoReturn:
         """Raise why the communicator is broken, as an earlier call of this rank has found.
@@ -218,10 +267,11 @@ class Calls:
         self._backend.refuse_broken(what)
         raise CommunicatorAbortedError(f"{what}: {self._broken} (that was an earlier call)")
 
-    def _half_done(self) -> None:
+    def _half_done(self, error: BaseException) -> None:
         """Break the communicator: nobody can tell what the peers still expect of this rank."""
-        self.recorder.failed = self.recorder.started
-        self._backend.abort(Failure("failed", self.rank, traceback.format_exc()))
+        self.recorder.fail()
+        text = "".join(traceback.format_exception(error))
+        self._backend.abort(Failure("failed", self.rank, text))
 
     def _carry(
         self,
@@ -262,16 +312,10 @@ class Calls:
             if work is not None:
                 work.wait()
             recorder.end()
-        except Disagreement as difference:
-            recorder.end()
-            if not alike:
-                raise
-            self._mismatch(difference.headers)
-        except CollectiveError as error:
-            self._note_broken(error)
-            raise
-        except BaseException:
-            self._half_done()
+        except BaseException as error:
+            self._note_failure(error)
+            if alike and isinstance(error, Disagreement):
+                self._mismatch(error.headers)
             raise
 
     def _event(self, planned: Planned, src: Buffer | None, dst: Buffer | None) -> CallEvent:
@@ -294,9 +338,11 @@ class Calls:
         if lane is not None:  # or later calls would overtake those that are under way
             self._lane = lane
             self._lanes.clear()
+        self._open_door()
 
     def _forget(self, listener: Listener) -> None:
         self._listeners = tuple(each for each in self._listeners if each is not listener)
+        self._open_door()
 
     def _heard(self, event: CallEvent, run: Callable[[], T]) -> T:
         """Make a call of which listeners hear."""
@@ -492,6 +538,12 @@ class Calls:
             self._plans.clear()
         self._plans[key] = plan
         return plan
+
+
+def _buffer(x: Any) -> Buffer:
+    """Return a contiguous array on the host as a buffer."""
+    array, dtype = adapter_of(x).view(x)
+    return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)
 
 
 def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:

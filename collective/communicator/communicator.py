@@ -31,15 +31,17 @@ from collective.errors import (
 )
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_of
-from collective.request import Request
+from collective.request import Disagreement, Request
 
 from .exchanging import Exchanging
 from .grouping import meet
 from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
+from .pieces import Leaf
 from .plan import Planned
 from .prepared import PREPARE, PreparedCall, refuse_unfit
 from .reductions import Reductions
+from .rows import Rows, split_sizes
 
 __all__ = ["Communicator"]
 
@@ -85,7 +87,6 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self.local_size = local_size
         self.host = host
         self.backend = backend.name
-        self._closed = False
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # The store in which the ranks met, if this communicator is all that uses it.
         self._store: Store | None = None
@@ -371,6 +372,46 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         prepared: PreparedCall = getattr(self, operation)(*args, **options, async_op=PREPARE)
         return prepared
 
+    # -- in C ---------------------------------------------------------------------------
+
+    def _find_plan(
+        self, what: str, x: Any, op: Any, order: str | None, root: int | None
+    ) -> Planned:
+        if what == "barrier":
+            return self._plan_of_barrier()
+        view = self._view(what, x)
+        if what == "broadcast":
+            assert root is not None
+            return self._plan_of_broadcast(view.array, view.dtype, root)
+        if what == "reduce_scatter":
+            rows = Rows(what, view.array, 0)
+            sizes = split_sizes(what, rows.length, self.size, None)
+            return self._plan_of_pieces(view.array, view.dtype, op, order, rows, sizes, None)
+        if op is not None:
+            return self._plan_of(what, view.array, view.dtype, op, order, root)
+        leaf = Leaf(what, view, 0)
+        if what == "all_to_all":
+            sizes = split_sizes(what, leaf.rows.length, self.size, None)
+            return self._piece_plan(what, [leaf], 0, None, 0, None, [sizes])
+        return self._plan_of_collection(what, leaf, root, 0, None)
+
+    def _recover(self, what: str, x: Any, out: Any, root: int | None, error: BaseException) -> Any:
+        self._note_failure(error)
+        if not isinstance(error, Disagreement):
+            raise error
+        # Ranks may differ in how much they have, or in having passed None: what then follows has
+        # the time that is left.
+        entry = self.recorder.entries(1)[0]
+        left = max(1e-3, entry.began + self.timeout - time.monotonic())
+        if what == "broadcast":
+            assert root is not None
+            return self._broadcast_one(x, x, root, out, left, False, error)
+        if what == "all_to_all":
+            return self._exchange(x, None, 0, out, left, False, error)
+        if what in ("gather", "all_gather"):
+            return self._collect(what, x, root, None, 0, out, left, False, error)
+        self._mismatch(error.headers)
+
     # -- listening ------------------------------------------------------------------------
 
     def hook(
@@ -429,6 +470,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._closed = True
         # What was prepared would go on calling the transport.
         self._plans.clear()
+        self._open_door()
         for listener in self._listeners:
             listener.close()
         backend, self._backend = self._backend, _Closed(self._backend, _CLOSED)  # type: ignore[assignment]
@@ -448,6 +490,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             "a communicator of their own."
         )
         self._plans.clear()
+        self._open_door()
         self._backend = _Closed(self._backend, self._foreign)  # type: ignore[assignment]
 
     def _leave(self) -> None:

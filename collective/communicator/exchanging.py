@@ -60,6 +60,28 @@ class Exchanging(PieceCalls):
         See Also:
             MPI_Alltoallv, ncclAlltoAll.
         """
+        door = self._door_of_pieces
+        if door is not None:
+            done = door.all_to_all(self, x, out, counts, axis or None, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
+        return self._exchange(x, counts, axis, out, timeout, async_op)
+
+    def _exchange(
+        self,
+        x: Any,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        timeout: float | None,
+        async_op: bool,
+        difference: Disagreement | None = None,
+    ) -> Any:
+        """Make the call; see :meth:`all_to_all`.
+
+        Args:
+            difference: what the ranks have found already, if that is how they differ.
+        """
         what = "all_to_all"
         seconds = self._seconds(timeout)
         nesting = nested.skeleton(x)
@@ -74,6 +96,8 @@ class Exchanging(PieceCalls):
             deadline = Deadline(seconds)
             even = [[s[self.rank]] * self.size for s in sends]
             try:
+                if difference is not None:
+                    raise difference
                 if self._agree_first:
                     self._agree(request, deadline.left())
                 elif self._agree_sizes or on_gpu:
@@ -82,8 +106,8 @@ class Exchanging(PieceCalls):
                         joined = functools.partial(_joined, found, request, self.rank)
                         return send(even, Planned(request, joined), deadline.left())
                 return send(even, planned, deadline.left())
-            except Disagreement as difference:
-                headers = difference.headers
+            except Disagreement as differs:
+                headers = differs.headers
             self._rows_of(headers, len(leaves))
             table = [header["options"]["sizes"] for header in headers]
             receives = [

@@ -61,6 +61,11 @@ class Gathering(PieceCalls):
         See Also:
             MPI_Gatherv.
         """
+        door = self._door_of_pieces
+        if door is not None:
+            done = door.gather(self, x, out, counts, axis or None, root, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         root = self._rank("gather", "root", root)
         out = out if self.rank == root else None
         return self._collect("gather", x, root, counts, axis, out, timeout, async_op)
@@ -91,6 +96,11 @@ class Gathering(PieceCalls):
         See Also:
             MPI_Allgatherv, ncclAllGather.
         """
+        door = self._door_of_pieces
+        if door is not None:
+            done = door.all_gather(self, x, out, counts, axis or None, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         return self._collect("all_gather", x, None, counts, axis, out, timeout, async_op)
 
     def _collect(
@@ -103,7 +113,13 @@ class Gathering(PieceCalls):
         out: Any,
         timeout: float | None,
         async_op: bool,
+        difference: Disagreement | None = None,
     ) -> Any:
+        """Collect at ``root``, or at all ranks if that is None.
+
+        Args:
+            difference: what the ranks have found already, if that is how they differ.
+        """
         seconds = self._seconds(timeout)
         if nested.is_tree(x):
             return self._collect_tree(what, x, root, counts, axis, out, seconds, async_op)
@@ -111,12 +127,7 @@ class Gathering(PieceCalls):
         leaf = Leaf(what, view, axis)
         lengths = None if counts is None else check_counts(what, counts, self.size)
         known = None if lengths is None else [lengths]
-        key = (what, leaf.dtype, leaf.shape, root, axis, lengths and tuple(lengths),
-               type(view.array))  # fmt: skip
-        planned = self._plans.get(key)
-        if planned is None:
-            self._check_lengths(what, [leaf], lengths)
-            planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, lengths))
+        planned = self._plan_of_collection(what, leaf, root, axis, lengths)
         receives = root is None or root == self.rank
 
         def packed() -> Array:
@@ -128,9 +139,21 @@ class Gathering(PieceCalls):
             return self._move_one(what, agreed, leaf, sum(rows[0]), at, receives, out, seconds)
 
         def run() -> Any:
-            return self._with_lengths(planned, [leaf], 0, known, packed, send, Deadline(seconds))
+            deadline = Deadline(seconds)
+            return self._with_lengths(planned, [leaf], 0, known, packed, send, deadline, difference)
 
         return self._go(what, run, async_op, view.array, view.adapter)
+
+    def _plan_of_collection(
+        self, what: str, leaf: Leaf, root: int | None, axis: int, lengths: list[int] | None
+    ) -> Planned:
+        counts = None if lengths is None else tuple(lengths)
+        key = (what, leaf.dtype, leaf.shape, root, axis, counts, type(leaf.rows.array))
+        planned: Planned | None = self._plans.get(key)
+        if planned is None:
+            self._check_lengths(what, [leaf], lengths)
+            planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, lengths))
+        return planned
 
     def _collect_tree(
         self,
@@ -198,6 +221,7 @@ class Gathering(PieceCalls):
         packed: Callable[[], Array],
         send: Callable[[Sequence[Sequence[int]], Planned, float], Any],
         deadline: Deadline,
+        difference: Disagreement | None = None,
     ) -> Any:
         """Find out how much each rank has, and move it.
 
@@ -206,20 +230,23 @@ class Gathering(PieceCalls):
             known: how many rows of each leaf each rank has, where all ranks know.
             packed: returns what this rank has as bytes.
             send: moves it, of the rows of each leaf and rank, a plan and seconds.
+            difference: what the ranks have found already.
         """
         request = planned.request
         alike = known or [[leaf.rows.length] * self.size for leaf in leaves]
         try:
+            if difference is not None:
+                raise difference
             if self._agree_first:
                 self._agree(request, deadline.left())
             elif known is None and (self._agree_sizes or request.options.get("device")):
-                found = self._exchange_heads(request, packed(), deadline)
-                if found is not None:
-                    joined = functools.partial(_joined, found)
+                heads = self._exchange_heads(request, packed(), deadline)
+                if heads is not None:
+                    joined = functools.partial(_joined, heads)
                     return send(alike, Planned(request, joined), deadline.left())
             return send(alike, planned, deadline.left())
-        except Disagreement as difference:
-            headers = difference.headers
+        except Disagreement as found:
+            headers = found.headers
         if known is not None:
             self._mismatch(headers)
         rows = self._rows_of(headers, len(leaves))

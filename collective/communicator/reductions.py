@@ -82,12 +82,16 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
+        door = self._door
+        if door is not None:
+            done = door.all_reduce(self, x, out, op, order, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
         adapter, array, dtype = self._view("all_reduce", x)
         shape = array.shape
-        key = ("all_reduce", dtype, shape, op, order, type(array))
-        planned = self._plans.get(key) or self._reduction(key)
+        planned = self._plan_of("all_reduce", array, dtype, op, order)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
@@ -130,14 +134,18 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce, ncclReduce.
         """
+        door = self._door
+        if door is not None:
+            done = door.reduce(self, x, out, op, order, root, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         root = self._rank("reduce", "root", root)
         if self.rank != root:
             out = None
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
         adapter, array, dtype = self._view("reduce", x)
-        key = ("reduce", dtype, array.shape, op, order, type(array), root)
-        planned = self._plans.get(key) or self._reduction(key, root)
+        planned = self._plan_of("reduce", array, dtype, op, order, root)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self._seconds(timeout)
@@ -182,6 +190,11 @@ class Reductions(Calls):
         See Also:
             MPI_Scan.
         """
+        door = self._door if op != "avg" else None
+        if door is not None:
+            done = door.scan(self, x, out, op, None, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         if as_op(op).name == "avg":
             raise InvalidArgumentError(
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
@@ -189,8 +202,7 @@ class Reductions(Calls):
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
         adapter, array, dtype = self._view("scan", x)
-        key = ("scan", dtype, array.shape, op, None, type(array))
-        planned = self._plans.get(key) or self._reduction(key)
+        planned = self._plan_of("scan", array, dtype, op, None)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         output = Output("scan", out, adapter, array.shape, dtype, array)
@@ -236,19 +248,18 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
+        door = self._door
+        if door is not None and not axis and counts is None:
+            done = door.reduce_scatter(self, x, out, op, order, None, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)
         adapter, array, dtype = self._view("reduce_scatter", x)
         rows = Rows("reduce_scatter", array, axis)
         sizes = split_sizes("reduce_scatter", rows.length, self.size, counts)
-        key = (
-            "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
-        )  # fmt: skip
-        planned = self._plans.get(key)
-        if planned is None:
-            elements = [size * rows.inner for size in sizes]
-            planned = self._reduction(key, None, elements, axis=rows.axis, counts=counts)
+        planned = self._plan_of_pieces(array, dtype, op, order, rows, sizes, counts)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
             rows = Rows("reduce_scatter", array, axis)
@@ -267,6 +278,39 @@ class Reductions(Calls):
         return self._go("reduce_scatter", run, async_op, array, adapter)
 
     # -- shared ---------------------------------------------------------------------------
+
+    def _plan_of(
+        self,
+        what: str,
+        array: Array,
+        dtype: DType,
+        op: str | ReduceOp,
+        order: str | None,
+        root: int | None = None,
+    ) -> Planned:
+        """Return the plan of a reduction whose result is like the input."""
+        key = (what, dtype, array.shape, op, order, type(array), root)
+        return self._plans.get(key) or self._reduction(key, root)
+
+    def _plan_of_pieces(
+        self,
+        array: Array,
+        dtype: DType,
+        op: str | ReduceOp,
+        order: str | None,
+        rows: Rows,
+        sizes: Sequence[int],
+        counts: Sequence[int] | None,
+    ) -> Planned:
+        """Return the plan of a ``reduce_scatter`` that cuts ``rows`` into ``sizes``."""
+        key = (
+            "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
+        )  # fmt: skip
+        planned: Planned | None = self._plans.get(key)
+        if planned is not None:
+            return planned
+        elements = [size * rows.inner for size in sizes]
+        return self._reduction(key, None, elements, axis=rows.axis, counts=counts)
 
     def _reduction(
         self,
@@ -329,8 +373,8 @@ class Reductions(Calls):
             _finish(fold(src, dst, seconds))
         except (Disagreement, CommunicatorAbortedError):
             raise  # nothing has been folded, or all ranks know why
-        except CollectiveError:
-            self._half_done()  # it may be the operator's
+        except CollectiveError as error:
+            self._half_done(error)  # it may be the operator's
             raise
         _finish(outcome(None, None, max(0.0, end - time.monotonic())))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from collective import native
 from collective.request import Request, in_thread
 
 __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
@@ -40,7 +41,7 @@ class Entry:
 
     Attributes:
         sequence: its number among the communicator's collective calls, from 1.
-        call: what this rank asked for.
+        request: what this rank asked for.
         compares: whether it was the comparison of the ranks' calls, not yet the operation.
         site: ``file:line in function`` of the caller.
         began: when, on the clock of ``time.monotonic()``, in seconds.
@@ -60,43 +61,34 @@ class Entry:
         return f"#{self.sequence} {what} at {self.site or '?'}: {took}"
 
 
-class Recorder:
-    """A ring of the last calls of one communicator, written by one thread at a time.
+class _Ring:
+    """The last calls of a communicator, as the native core keeps them where it is in use.
 
     Attributes:
-        title: which communicator it is, for people.
         started: the number of calls that have begun.
         finished: the number of the last call that is over.
-        failed: the number of the last call that has ended in an error.
     """
 
-    __slots__ = (
-        "__weakref__", "_ended", "_number", "_ring", "failed", "finished", "started", "title",
-    )  # fmt: skip
+    __slots__ = ("_calls", "_ended", "finished", "started")
 
-    def __init__(self, title: str = "") -> None:
-        self.title = title
+    def __init__(self) -> None:
         self.started = 0
         self.finished = 0
-        self.failed = 0
-        self._number = next(_numbers)
-        self._ring: list[Any] = [None] * _CAPACITY
+        self._calls: list[Any] = [None] * _CAPACITY
         self._ended = [0.0] * _CAPACITY
-        _all.add(self)
 
-    def begin(self, request: Request, compares: bool = False, depth: int = 3) -> None:
-        """Record that a call begins.
+    def begin(self, request: Request, compares: bool = False) -> None:
+        """Record that a call begins, and where in the program it was made.
 
         Args:
-            call: what this rank asks for.
+            request: what this rank asks for.
             compares: whether the calls are only compared yet.
-            depth: where the program's frame may be at the nearest: a communicator's method
-                calls another that calls this.
         """
-        self.started = number = self.started + 1
-        site = in_thread.site
-        if site is None:
-            frame = sys._getframe(depth)
+        number = self.started + 1
+        code: CodeType | str | None = in_thread.site
+        at = 0
+        if code is None:
+            frame = sys._getframe(1)
             code = frame.f_code
             while _INSIDE.get(code.co_filename, True):
                 if code.co_filename not in _INSIDE:
@@ -108,34 +100,67 @@ class Recorder:
                 frame = above
                 code = frame.f_code
             # The line is found out when somebody asks: that costs more than all the rest.
-            self._ring[number & _CAPACITY - 1] = (
-                number,
-                request,
-                compares,
-                code,
-                frame.f_lasti,
-                _now(),
-            )
-        else:
-            self._ring[number & _CAPACITY - 1] = number, request, compares, site, 0, _now()
+            at = frame.f_lasti
+        self._calls[number % _CAPACITY] = number, request, compares, code, at, _now()
+        self.started = number
 
     def end(self) -> None:
         """Record that the call that began last is over."""
-        self._ended[self.started & _CAPACITY - 1] = _now()
+        self._ended[self.started % _CAPACITY] = _now()
         self.finished = self.started
+
+    def kept(self, number: int) -> tuple[Request, bool, CodeType | str, int, float, float] | None:
+        """Return what is known of a call: as in :class:`Entry`, with its end, if that is known."""
+        kept = self._calls[number % _CAPACITY]
+        if kept is None or kept[0] != number:
+            return None  # overwritten meanwhile, or not written yet
+        return (*kept[1:], self._ended[number % _CAPACITY])
+
+
+class Recorder:
+    """A ring of the last calls of one communicator, written by one thread at a time.
+
+    Attributes:
+        title: which communicator it is, for people.
+        ring: what keeps the calls; in C where that is in use.
+        begin, end: the ring's: ``begin(request, compares=False)`` records that a call begins,
+            ``end()`` that it is over.
+        failed: the number of the last call that has ended in an error.
+    """
+
+    __slots__ = ("__weakref__", "_number", "begin", "end", "failed", "ring", "title")
+
+    def __init__(self, title: str = "") -> None:
+        self.title = title
+        self.ring = ring = native.ring(_PACKAGE, in_thread) or _Ring()
+        self.begin = ring.begin
+        self.end = ring.end
+        self.failed = 0
+        self._number = next(_numbers)
+        _all.add(self)
+
+    @property
+    def started(self) -> int:
+        """The number of calls that have begun."""
+        return self.ring.started
+
+    @property
+    def finished(self) -> int:
+        """The number of the last call that is over."""
+        return self.ring.finished
+
+    def fail(self) -> None:
+        """Record that the call that began last has ended in an error."""
+        self.failed = self.ring.started
 
     def entries(self, last: int = _CAPACITY) -> list[Entry]:
         """Return the last recorded calls, the oldest first. May be called from any thread."""
-        started, finished = self.started, self.finished
+        started, finished = self.ring.started, self.ring.finished
         found = []
         for number in range(max(1, started - min(last, _CAPACITY) + 1), started + 1):
-            kept = self._ring[number & _CAPACITY - 1]
-            if kept is None or kept[0] != number:
-                continue  # overwritten meanwhile, or not written yet
-            _, call, compares, code, at, began = kept
-            ended = self._ended[number & _CAPACITY - 1]
-            seconds = ended - began if number <= finished and ended >= began else None
-            found.append(Entry(number, call, compares, _site(code, at), began, seconds))
+            kept = self.ring.kept(number)
+            if kept is not None:
+                found.append(_entry(number, *kept, over=number <= finished))
         return found
 
     def running(self) -> Entry | None:
@@ -143,20 +168,33 @@ class Recorder:
 
         May be called from any thread. A call in a lane's thread keeps nobody.
         """
-        number = self.started
-        kept = self._ring[number & _CAPACITY - 1]
-        if max(self.finished, self.failed) >= number or kept is None or kept[0] != number:
+        ring = self.ring
+        number = ring.started
+        kept = ring.kept(number)
+        if max(ring.finished, self.failed) >= number or kept is None or isinstance(kept[2], str):
             return None
-        _, call, compares, code, at, began = kept
-        if isinstance(code, str):
-            return None
-        return Entry(number, call, compares, _site(code, at), began, None)
+        return _entry(number, *kept, over=False)
 
     def __str__(self) -> str:
         entries = self.entries(_LISTED)
         last = f", the last {len(entries)}:" if entries else ""
         head = f"{self.title}: {self.started} collective calls{last}"
         return "\n".join([head, *(f"  {entry}" for entry in entries)])
+
+
+def _entry(
+    number: int,
+    request: Request,
+    compares: bool,
+    code: CodeType | str,
+    at: int,
+    began: float,
+    ended: float,
+    *,
+    over: bool,
+) -> Entry:
+    seconds = ended - began if over and ended >= began else None
+    return Entry(number, request, compares, _site(code, at), began, seconds)
 
 
 def _site(code: CodeType | str, at: int) -> str:

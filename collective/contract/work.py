@@ -97,6 +97,10 @@ class Lane:
     The thread starts with the first submission and leaves after some idle seconds. It
     is a daemon: an interpreter that wants to exit is not held up by a peer that never
     comes.
+
+    Attributes:
+        queue: what is to be run, each with its function; the first one may be running. For reading:
+            the lane is idle when it is empty.
     """
 
     def __init__(self, name: str) -> None:
@@ -106,23 +110,21 @@ class Lane:
 
     def _begin(self) -> None:
         self._condition = threading.Condition()
-        self._queue: list[tuple[Work[Any], Callable[[], Any]]] = []
-        self._running: Work[Any] | None = None
+        self.queue: list[tuple[Work[Any], Callable[[], Any]]] = []
         self._thread: threading.Thread | None = None
         self._linger = _LINGER_S
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
-        # Without the lock, so in this order: what leaves the queue is running before.
-        return not self._queue and self._running is None
+        return not self.queue
 
     def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
         """Queue ``function``; ``what`` names it in error texts. ``work`` is what it becomes."""
         work = work or Work(what)
         work._finished = threading.Event()
         with self._condition:
-            self._queue.append((work, function))
+            self.queue.append((work, function))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -134,7 +136,7 @@ class Lane:
         end = time.monotonic() + timeout
         while not self.idle:
             with self._condition:
-                last = self._queue[-1][0] if self._queue else self._running
+                last = self.queue[-1][0] if self.queue else None
             if last is None:
                 continue
             assert last._finished is not None
@@ -155,27 +157,23 @@ class Lane:
     def _serve(self) -> None:
         while True:
             with self._condition:
-                if not self._queue and self._linger:
-                    self._condition.wait_for(lambda: self._queue or not self._linger, self._linger)
-                if not self._queue:
+                if not self.queue and self._linger:
+                    self._condition.wait_for(lambda: self.queue or not self._linger, self._linger)
+                if not self.queue:
                     self._thread = None
                     return
-                work, function = self._queue[0]
-                self._running = work
-                del self._queue[0]
+                work, function = self.queue[0]
             # No reference to the call may outlive it: it holds the user's arrays.
             try:
                 work._run(function)
             finally:
                 with self._condition:
-                    self._running = None
+                    del self.queue[0]
                 del work, function
 
     def _disown(self) -> None:
         """Begin anew in a forked child: what runs is the parent's, as are thread and lock."""
-        works = [work for work, _ in self._queue]
-        if self._running is not None:
-            works.append(self._running)
+        works = [work for work, _ in self.queue]
         self._begin()
         for work in works:
             work._error = CommunicatorClosedError(

@@ -7,7 +7,8 @@ setting ``native = "off"``, does without it. What it computes has the bits that 
 The C is in the files beside this one. ``folds.c`` and ``fold_loops.h`` have the arithmetic of
 reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory, ``messages.c`` the
 messages between two ranks; ``module.c``, ``plan_type.c`` and ``messages_type.c`` are Python's
-sides of these. ``views.c`` finds out where an array's elements are.
+sides of these. ``views.c`` finds out where an array's elements are, ``record.c`` keeps what the
+flight recorder tells, and ``door.c`` makes plain calls of communicators without Python in between.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from ._core import Shared
+    from ._core import Door, Ring, Shared
 
-__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "fold", "messages", "see_tensors",
-           "shared", "status", "switch"]  # fmt: skip
+__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold", "messages", "ring",
+           "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 3
@@ -102,6 +103,28 @@ def status() -> str:
     return f"in use ({chosen.extension.LEVELS[-1]})"
 
 
+def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
+    """Return the way in C from a communicator's methods to a transport's plans.
+
+    Its methods are called before anything is done, with the communicator and the arguments. They
+    make calls on plain arrays, or return ``NotImplemented``: then nothing has been done, and the
+    call is made as without C.
+
+    Args:
+        ring: where calls are recorded, of :func:`ring`.
+        queue: of the communicator's lane: it is empty when nothing is under way.
+        rank, size: the communicator's.
+
+    Returns:
+        None where C is not in use, or the ring isn't C's.
+    """
+    extension = chosen.extension
+    if extension is None or not isinstance(ring, extension.Ring):
+        return None
+    made: Door = extension.Door(ring, queue, rank, size)
+    return made
+
+
 def fold(op: str, dtype: int, reference: _Function) -> _Function:
     """Return ``reference`` in C: ``fold(a, b, out=c)`` sets c to ``a op b``, elementwise.
 
@@ -121,6 +144,22 @@ def fold(op: str, dtype: int, reference: _Function) -> _Function:
     if chosen.extension is None:
         return reference
     made: _Function = chosen.extension.make_fold(op, dtype, reference)
+    return made
+
+
+def ring(package: str, in_thread: Any) -> Ring | None:
+    """Return what keeps the last calls of a communicator, for its flight recorder.
+
+    Args:
+        package: what the names of the files begin with that are not the program's.
+        in_thread: its ``site`` says where the calls of this thread were made, if it isn't None.
+
+    Returns:
+        None where C is not in use.
+    """
+    if chosen.extension is None:
+        return None
+    made: Ring = chosen.extension.Ring(package, in_thread)
     return made
 
 

@@ -153,7 +153,8 @@ PyMODINIT_FUNC PyInit__core(void)
     PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
     if (module == NULL || here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
         || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0 || add_plans(module) < 0
-        || add_views(module) < 0 || add_messages(module) < 0)
+        || add_views(module) < 0 || add_messages(module) < 0 || add_ring(module) < 0
+        || add_door(module) < 0)
         Py_CLEAR(module);
     Py_XDECREF(all);
     Py_XDECREF(here);

@@ -36,6 +36,17 @@ fold_function *fold_of(const char *op, int dtype, int level);
 /* Whether a buffer is all of another one, or has nothing in common with it. */
 int is_apart(const Py_buffer *one, const Py_buffer *other);
 
+/* Records in a Ring that a call begins, of the frame that called last; that it is over, or that it
+   was not made after all. Neither raises. */
+void record_begin(PyObject *ring, PyObject *request, int compares);
+void record_end(PyObject *ring, int made);
+
+/* Adds the type Ring to the module; returns 0, or -1 with an exception. */
+int add_ring(PyObject *module);
+
+/* Adds the type Door to the module; returns 0, or -1 with an exception. */
+int add_door(PyObject *module);
+
 /* Adds what views.c has for Python to the module; returns 0, or -1 with an exception. */
 int add_views(PyObject *module);
 

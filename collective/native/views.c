@@ -29,35 +29,23 @@ static PyTypeObject *tensor_types[2]; /* exactly these: what else is a Tensor ha
 static const struct dl_exchange *torch;
 static PyObject *is_neg, *is_conj;
 
-/* Returns the code of an element type by its letter in the buffer protocol and its size. */
-static int dtype_of(const char *format, Py_ssize_t itemsize)
+/* Returns the code of an element type by its kind, as NumPy calls it, and its size; or -1. */
+static int dtype_of(int kind, size_t nbytes)
 {
-    static const char letters[] = "?bhilqBHILQefd";
-    static const signed char codes[] = {BOOL, INT8, INT16, INT32, INT64, INT64, UINT8, UINT16,
-                                        UINT32, UINT64, UINT64, FLOAT16, FLOAT32, FLOAT64};
-    int complex = format[0] == 'Z';
-    const char *found = format[complex] ? strchr(letters, format[complex]) : NULL;
-    if (found == NULL || format[complex + 1] != 0)
-        return -1;
-    int code = codes[found - letters];
-    if (complex)
-        code = code == FLOAT32 ? COMPLEX64 : code == FLOAT64 ? COMPLEX128 : -1;
-    /* A long is what the platform makes of it. */
-    return code >= 0 && (size_t)itemsize == item_bytes[code] ? code : -1;
+    static const char kinds[DTYPES + 1] = "?iiiiuuuufffccB";
+    for (int code = 0; code < DTYPES; code++)
+        if (kinds[code] == kind && item_bytes[code] == nbytes)
+            return code;
+    return -1;
 }
 
-static int dtype_of_tensor(const struct dl_tensor *tensor)
+/* Returns the kind of elements by what the buffer protocol calls them; or 0. */
+static int kind_of(const char *format)
 {
-    static const signed char codes[7][4] = {
-        {INT8, INT16, INT32, INT64}, {UINT8, UINT16, UINT32, UINT64},
-        {-1, FLOAT16, FLOAT32, FLOAT64}, {-1, -1, -1, -1}, {-1, BFLOAT16, -1, -1},
-        {-1, -1, -1, COMPLEX64}, {BOOL, -1, -1, -1}};
-    if (tensor->code == 5 && tensor->bits == 128)
-        return COMPLEX128;
-    for (int log = 0; log < 4; log++)
-        if (tensor->code < 7 && tensor->lanes == 1 && tensor->bits == 8 << log)
-            return codes[tensor->code][log];
-    return -1;
+    static const char letters[] = "?bhilqBHILQefd", kinds[] = "?iiiiiuuuuufff";
+    int complex = format[0] == 'Z';
+    const char *found = format[complex] ? strchr(letters, format[complex]) : NULL;
+    return found == NULL || format[complex + 1] != 0 ? 0 : complex ? 'c' : kinds[found - letters];
 }
 
 static int set_shape(struct view *view, int ndim, const void *shape, size_t nbytes)
@@ -78,7 +66,7 @@ static int view_ndarray(PyObject *array, struct view *view)
         return 0;
     view->address = buffer.buf;
     view->writable = !buffer.readonly;
-    view->dtype = dtype_of(buffer.format, buffer.itemsize);
+    view->dtype = dtype_of(kind_of(buffer.format), (size_t)buffer.itemsize);
     /* What holds the memory is the array, not the buffer. */
     int plain = view->dtype >= 0
                 && set_shape(view, buffer.ndim, buffer.shape, (size_t)buffer.len);
@@ -99,7 +87,9 @@ static int view_tensor(PyObject *array, struct view *view)
     struct dl_tensor tensor;
     if (torch->tensor_from_object(array, &tensor) < 0 || tensor.device != DL_CPU)
         return 0;
-    view->dtype = dtype_of_tensor(&tensor);
+    /* By DLPack's numbers of kinds. */
+    int kind = tensor.code < 7 && tensor.lanes == 1 ? "iuf\0Bc?"[tensor.code] : 0;
+    view->dtype = tensor.bits % 8 ? -1 : dtype_of(kind, tensor.bits / 8);
     int64_t stride = 1;
     for (int i = tensor.ndim - 1; i >= 0; i--) {
         if (tensor.strides[i] != stride && tensor.shape[i] > 1)

@@ -50,8 +50,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (56, 16), "again": (18, 9), "out": (21, 9)}),
-        ("gloo", {"first": (69, 20), "again": (32, 13), "out": (34, 13)}),
+        ("shm", {"first": (31, 12), "again": (2, 2), "out": (1, 1)}),
+        ("gloo", {"first": (69, 18), "again": (27, 10), "out": (26, 10)}),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:

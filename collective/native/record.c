@@ -1,0 +1,184 @@
+/* The type Ring: the last calls of a communicator, and where in the program each was made; see
+   collective/contract/recorder.py, which reads it. */
+
+#include "python.h"
+
+#include <structmember.h>
+#include <time.h>
+
+#define RECORDS 512 /* a power of two */
+
+/* Of each call the list has the request, the code object (or text that says all of the place), the
+   instruction there, and whether the calls were only compared. */
+enum { REQUEST, SITE, INSTRUCTION, COMPARES, OBJECTS };
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t started, finished;
+    PyObject *package;   /* what the names of our own files begin with */
+    PyObject *in_thread; /* of request.py: its site is that of calls in the background */
+    PyObject *list;
+    double began[RECORDS], ended[RECORDS];
+} Ring;
+
+static PyObject *name_site, *name_filename, *name_back, *name_instruction;
+
+static double now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static int is_ours(const Ring *ring, PyObject *code)
+{
+    PyObject *file = PyObject_GetAttr(code, name_filename);
+    int ours = file && PyUnicode_Tailmatch(file, ring->package, 0, PY_SSIZE_T_MAX, -1) == 1;
+    Py_XDECREF(file);
+    return ours;
+}
+
+/* Finds the innermost frame that is the program's: its code, and what is executed there. The line
+   is found out when somebody asks. Returns new references, of "" where there is none. */
+static PyObject *find_site(const Ring *ring, PyObject *last, PyObject **instruction)
+{
+    PyObject *frame = (PyObject *)PyEval_GetFrame(), *code = NULL;
+    Py_XINCREF(frame);
+    while (frame != NULL && frame != Py_None) {
+        Py_XDECREF(code);
+        code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        /* A loop of the program's calls again and again. */
+        if (code == last || !is_ours(ring, code))
+            break;
+        PyObject *above = PyObject_GetAttr(frame, name_back);
+        Py_DECREF(frame);
+        frame = above;
+    }
+    *instruction = frame && frame != Py_None ? PyObject_GetAttr(frame, name_instruction) : NULL;
+    Py_XDECREF(frame);
+    PyErr_Clear();
+    return code != NULL ? code : PyUnicode_FromString("");
+}
+
+void record_begin(PyObject *object, PyObject *request, int compares)
+{
+    Ring *ring = (Ring *)object;
+    Py_ssize_t last = ring->started % RECORDS * OBJECTS, at = (ring->started + 1) % RECORDS;
+    PyObject *instruction = NULL, *site = PyObject_GetAttr(ring->in_thread, name_site);
+    if (site == NULL || site == Py_None) {
+        Py_XDECREF(site);
+        site = find_site(ring, PyList_GetItem(ring->list, last + SITE), &instruction);
+    }
+    PyList_SetItem(ring->list, at * OBJECTS + REQUEST, Py_NewRef(request));
+    PyList_SetItem(ring->list, at * OBJECTS + SITE, site);
+    PyList_SetItem(ring->list, at * OBJECTS + INSTRUCTION,
+                   instruction ? instruction : PyLong_FromLong(0));
+    PyList_SetItem(ring->list, at * OBJECTS + COMPARES, PyBool_FromLong(compares));
+    ring->began[at] = now();
+    ring->started++;
+}
+
+void record_end(PyObject *object, int made)
+{
+    Ring *ring = (Ring *)object;
+    ring->ended[ring->started % RECORDS] = now();
+    ring->started -= !made;
+    ring->finished = ring->started;
+}
+
+static PyObject *ring_begin(PyObject *object, PyObject *args)
+{
+    PyObject *request;
+    int compares = 0;
+    if (!PyArg_ParseTuple(args, "O|p:begin", &request, &compares))
+        return NULL;
+    record_begin(object, request, compares);
+    Py_RETURN_NONE;
+}
+
+static PyObject *ring_end(PyObject *object, PyObject *none)
+{
+    (void)none;
+    record_end(object, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *ring_kept(PyObject *object, PyObject *number)
+{
+    Ring *ring = (Ring *)object;
+    Py_ssize_t n = PyLong_AsSsize_t(number), at = n % RECORDS;
+    if (n > ring->started || n <= ring->started - RECORDS || n < 1)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    PyObject *kept[OBJECTS];
+    for (int i = 0; i < OBJECTS; i++)
+        kept[i] = PyList_GetItem(ring->list, at * OBJECTS + i);
+    return Py_BuildValue("OOOOdd", kept[REQUEST], kept[COMPARES], kept[SITE], kept[INSTRUCTION],
+                         ring->began[at], ring->ended[at]);
+}
+
+static int ring_init(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    Ring *ring = (Ring *)object;
+    PyObject *package, *in_thread;
+    (void)keywords;
+    if (ring->list != NULL || !PyArg_ParseTuple(args, "UO:Ring", &package, &in_thread))
+        return -1;
+    ring->package = Py_NewRef(package);
+    ring->in_thread = Py_NewRef(in_thread);
+    PyObject *none = Py_BuildValue("[O]", Py_None);
+    ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
+    Py_XDECREF(none);
+    return ring->list ? 0 : -1;
+}
+
+/* The list is what could be part of a circle, and Python breaks it there. */
+static int ring_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Ring *)object)->list);
+    return 0;
+}
+
+static void ring_dealloc(PyObject *object)
+{
+    Ring *ring = (Ring *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(ring->list);
+    Py_XDECREF(ring->package);
+    Py_XDECREF(ring->in_thread);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef ring_members[] = {
+    {"started", T_PYSSIZET, offsetof(Ring, started), READONLY, NULL},
+    {"finished", T_PYSSIZET, offsetof(Ring, finished), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyMethodDef ring_methods[] = {
+    {"begin", ring_begin, METH_VARARGS,
+     "begin(request, compares=False, /)\n--\n\nRecord that a call begins, and where."},
+    {"end", ring_end, METH_NOARGS, "end()\n--\n\nRecord that it is over."},
+    {"kept", ring_kept, METH_O, "kept(number, /)\n--\n\nReturn what is known of a call, or None."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot ring_slots[] = {
+    {Py_tp_init, ring_init},         {Py_tp_new, PyType_GenericNew},
+    {Py_tp_dealloc, ring_dealloc},   {Py_tp_methods, ring_methods},
+    {Py_tp_traverse, ring_traverse}, {Py_tp_members, ring_members}, {0, NULL}};
+
+static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
+
+int add_ring(PyObject *module)
+{
+    name_site = PyUnicode_InternFromString("site");
+    name_filename = PyUnicode_InternFromString("co_filename");
+    name_back = PyUnicode_InternFromString("f_back");
+    name_instruction = PyUnicode_InternFromString("f_lasti");
+    PyObject *type = PyType_FromSpec(&ring_spec);
+    int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return failed;
+}

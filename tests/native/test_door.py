@@ -1,0 +1,264 @@
+"""The way in C from a communicator's methods to plans: what it leaves to Python, and failures."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective import native
+from collective.communicator import Communicator
+from collective.errors import CommunicatorClosedError, InvalidArgumentError, MismatchError
+from collective.request import Request
+from collective.testing import RankPool, run_ranks
+
+pytest.importorskip("collective.native._core", reason="the native core is not built")
+
+Array = np.ndarray[Any, Any]
+
+
+class Own(np.ndarray):  # type: ignore[type-arg]
+    """A class of the program's."""
+
+
+def _x(rank: int = 0) -> Array:
+    return np.arange(8, dtype=np.float32) + rank
+
+
+def _strided(rank: int) -> Array:
+    return np.repeat(_x(rank), 2)[::2]
+
+
+def _overlapping(comm: Communicator) -> Array:
+    memory = np.concatenate([_x(comm.rank), np.zeros(1, np.float32)])
+    return comm.all_reduce(memory[:8], out=memory[1:])  # type: ignore[no-any-return]
+
+
+#: What C does not take, of which Python makes the same call.
+OTHERS: dict[str, Callable[[Communicator], Any]] = {
+    "strides": lambda comm: comm.all_reduce(_strided(comm.rank)),
+    "strides of out": lambda comm: comm.all_reduce(_x(comm.rank), out=_strided(0)),
+    "a subclass": lambda comm: comm.all_reduce(_x(comm.rank).view(Own)),
+    "an operator": lambda comm: comm.all_reduce(_x(comm.rank), op=collective.premul_sum(1)),
+    "a timeout": lambda comm: comm.all_reduce(_x(comm.rank), timeout=50.0),
+    "async_op": lambda comm: comm.all_reduce(_x(comm.rank), async_op=True).wait(),
+    "a plan": lambda comm: comm.plan("all_reduce", _x(comm.rank))(),
+    "overlapping": _overlapping,
+    "plain": lambda comm: comm.all_reduce(_x(comm.rank)),
+}
+
+
+@pytest.fixture(scope="module", params=["threads", "shm"])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(2, request.param, timeout=60.0) as ranks:
+        yield ranks
+
+
+def _one_otherwise(comm: Communicator, name: str) -> list[float]:
+    way = OTHERS[name if comm.rank else "plain"]
+    if "operator" in name:  # which is part of the call
+        way = OTHERS[name]
+    return [float(value) for value in way(comm)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_rank_that_goes_by_python_meets_one_that_goes_by_c(pool: RankPool, name: str) -> None:
+    total = list(_x(0) + _x(1))
+    assert pool.run(_one_otherwise, name) == [total, total]
+
+
+def _taken(comm: Communicator, *arguments: Any) -> bool:
+    """Return whether C makes an all-reduce; it must have done nothing where not."""
+    door, before = comm._door, comm.recorder.started
+    assert door is not None
+    taken = door.all_reduce(comm, *arguments) is not NotImplemented
+    assert comm.recorder.started == before + taken
+    return taken
+
+
+def _read_only() -> Array:
+    array = _x()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("taken", "arguments"),
+    [
+        pytest.param(True, (_x(), None, "sum", None, None, None, False), id="plain"),
+        pytest.param(True, (_x(), None, "sum", "rank", None, None, False), id="rank-order"),
+        pytest.param(True, (_read_only(), None, "sum", None, None, None, False), id="read-only"),
+        pytest.param(False, (_x(), _read_only(), "sum", None, None, None, False), id="out-r/o"),
+        pytest.param(False, (_x(), _x()[1:], "sum", None, None, None, False), id="out-shape"),
+        pytest.param(False, (_x(), np.zeros(8), "sum", None, None, None, False), id="out-dtype"),
+        pytest.param(False, (_x().view(Own), None, "sum", None, None, None, False), id="subclass"),
+        pytest.param(False, (_strided(0), None, "sum", None, None, None, False), id="strides"),
+        pytest.param(False, ([1.0], None, "sum", None, None, None, False), id="list"),
+        pytest.param(False, (_x(), None, None, None, None, None, False), id="no-op"),
+        pytest.param(False, (_x(), None, "sum", "any", None, None, False), id="other-order"),
+        pytest.param(False, (_x(), None, "sum", None, None, 9.0, False), id="timeout"),
+        pytest.param(False, (_x(), None, "sum", None, None, None, True), id="async"),
+        pytest.param(False, (_x(), None, "sum", None, None, None, 0), id="async-0"),
+        pytest.param(False, (_x(),), id="too-few"),
+    ],
+)
+def test_what_is_not_plain_is_left_to_python(taken: bool, arguments: tuple[Any, ...]) -> None:
+    with collective.init(size=1, rank=0) as comm:
+        assert _taken(comm, *arguments) is taken
+
+
+def test_a_call_waits_for_those_in_the_background() -> None:
+    with collective.init(size=1, rank=0) as comm:
+        works = []
+        lane: Any = comm._lane
+        lane.queue.append(("as if it ran", None))
+        works.append(_taken(comm, _x(), None, "sum", None, None, None, False))
+        lane.queue.clear()
+        works.append(_taken(comm, _x(), None, "sum", None, None, None, False))
+        assert works == [False, True]
+
+
+def test_errors_are_those_of_python() -> None:
+    with collective.init(size=1, rank=0) as comm:
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            comm.all_reduce(_x(), out=_read_only())
+        with pytest.raises(InvalidArgumentError, match="'som'"):
+            comm.all_reduce(_x(), op="som")
+        assert comm.recorder.started == 0
+
+
+def _finished(comm: Communicator) -> int:
+    return comm.recorder.finished
+
+
+def _mismatch(comm: Communicator) -> tuple[str, int]:
+    with pytest.raises(MismatchError) as caught:
+        comm.all_reduce(_x()[: 4 + comm.rank])
+    comm.all_reduce(_x())  # nothing was sent
+    return str(caught.value), comm.recorder.finished
+
+
+def test_a_mismatch_tells_where_the_calls_were_made(pool: RankPool) -> None:
+    before = pool.run(_finished)
+    for rank, (text, finished) in enumerate(pool.run(_mismatch)):
+        assert text.count("test_door.py") == 2
+        assert finished == before[rank] + 2
+
+
+def _broken(comm: Communicator) -> str:
+    def plan(src: Any, dst: Any, seconds: float) -> None:
+        raise ZeroDivisionError("of a transport's")
+
+    x = _x()
+    if comm.rank == 0:
+        comm._plans[("all_reduce", *_key(comm, x))] = _Planned(plan)
+    with pytest.raises(Exception, match="of a transport's") as caught:
+        comm.all_reduce(x)
+    return f"{caught.typename} {'ZeroDivision' in str(caught.value)}"
+
+
+class _Planned:
+    """A plan that raises."""
+
+    def __init__(self, plan: Any) -> None:
+        self.request = Request("all_reduce")
+        self.plan = plan
+        self.compares = False
+        self.takes_gpus = True
+
+
+def _key(comm: Communicator, x: Array) -> tuple[Any, ...]:
+    _, array, dtype = comm._view("all_reduce", x)
+    return dtype, array.shape, "sum", None, type(array), None
+
+
+def test_a_plan_that_raises_breaks_the_communicator() -> None:
+    assert run_ranks(2, _broken) == ["ZeroDivisionError False", "PeerFailedError True"]
+
+
+def test_it_is_open_while_nobody_listens() -> None:
+    comm = collective.init(size=1, rank=0)
+    states = [comm._door is not None]
+    heard: list[Any] = []
+    end = comm.hook(before=heard.append)
+    states.append(comm._door is not None)
+    comm.all_reduce(_x())
+    end()
+    states.append(comm._door is not None)
+    comm.all_reduce(_x())
+    comm.close()
+    states.append(comm._door is not None)
+    assert states == [True, False, True, False]
+    assert len(heard) == 1
+    with pytest.raises(CommunicatorClosedError):
+        comm.all_reduce(_x())
+
+
+def test_comparing_always_goes_by_python() -> None:
+    if not native.status().startswith("in use"):
+        pytest.skip("the core is switched off")
+    with collective.init(size=1, rank=0, check="never") as comm:
+        assert comm._door is not None
+    comm = Communicator(
+        _not_comparing(), local_rank=0, local_size=1, host="", timeout=9.0, check="always"
+    )
+    assert comm._door is None
+
+
+def _not_comparing() -> Any:
+    import dataclasses
+
+    with collective.init(size=1, rank=0) as comm:
+        backend: Any = comm._backend
+    backend.capabilities = dataclasses.replace(backend.capabilities, checks_calls=False)
+    return backend
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["C", "Python"])
+def test_a_call_is_recorded_where_the_program_made_it(on: bool) -> None:
+    was = native.chosen.extension is not None
+    native.switch(on)
+    try:
+        with collective.init(size=1, rank=0) as comm:
+            line = sys._getframe().f_lineno
+            comm.all_reduce(_x())
+            comm.all_reduce(_x(), async_op=True).wait()
+            comm.all_reduce(np.repeat(_x(), 2)[::2])
+            comm.barrier()
+            entries = comm.recorder.entries()
+    finally:
+        native.switch(was)
+    assert [entry.site for entry in entries] == [
+        f"{__file__}:{line + more} in test_a_call_is_recorded_where_the_program_made_it"
+        for more in range(1, 5)
+    ]
+    assert all(entry.seconds is not None for entry in entries)
+
+
+def test_it_keeps_no_array() -> None:
+    with collective.init(size=1, rank=0, backend="shm") as comm:
+        x, out = _x(), _x()
+        counts = sys.getrefcount(x), sys.getrefcount(out)
+        for _ in range(100):
+            result = comm.all_reduce(x, out=out)
+            fresh = comm.all_reduce(x)
+        assert result is out
+        assert sys.getrefcount(fresh) == 2
+        del result
+        assert (sys.getrefcount(x), sys.getrefcount(out)) == counts
+
+
+def test_a_dropped_communicator_is_freed_at_once() -> None:
+    with collective.init(size=1, rank=0) as comm:
+        group = comm.dup()
+        for length in range(300):  # more than are remembered in C
+            group.all_reduce(np.ones(length))
+        group.close()
+        alive = weakref.ref(group)
+        del group
+        assert alive() is None
