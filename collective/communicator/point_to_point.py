@@ -279,11 +279,8 @@ class MessageCalls(Calls):
         seconds = self.timeout if timeout is None else self._seconds(timeout)
         try:
             return exchange(x, dst, out, src, tag, seconds, True)
-        except CollectiveError as error:
-            self._note_broken(error)
-            raise
-        except BaseException:
-            self._half_done()
+        except BaseException as error:
+            self._note_failure(error)
             raise
 
     def _free(self, dst: int, src: int, tag: int) -> bool:
