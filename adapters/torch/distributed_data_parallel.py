@@ -17,6 +17,7 @@ from torch import nn
 from collective.errors import GradientError, InvalidArgumentError
 from collective.training.gradients import Bucket, Gradients, Parameter
 
+from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in
 from .sparse import all_reduce_sparse, empty_sparse
@@ -124,6 +125,9 @@ class DistributedDataParallel(nn.Module):
             _weakly(self._refuse_broken), _weakly(self._reached), _weakly(self._ended)
         )
         self._gradients.moved = _weakly(self._point)
+        dense = dense_weights(module, self._trained)
+        self._in_buckets = InBuckets(dense, _weakly(self._target)) if dense else None
+        self._written: set[int] = set()  # gradients in their place that have not arrived yet
         weak = weakref.ref(self)
         untyped: Any
         for number, untyped in enumerate(self._trained):
@@ -154,7 +158,8 @@ class DistributedDataParallel(nn.Module):
                 root = self._attendance.root
             if self.broadcast_buffers:
                 _broadcast(list(self.module.buffers()), self.comm, root)
-        outputs = self.module(*args, **kwargs)
+        with self._in_buckets or contextlib.nullcontext():
+            outputs = self.module(*args, **kwargs)
         tensors = list(tensors_in(outputs))
         unused: Sequence[int] = ()
         if reduced and self.find_unused_parameters:
@@ -232,14 +237,35 @@ class DistributedDataParallel(nn.Module):
         for number in self._passes.reach(forward):
             self._ready(number)
 
+    def _target(self, number: int, node: Any) -> torch.Tensor | None:
+        """Return where a gradient may be computed, if what is computed will be all of it.
+
+        A second contribution before the first has arrived would be written over it; autograd adds
+        up those that are not given a place. What a pass that broke off has left here costs the
+        parameter one copy in the next one.
+        """
+        parameter = self._trained[number]
+        untyped: Any = parameter
+        if parameter.grad is not None or number in self._written or untyped._backward_hooks:
+            return None
+        if not is_for(node, parameter):
+            return None
+        self._written.add(number)
+        view: torch.Tensor = self._gradients.views[number]
+        return view
+
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
         """Have a gradient in its place; called when autograd has added to it."""
         view, grad = self._gradients.views[number], parameter.grad
+        self._written.discard(number)
         if grad is not view:
             # Made anew, as it was None: autograd adds to it in its place from now on.
             assert grad is not None
             grad = grad.detach()
-            view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            if grad.data_ptr() != view.data_ptr() or not grad.is_contiguous():
+                view.copy_(grad)
             parameter.grad = view
         if self._passes.arrive(number, self._sync):
             self._ready(number)
