@@ -189,6 +189,8 @@ def distant_rank(options: argparse.Namespace) -> None:
 
 def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the first part under an MPI; return its figures."""
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    os.environ |= {**threads, "PYTHONPATH": str(HERE)}
     starter = under_mpiexec(2, Mpiexec(str(vendor / "bin" / "python")), lasting=False)
     with Ranks(2, starter) as ranks:
         # Chainer is this Python's, behind the packages of that environment.
@@ -303,8 +305,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.distant is not None:
         distant_rank(options)
         return 0
-    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    os.environ |= {**threads, "PYTHONPATH": str(HERE)}
     show(measured(options, lambda: measure_parts(options)), options.markdown)
     return 0
 

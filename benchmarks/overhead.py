@@ -145,6 +145,8 @@ def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
     Raises:
         RanksFailedError, BackendUnavailableError: they failed, or did not start.
     """
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     found: dict[str, Any]
     if venv is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -202,8 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
-    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     venvs = peers.find(options)
     failures = []
 

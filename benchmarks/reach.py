@@ -22,6 +22,8 @@ import overhead
 import peers
 from promises import KIB, MIB, Bound, Judged, hold
 
+from collective.errors import CollectiveError
+from collective.launch.outcome import RanksFailedError
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import named
 from collective.tools.bench.figures import headline
@@ -38,6 +40,7 @@ _OTHERS = (
 _ADDED = ("mpi", "nccl", "ddp", "chainer")
 #: What can be asked for: operations, all-reduces of 16-bit numbers, what calls add, and steps.
 ROWS = ("all_reduce", *_OTHERS, "16-bit", *_ADDED)
+_FAILURES = (ImportError, OSError, RuntimeError, RanksFailedError, CollectiveError)
 _HERE = Path(__file__).resolve().parent
 _HALVES = ("bfloat16", "float16")
 _MOST = 1 << 62
@@ -108,7 +111,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             progress.show(f"what {row} adds")
             try:
                 added[row] = one(options)
-            except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            except (*_FAILURES, subprocess.SubprocessError) as error:
                 missing[row] = str(error)
     progress.clear()
     results.machine = observer.machine()
@@ -150,9 +153,9 @@ def _sit(
 def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds that ``mpi`` adds to a raw call."""
     found: dict[str, float] = {}
-    asked = ["--sizes", "8", "1024", "--operations", *overhead.OPERATIONS.split()]
+    asked = overhead.OPERATIONS.split(), [8, 1024], options.quick
     for vendor, path in peers.find(options).items():
-        run = overhead.launch("mpi", path, 2, asked + ["--quick"] * options.quick)
+        run = overhead.launch(path, 2, *asked)
         for each in run["records"]:
             at = f"{each['operation']}, {size_name(each['nbytes'])}, {vendor}"
             found[at] = (each["ours"] - each["raw"]) * 1e6
@@ -179,7 +182,7 @@ def _of_nccl(options: argparse.Namespace) -> dict[str, float]:
 def _of_ddp(options: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds that our wrapper adds to a step."""
     training: Any = importlib.import_module("training")
-    times = training.run_ranks("wrappers", ["mlp"], options.quick)["mlp"]
+    times = training.two_ranks(training.rank, "wrappers", ["mlp"], options.quick)["mlp"]
     return {"ours": training.summary(times)["ours_added"] * 1e3}
 
 

@@ -209,6 +209,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
 
 def two_ranks(work: Callable[..., Any], part: str, names: Sequence[str], quick: bool) -> Any:
     """Run two ranks of a part and return their figures."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     backend = "gloo" if part == "buckets" else "shm"
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(
@@ -282,7 +283,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)
     options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
 
     def all_parts() -> dict[str, Any]:
         return {"parts": measure(options.parts, options.models, options.quick)}

@@ -15,7 +15,7 @@ from collective.memory import dtypes
 from collective.memory.arrays import Adapter, NumpyAdapter, adapter_like
 from collective.memory.device_adapter import root_owner
 from collective.memory.device_array import DeviceArray
-from collective.memory.device_space import OnDevice
+from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import DType
 
 __all__ = ["CupyAdapter"]
@@ -100,7 +100,7 @@ class CupySpace:
             owner = _allocate((nbytes,), np.dtype("uint8"))
         return owner.data.ptr, owner
 
-    def assign(self, dst: OnDevice, src: OnDevice) -> None:
+    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
         """Copy between arrays of one shape and item size, with any strides."""
         kind = _MOVED[dst.dtype.itemsize]
         with _current(cuda.effective_stream(dst.stream)):
@@ -151,7 +151,7 @@ def _current(stream: Stream) -> Any:
             yield
 
 
-def _over(array: OnDevice, kind: np.dtype[Any]) -> Any:
+def _over(array: DeviceElements, kind: np.dtype[Any]) -> Any:
     """Return CuPy over an array's memory, as ``kind``."""
     owner = root_owner(array)
     memory = owner.data.mem if isinstance(owner, cupy.ndarray) else None

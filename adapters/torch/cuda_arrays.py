@@ -14,7 +14,7 @@ from collective.memory import dlpack
 from collective.memory.device_adapter import root_owner
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PLAIN
-from collective.memory.device_space import OnDevice
+from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import BY_NAME, DType
 
 __all__ = ["current_stream", "empty", "used_on", "view", "wrap"]
@@ -129,7 +129,7 @@ class TorchSpace:
             owner = _allocate((nbytes,), torch.uint8, device)
         return owner.data_ptr(), owner
 
-    def assign(self, dst: OnDevice, src: OnDevice) -> None:
+    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
         """Copy between arrays of one shape and item size, with any strides."""
         target, source = _tensor(dst), _tensor(src)
         if target is None or source is None:
@@ -179,7 +179,7 @@ def _torch_stream(stream: Stream) -> Any:
     return found
 
 
-def _tensor(array: OnDevice) -> Any:
+def _tensor(array: DeviceElements) -> Any:
     """Return the bits of an array as a tensor; None if torch has no such strides."""
     size = array.dtype.itemsize
     if any(stride < 0 or stride % size for stride in array.strides):
@@ -206,7 +206,7 @@ def _tensor(array: OnDevice) -> Any:
     return torch.utils.dlpack.from_dlpack(lent)
 
 
-def _part(owner: Any, array: OnDevice, kind: torch.dtype) -> Any:
+def _part(owner: Any, array: DeviceElements, kind: torch.dtype) -> Any:
     """Return the part of a tensor's storage that an array covers; None if torch cannot."""
     size, unit = array.dtype.itemsize, owner.element_size()
     start = array.address - owner.data_ptr() + owner.storage_offset() * unit

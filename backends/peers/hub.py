@@ -32,13 +32,13 @@ __all__ = ["Hub", "disagreement"]
 
 # How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
 # code that holds the GIL may not answer at all.
-_COMPARISON_S = 0.5
+_CHECK_S = 0.5
 # How long the hub leaves what ranks wait in alone once it has looked.
 _LOOK_S = 0.2
 
 
 @dataclass
-class _Comparison:
+class _StallCheck:
     """One comparison that is going on.
 
     Attributes:
@@ -92,7 +92,7 @@ class Hub:
         self._hosts: dict[int, str] = {}
         self._complete = False
         self._over = False
-        self._comparisons: dict[str, _Comparison] = {}
+        self._checks: dict[str, _StallCheck] = {}
         # What the ranks have said last that they wait in, and when that was looked at.
         self._waits: dict[int, Message] = {}
         self._circles = Circles()
@@ -113,7 +113,7 @@ class Hub:
 
     def pause(self) -> float | None:
         """Return how many seconds may pass until :meth:`turn` has something to do; None: any."""
-        ends = [each.ends for each in self._comparisons.values()]
+        ends = [each.ends for each in self._checks.values()]
         if not self._complete:
             ends.append(self._ends)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
@@ -124,7 +124,7 @@ class Hub:
         for (channel, name), exchange in list(self._exchanges.items()):
             self._pass_on(channel, name, exchange)
         now = time.monotonic()
-        for channel in [name for name, each in self._comparisons.items() if each.ends <= now]:
+        for channel in [name for name, each in self._checks.items() if each.ends <= now]:
             self._conclude(channel)
         if not self._complete and now >= self._ends and not self._over:
             missing = sorted(set(range(self._size)) - set(self._links))
@@ -195,11 +195,11 @@ class Hub:
         elif kind in ("failure", "left"):
             self._tell((each for each in members if each != rank), {**message, "rank": rank})
         elif kind == "stall":
-            if channel not in self._comparisons:
-                self._comparisons[channel] = _Comparison(members, time.monotonic() + _COMPARISON_S)
+            if channel not in self._checks:
+                self._checks[channel] = _StallCheck(members, time.monotonic() + _CHECK_S)
                 self._tell(members, {"kind": "report", "channel": channel})
             if message["asks"] is not None:
-                self._comparisons[channel].askers[rank] = message["asks"]
+                self._checks[channel].askers[rank] = message["asks"]
         elif kind == "waits":
             self._waits[rank] = message
             self._look_for_circles()
@@ -207,17 +207,15 @@ class Hub:
             exchange = self._exchanges.setdefault((channel, message["name"]), _Exchange(members))
             exchange.texts[rank] = message["text"]
             exchange.fresh.add(rank)
-        elif (
-            channel in self._comparisons and rank in self._comparisons[channel].members
-        ):  # a report
-            known = self._comparisons[channel]
+        elif channel in self._checks and rank in self._checks[channel].members:  # a report
+            known = self._checks[channel]
             known.reports[rank] = message
             if all(each in known.reports for each in known.members if each in self._links):
                 self._conclude(channel)
 
     def _conclude(self, channel: str) -> None:
         """Tell the members if they have made different calls, else the askers who is late."""
-        known = self._comparisons.pop(channel)
+        known = self._checks.pop(channel)
         text = disagreement(known.members, known.reports)
         if text is not None:
             self._tell_mismatch(channel, known.members, text)

@@ -14,7 +14,7 @@ from collective.cuda import Device, Event, Stream
 from collective.cuda.pinning import LARGEST, is_pinned, pinned
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
 
-from .device_space import OnDevice, Space
+from .device_space import DeviceElements, Space
 
 __all__ = ["PLAIN", "PlainSpace", "assign", "fill_from_host", "to_host"]
 
@@ -37,7 +37,7 @@ class PlainSpace(Space):
         memory = cuda.allocate(device, nbytes, stream)
         return memory.address, memory
 
-    def assign(self, dst: OnDevice, src: OnDevice) -> None:
+    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
         """Enqueue a copy of elements on ``dst.effective_stream``."""
         axes = list(zip(dst.shape, dst.strides, src.strides))
         copies = _RowCopies(dst.itemsize, dst.device.max_pitch, dst.effective_stream)
@@ -119,7 +119,7 @@ def _merged(axes: list[Axis]) -> list[Axis]:
     return found
 
 
-def assign(dst: OnDevice, src: Any) -> None:
+def assign(dst: DeviceElements, src: Any) -> None:
     """Enqueue ``dst[...] = src``, after what is on the streams of both and before what comes."""
     if type(src) is not type(dst):
         raise DeviceError(
@@ -153,14 +153,14 @@ def assign(dst: OnDevice, src: Any) -> None:
         other.wait_for(stream)
 
 
-def _copy(dst: OnDevice, src: OnDevice, stream: Stream) -> None:
+def _copy(dst: DeviceElements, src: DeviceElements, stream: Stream) -> None:
     if dst.flags.c_contiguous and src.flags.c_contiguous:
         stream.copy(dst.address, src.address, dst.nbytes)
     else:
         dst.space.assign(dst, src)
 
 
-def _check_writeable(array: OnDevice) -> None:
+def _check_writeable(array: DeviceElements) -> None:
     if not array.writeable:
         raise InvalidArgumentError("array: it is read-only; pass a writeable one.")
 
@@ -168,7 +168,7 @@ def _check_writeable(array: OnDevice) -> None:
 # -- the host ---------------------------------------------------------------------------------
 
 
-def to_host(array: OnDevice, out: Array | None) -> Array:
+def to_host(array: DeviceElements, out: Array | None) -> Array:
     """See :meth:`DeviceArray.to_host`."""
     if out is None:
         out = _host_memory(array.shape, array.dtype)
@@ -183,7 +183,7 @@ def to_host(array: OnDevice, out: Array | None) -> Array:
     return out
 
 
-def fill_from_host(array: OnDevice, source: Array) -> None:
+def fill_from_host(array: DeviceElements, source: Array) -> None:
     """See :meth:`DeviceArray.fill_from_host`."""
     _check_writeable(array)
     _check_host(array, source)
@@ -196,7 +196,7 @@ def fill_from_host(array: OnDevice, source: Array) -> None:
             array.effective_stream.synchronize()
 
 
-def _check_host(array: OnDevice, host: Array) -> None:
+def _check_host(array: DeviceElements, host: Array) -> None:
     if host.shape != array.shape:
         raise ShapeError(f"array: shape {host.shape} on the host, {array.shape} on the GPU.")
     if host.dtype != array.dtype:

@@ -12,7 +12,7 @@ import numpy as np
 from collective.errors import DeviceError, DtypeError, ShapeError
 
 from . import device_layout
-from .device_space import OnDevice
+from .device_space import DeviceElements
 
 __all__ = ["FUNCTIONS"]
 
@@ -29,7 +29,7 @@ def _for(function: Any) -> Callable[[Any], Any]:
 
 
 @_for(np.concatenate)
-def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> OnDevice:
+def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -> DeviceElements:
     arrays = list(arrays)
     for array in arrays:
         _check_device("concatenate", array)
@@ -104,29 +104,29 @@ def _copyto(dst: Any, src: Any) -> None:
 
 
 @_for(np.moveaxis)
-def _moveaxis(a: OnDevice, source: Any, destination: Any) -> OnDevice:
+def _moveaxis(a: DeviceElements, source: Any, destination: Any) -> DeviceElements:
     return a.transpose(device_layout.axes_moved(a.ndim, source, destination))
 
 
 @_for(np.atleast_1d)
-def _atleast_1d(a: OnDevice) -> OnDevice:
+def _atleast_1d(a: DeviceElements) -> DeviceElements:
     return a if a.ndim else a.reshape(1)
 
 
 @_for(np.empty_like)
 def _empty_like(
-    prototype: OnDevice,
+    prototype: DeviceElements,
     dtype: Any = None,
     order: str = "K",
     subok: bool = True,
     shape: Any = None,
-) -> OnDevice:
+) -> DeviceElements:
     wanted = prototype.shape if shape is None else shape
     return prototype.allocate(tuple(wanted) if not isinstance(wanted, int) else wanted, dtype)
 
 
 @_for(np.split)
-def _split(ary: OnDevice, indices_or_sections: Any, axis: int = 0) -> list[OnDevice]:
+def _split(ary: DeviceElements, indices_or_sections: Any, axis: int = 0) -> list[DeviceElements]:
     if not -ary.ndim <= axis < ary.ndim:
         raise ShapeError(f"split: axis {axis} of an array of {ary.ndim} dimensions.")
     axis %= ary.ndim

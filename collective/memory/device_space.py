@@ -8,12 +8,12 @@ import numpy as np
 
 from collective.cuda import Device, Stream
 
-__all__ = ["OnDevice", "Space"]
+__all__ = ["DeviceElements", "Space"]
 
 Ints = tuple[int, ...]
 
 
-class OnDevice(Protocol):
+class DeviceElements(Protocol):
     """Elements in the memory of a GPU: a :class:`~.device_array.DeviceArray`, from below it."""
 
     address: int
@@ -40,26 +40,26 @@ class OnDevice(Protocol):
     def flags(self) -> Any: ...
     @property
     def bounds(self) -> tuple[int, int]: ...
-    def __getitem__(self, key: Any) -> OnDevice: ...
+    def __getitem__(self, key: Any) -> DeviceElements: ...
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
-    def allocate(self, shape: int | Ints, dtype: Any = None) -> OnDevice:
+    def allocate(self, shape: int | Ints, dtype: Any = None) -> DeviceElements:
         """Return new memory of the same space, device and stream."""
         ...
 
-    def broadcast_to(self, shape: Ints) -> OnDevice:
+    def broadcast_to(self, shape: Ints) -> DeviceElements:
         """Return a view of that shape, with strides of 0."""
         ...
 
-    def copy(self) -> OnDevice:
+    def copy(self) -> DeviceElements:
         """Return a copy in C order."""
         ...
 
-    def reshape(self, *shape: Any) -> OnDevice:
+    def reshape(self, *shape: Any) -> DeviceElements:
         """Return the elements in another shape, a view where that can be."""
         ...
 
-    def transpose(self, order: Ints) -> OnDevice:
+    def transpose(self, order: Ints) -> DeviceElements:
         """Return a view with the axes in another order."""
         ...
 
@@ -71,7 +71,7 @@ class Space(Protocol):
         """Return the address of new memory for use on ``stream``, and what keeps it alive."""
         ...
 
-    def assign(self, dst: OnDevice, src: OnDevice) -> None:
+    def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
         """Enqueue a copy of elements on ``dst.effective_stream``.
 
         The arrays are of one shape, dtype and device; they do not overlap; ``src`` may have

@@ -24,7 +24,7 @@ from .dtypes import BY_NAME, DType
 if TYPE_CHECKING:
     from collective.cuda import Stream
 
-    from .device_space import OnDevice
+    from .device_space import DeviceElements
 
 __all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "borrow", "export", "lend", "take"]
 
@@ -221,7 +221,7 @@ def _dtype(tensor: _Tensor) -> DType:
 
 
 def export(
-    array: OnDevice,
+    array: DeviceElements,
     *,
     stream: Any = None,
     max_version: tuple[int, int] | None = None,
@@ -280,12 +280,12 @@ def export(
     )
 
 
-def device_of(array: OnDevice) -> tuple[int, int]:
+def device_of(array: DeviceElements) -> tuple[int, int]:
     """Return what the array's ``__dlpack_device__`` returns."""
     return CUDA, array.device.ordinal
 
 
-def _stream(array: OnDevice, number: Any) -> Stream:
+def _stream(array: DeviceElements, number: Any) -> Stream:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidArgumentError(
             f"dlpack: stream {number!r}; −1 for no waiting, 1 or None for the legacy default "
