@@ -26,6 +26,7 @@ __all__ = [
     "Launches",
     "Terminal",
     "finish",
+    "launched",
     "launches",
 ]
 
@@ -163,9 +164,10 @@ class Terminal:
         return text
 
 
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    launches = Launches(tmp_path)
+@contextlib.contextmanager
+def launched(directory: Path) -> Iterator[Launches]:
+    """End all that was started in ``directory``, in the end."""
+    launches = Launches(directory)
     yield launches
     for process in launches.started:
         if process.poll() is None:
@@ -174,3 +176,9 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     for pid in launches.living():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    with launched(tmp_path) as launches:
+        yield launches

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ import pytest
 from collective.contract import registry
 from collective.install import hint
 from collective.start.keys import KEYS
+from collective.tools import doctor as tools_doctor
 from collective.tools.cli import doctor as command
 from collective.tools.cli.doctor import text
 from collective.tools.doctor import host as doctor_host
 from collective.tools.doctor import mpi as doctor_mpi
 from collective.tools.doctor import probe as doctor_probe
+from collective.tools.doctor.probe import Answer
 from collective.tools.doctor.problems import problems
-from tests.launches import ROOT, Launches, launches
+from tests.launches import ROOT, Launches, launched, launches
 from tests.mpi_launches import launch_of, needs, run_alone
 
 __all__ = ["launches"]  # a fixture
@@ -103,6 +106,44 @@ def doctor(launches: Launches) -> Doctor:
     return Doctor(launches)
 
 
+# A run starts a dozen processes: what goes wrong in one library says nothing of another, so tests
+# that look at one each share a run.
+
+
+@pytest.fixture(scope="module")
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What is told where all that is installed works, and GPUs with NCCL 2.19 are there."""
+    with launched(tmp_path_factory.mktemp("healthy")) as launches:
+        gpus = {} if fakes.compiler() is None else fakes.environment(21904, delay_us=0)
+        yield Doctor(launches).report("--test", installed=True, **gpus)
+
+
+@pytest.fixture(scope="module")
+def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What is told where no other package is installed, and no driver of a GPU."""
+    with launched(tmp_path_factory.mktemp("bare")) as launches:
+        yield Doctor(launches).report(COLLECTIVE_CUDA_LIBRARY="/no/such/libcuda.so.1")
+
+
+BROKEN = {
+    "torch": "raise ImportError('libtorch_cpu.so: cannot open shared object file')",
+    "mpi4py": "import os; os._exit(3)",
+    "cupy": "import os; print('more', flush=True); os.abort()",
+    "chainer": "import time; time.sleep(3600)",
+}
+
+
+@pytest.fixture(scope="module")
+def sick_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What is told where every library is broken, GPUs have no NCCL, and the interface is none."""
+    with launched(tmp_path_factory.mktemp("sick")) as launches:
+        doctor = Doctor(launches)
+        for name, body in BROKEN.items():
+            doctor.package(name, f"print('noise that is no JSON')\n{body}")
+        gpus = {} if shutil.which("cc") is None else {"LD_LIBRARY_PATH": str(driver(doctor, 0))}
+        yield doctor.report(COLLECTIVE_INTERFACE="nope0", **gpus)
+
+
 def told(report: dict[str, Any]) -> str:
     return "\n".join(f"{p['problem']}: {p['remedy']}" for p in report["problems"])
 
@@ -110,8 +151,8 @@ def told(report: dict[str, Any]) -> str:
 # -- in a healthy environment -------------------------------------------------------------------
 
 
-def test_it_tells_what_a_program_takes_and_what_works(doctor: Doctor) -> None:
-    report = doctor.report(installed=True)
+def test_it_tells_what_a_program_takes_and_what_works(healthy_run: dict[str, Any]) -> None:
+    report = healthy_run
     assert list(report["transports"]) == registry.names()
     for name in ("shm", "threads"):
         assert report["transports"][name]["works"] is True
@@ -142,10 +183,8 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -
     assert [line for line in lines if line != line.rstrip()] == []
 
 
-def test_two_ranks_try_what_works(doctor: Doctor) -> None:
-    compiled = fakes.compiler() is not None
-    gpus = fakes.environment(delay_us=0) if compiled else {}
-    report = doctor.report("--test", installed=True, **gpus)
+def test_two_ranks_try_what_works(healthy_run: dict[str, Any]) -> None:
+    compiled, report = fakes.compiler() is not None, healthy_run
     tried = {n: t["trial"] for n, t in report["transports"].items() if "trial" in t}
     assert {"shm", "threads"} <= set(tried)
     assert "nccl" in tried or not compiled
@@ -188,8 +227,8 @@ def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> No
 # -- in a sick one --------------------------------------------------------------------------------
 
 
-def test_without_any_package_the_remedies_are_there(doctor: Doctor) -> None:
-    report = doctor.report()
+def test_without_any_package_the_remedies_are_there(bare_run: dict[str, Any]) -> None:
+    report = bare_run
     assert not set(report["packages"]) & {"torch", "mpi4py", "cupy", "chainer"}
     gloo, mpi = report["transports"]["gloo"], report["transports"]["mpi"]
     assert (gloo["works"], gloo["reason"]) == (False, "torch is not installed")
@@ -202,39 +241,37 @@ def test_without_any_package_the_remedies_are_there(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("package", "said"),
     [
-        ("raise ImportError('libtorch_cpu.so: cannot open shared object file')", "libtorch_cpu"),
-        ("import sys; sys.exit('I leave')", "SystemExit: I leave"),
-        ("import os; print('more', flush=True); os.abort()", "SIGABRT: noise that is no JSON more"),
-        ("import os; os._exit(3)", "exited with 3"),
+        ("torch", "libtorch_cpu"),
+        ("mpi4py", "exited with 3"),
+        ("cupy", "SIGABRT: noise that is no JSON more"),
+        ("chainer", "importing chainer: no answer within 8 s"),
     ],
-    ids=["raises", "exits", "crashes", "vanishes"],
 )
 def test_a_broken_library_is_shown_and_the_rest_still_works(
-    doctor: Doctor, body: str, said: str
+    sick_run: dict[str, Any], package: str, said: str
 ) -> None:
-    doctor.package("torch", f"print('noise that is no JSON')\n{body}")
-    report = doctor.report()
-    gloo = report["transports"]["gloo"]
+    assert said in told(sick_run)
+    assert sick_run["packages"][package]["late"] is (package == "chainer")
+    assert sick_run["transports"]["shm"]["works"] is True
+
+
+def test_what_stands_on_a_broken_library_carries_the_remedy(sick_run: dict[str, Any]) -> None:
+    gloo = sick_run["transports"]["gloo"]
     assert (gloo["works"], gloo["reason"]) == (False, "torch is installed but cannot be imported")
     assert gloo["fix"] == "pip install --force-reinstall torch"
-    assert said in told(report)
-    assert report["transports"]["shm"]["works"] is True
 
 
-def test_a_library_that_hangs_is_given_up(doctor: Doctor) -> None:
-    doctor.package("chainer", "import time; time.sleep(3600)")
-    report = doctor.report()
-    assert report["packages"]["chainer"]["late"] is True
-    assert "importing chainer: no answer within 8 s" in told(report)
-    assert "force-reinstall" not in told(report)
-    assert report["transports"]["shm"]["works"] is True
+def test_a_library_that_hangs_is_not_to_be_installed_again(sick_run: dict[str, Any]) -> None:
+    (found,) = (each for each in sick_run["problems"] if "importing chainer" in each["problem"])
+    assert "force-reinstall" not in found["remedy"]  # nobody knows what it waits for
 
 
 def test_the_exit_code_is_1_if_what_is_asked_for_does_not_work(doctor: Doctor) -> None:
-    doctor.package("torch", "raise ImportError('libtorch_cpu.so')")
+    doctor.package("torch", "import sys; sys.exit('I leave')")
     report = doctor.report(code=1, COLLECTIVE_BACKEND="gloo")
+    assert "SystemExit: I leave" in told(report)
     assert report["choices"][0]["backend"] == "gloo"
     assert "a program started here and now takes gloo, which does not work" in told(report)
     assert "takes gloo, which does not work" in text(report).splitlines()[0]
@@ -247,29 +284,41 @@ def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
     assert report["transports"]["shm"]["works"] is True
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("COLLECTIVE_BAKEND", "shm", "the nearest is COLLECTIVE_BACKEND"),
-        ("COLLECTIVE_TIMEOUT", "soon", "it must be a number of seconds > 0"),
-        ("RANK", "0", "launcher torchrun: WORLD_SIZE is not set"),
-    ],
-)
-def test_a_wrong_setting_is_shown(doctor: Doctor, variable: str, value: str, said: str) -> None:
-    report = doctor.report(code=1, **{variable: value})
+def test_a_wrong_setting_is_shown(doctor: Doctor) -> None:
+    said = "the nearest is COLLECTIVE_BACKEND"
+    report = doctor.report(code=1, COLLECTIVE_BAKEND="shm")
     assert said in report["settings"]["error"]
-    assert said in told(report)
-    assert report["choices"] == []
     assert report["transports"]["shm"]["works"] is True
     shown = text(report)
     assert shown.splitlines()[0].endswith("a setting is wrong")
     assert said in re.sub(r"\s+", " ", shown)
 
 
-def test_a_wrong_interface_is_shown(doctor: Doctor) -> None:
-    report = doctor.report(COLLECTIVE_INTERFACE="nope0")
-    assert "'nope0'" in told(report)
-    assert "lo (127.0.0.1" in told(report)
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("COLLECTIVE_TIMEOUT", "soon", "it must be a number of seconds > 0"),
+        ("RANK", "0", "launcher torchrun: WORLD_SIZE is not set"),
+    ],
+)
+def test_every_wrong_setting_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    # What is asked of libraries is the same with any of them.
+    monkeypatch.setattr(
+        tools_doctor, "ask", lambda questions, *_: {q: Answer({}) for q in questions}
+    )
+    monkeypatch.setenv(variable, value)
+    report = tools_doctor.examine()
+    assert said in report["settings"]["error"]
+    assert said in told(report)
+    assert report["choices"] == []
+    assert report["exit_code"] == 1
+
+
+def test_a_wrong_interface_is_shown(sick_run: dict[str, Any]) -> None:
+    assert "'nope0'" in told(sick_run)
+    assert "lo (127.0.0.1" in told(sick_run)
 
 
 def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
@@ -588,25 +637,20 @@ def driver(doctor: Doctor, code: int) -> Path:
     return built.parent
 
 
-def drive(doctor: Doctor, code: int) -> dict[str, Any]:
-    """Report with a library that has the driver's ABI and two GPUs, or fails with ``code``."""
-    report = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, code)))
-    gpus: dict[str, Any] = report["gpus"]
-    return {**gpus, "text": text(report)}
-
-
-def test_gpus_are_listed(doctor: Doctor) -> None:
-    found = drive(doctor, 0)
+def test_gpus_are_listed(sick_run: dict[str, Any]) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    found = sick_run["gpus"]
     assert (found["cuda"], found["reason"]) == ("13.1", "")
     assert found["devices"] == [
         {"name": "GPU A", "memory_bytes": 1 << 34, "compute": "9.0"},
         {"name": "GPU B", "memory_bytes": 2 << 34, "compute": "9.1"},
     ]
-    assert "1 × GPU A, 16 GiB" in found["text"]
+    assert "1 × GPU A, 16 GiB" in text(sick_run)
 
 
 def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
-    found = drive(doctor, 100)
+    found = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 100)))["gpus"]
     assert found["devices"] == []
     assert "no device of that kind (CUresult 100)" in found["reason"]
 
@@ -614,10 +658,10 @@ def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
 # -- NCCL ---------------------------------------------------------------------------------------
 
 
-def test_nccl_that_works_is_described(doctor: Doctor) -> None:
+def test_nccl_that_works_is_described(healthy_run: dict[str, Any]) -> None:
     if fakes.compiler() is None:
         pytest.skip("no C compiler")
-    report = doctor.report(**fakes.environment(21904, delay_us=0))
+    report = healthy_run
     transport, nccl = report["transports"]["nccl"], report["nccl"]
     assert (transport["works"], transport["reason"]) == (True, "")
     assert "cuda" in transport["devices"]
@@ -626,7 +670,7 @@ def test_nccl_that_works_is_described(doctor: Doctor) -> None:
     lacking = {name for name, there in nccl["features"].items() if not there}
     assert lacking == {"fp8", "shrink", "windows", "alltoall"}
     shown = text(report)
-    assert re.search(r"^  nccl +works$", shown, re.MULTILINE)
+    assert re.search(r"^  nccl +works; two ranks", shown, re.MULTILINE)
     assert re.search(r"^  lacks +fp8, shrink, windows, alltoall$", shown, re.MULTILINE)
 
 
@@ -640,16 +684,18 @@ def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
     assert "NCCL is here and does not work" in told(report)
 
 
-def test_nccl_without_a_gpu_is_no_problem(doctor: Doctor) -> None:
-    report = doctor.report(COLLECTIVE_CUDA_LIBRARY="/no/such/libcuda.so.1")
+def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
+    report = bare_run
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["fix"]) == (False, "")
     assert transport["reason"] == "no NVIDIA driver: /no/such/libcuda.so.1 cannot be loaded"
     assert "NCCL" not in told(report)
 
 
-def test_gpus_without_nccl_carry_the_command(doctor: Doctor) -> None:
-    report = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 0)))
+def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    report = sick_run
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
     assert transport["fix"] == "pip install nvidia-nccl-cu13"
