@@ -7,7 +7,7 @@ the kind of array, on arguments or on the order of events is the same once more.
 
 from __future__ import annotations
 
-__all__ = ["BY_PLACE", "BY_SIZE"]
+__all__ = ["BY_PLACE", "BY_SIZE", "OF_TWO"]
 
 #: What depends on the number of ranks.
 BY_SIZE = tuple(
@@ -26,4 +26,11 @@ BY_PLACE = tuple(
     gather groups_side_by_side killed_peer mismatch order_rank reduce reduce_large
     reduce_scatter_counts scan scatter sendrecv split tags user_op_order
 """.split()
+)
+#: For two ranks where all checks are run with three: some look at every call with two alone.
+OF_TWO = (
+    *(name for name in BY_SIZE if name != "check_killed_in_the_middle"),
+    "check_broken_by_abort",
+    "check_broken_by_a_late_receiver",
+    "check_late_peer",
 )

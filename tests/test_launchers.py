@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from mpi_launches import VENDORS, launch_of, needs
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "hello.py")
@@ -67,20 +68,20 @@ BACKENDS = pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("gloo
 @pytest.mark.parametrize(("backend", "name"), [("auto", "threads"), ("gloo", "gloo")])
 def test_python(backend: str, name: str) -> None:
     needs_package_of(backend)
-    check(run([sys.executable, SCRIPT], backend), name, 1)
+    check(run([warm.python(), SCRIPT], backend), name, 1)
 
 
 @BACKENDS
 def test_collective_run(backend: str, name: str) -> None:
     needs_package_of(backend)
-    command = [sys.executable, "-m", "collective", "run", "-n", str(SIZE), SCRIPT]
+    command = [warm.python(), "-m", "collective", "run", "-n", str(SIZE), SCRIPT]
     check(run(command, backend), name)
 
 
 @BACKENDS
 def test_torchrun(backend: str, name: str) -> None:
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"]
+    command = [warm.python(), "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,7 +112,7 @@ def test_slurm(backend: str, name: str) -> None:
     ranks = [
         threading.Thread(
             target=lambda rank=rank: printed.append(
-                run([sys.executable, SCRIPT], backend, **slurm(rank))
+                run([warm.python(), SCRIPT], backend, **slurm(rank))
             )
         )
         for rank in range(SIZE)
