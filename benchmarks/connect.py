@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def connect(
         # Neither is always the second, and the first pair is not counted: it starts the stores.
         for number in (0, 1) if pair % 2 else (1, 0):
             side = _SIDES[number]
-            secret = {"secret": "of this benchmark alone"} if side == "with" else {}
+            secret: dict[str, Any] = {"secret": "of this benchmark alone"} if side == "with" else {}
             line.wait()
             start = time.perf_counter()
             comm = collective.init(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import statistics
 import sys
@@ -72,7 +73,8 @@ class _Bench:
         self.stream = stream
         x = _device_array(self)
         self.comm.all_reduce(x, out=x)  # makes NCCL's communicator
-        self.engine: Any = self.comm._backend._comm
+        backend: Any = self.comm._backend
+        self.engine = backend._comm
         self.library = self.engine.library
         self._kept: list[Any] = []
 
@@ -168,9 +170,7 @@ def _nothing(_: int) -> None:
 
 
 def _fakes_hold() -> Callable[[int], object]:
-    from fakes import Fake
-
-    fake = Fake()
+    fake = importlib.import_module("fakes").Fake()
     return lambda value: fake.knob("hold", value)
 
 
@@ -200,12 +200,12 @@ def _stand_in(bench: _Bench) -> Callable[[], Any]:
             raise NotImplementedError(f"{function}: it only says where it is")
 
         def data_ptr(self) -> int:
-            address: int = self.address
+            address: int = vars(self)["address"]
             return address
 
     def allocate(shape: Any, kind: Any, device: Any) -> Any:
         made: Any = torch.Tensor._make_wrapper_subclass(
-            Tensor, shape, dtype=kind, device=f"cuda:{device.ordinal}"
+            Tensor, shape, dtype=kind, device=torch.device("cuda", device.ordinal)
         )
         made.memory = cuda.allocate(device, made.nbytes, bench.stream)
         made.address = made.memory.address
@@ -357,11 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.earlier is None and not options.real:
         sys.path.insert(0, str(_TESTS))
-        from fakes import compiler, environment
-
-        if compiler() is None:
+        fakes = importlib.import_module("fakes")  # of the tests
+        if fakes.compiler() is None:
             raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
-        os.environ.update(environment(delay_us=0, log=0, poison=0))
+        os.environ.update(fakes.environment(delay_us=0, log=0, poison=0))
     run = measured(options, lambda: measure(options.real, options.quick))
     show(run, options.layers, options.markdown)
     return 0

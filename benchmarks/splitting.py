@@ -151,7 +151,7 @@ def losses(module: nn.Module) -> list[float]:
     for _ in range(10):
         loss = nn.functional.cross_entropy(module(x), classes)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         found.append(loss.item())
     return found
@@ -159,7 +159,12 @@ def losses(module: nn.Module) -> list[float]:
 
 def held(module: nn.Module) -> int:
     """Return the bytes of a module's parameters and their gradients."""
-    return sum(each.nbytes + each.grad.nbytes for each in module.parameters())
+    return sum(
+        tensor.nbytes
+        for each in module.parameters()
+        for tensor in (each, each.grad)
+        if tensor is not None
+    )
 
 
 def _losses_on_a_rank(comm: collective.Communicator, filters: str) -> tuple[list[float], int]:

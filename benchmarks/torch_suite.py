@@ -95,7 +95,7 @@ def _tests(module: Any, pattern: str) -> unittest.TestSuite:
 
     fork = torch.multiprocessing.get_context("fork")
 
-    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(fork.Process)

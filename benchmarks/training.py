@@ -71,7 +71,7 @@ def rank(comm: Any, part: str, folder: Path, names: Sequence[str], quick: bool) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), comm.size)
+    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     rounds, turn = (3, 0.1) if quick else (15, 0.4)
     found = {}
@@ -164,7 +164,7 @@ def memory(comm: Any, side: str, folder: Path, names: Sequence[str], quick: bool
     if side == "ours":
         wrapped = DistributedDataParallel(model, comm)
     elif side == "torch":
-        store = dist.FileStore(str(folder / "store"), comm.size)
+        store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     step = _step(wrapped, x)
