@@ -51,8 +51,8 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The files that take longest, longest first: ``make test`` hands files out in this order, so that
 # none of them is left over when the others are done. The summary tells of one that is missing.
 SLOW = """
-    mpi_conformance hosts mpi_failures hierarchical examples docs doctor torch_examples conformance
-    nccl_conformance faults benchmarks gloo_conformance mpi_cuda_aware
+    hierarchical mpi_conformance docs conformance mpi_failures faults nccl_conformance doctor
+    hosts examples benchmarks gloo_conformance mpi_cuda_aware torch_examples
 """.split()
 
 
