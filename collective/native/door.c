@@ -332,7 +332,7 @@ int add_door(PyObject *module)
     name_timeout = PyUnicode_InternFromString("timeout");
     name_run_plan = PyUnicode_InternFromString("_run_plan");
     PyObject *type = PyType_FromSpec(&door_spec);
-    int failed = type == NULL ? -1 : PyModule_AddObjectRef(module, "Door", type);
+    int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
     Py_XDECREF(type);
     return failed;
 }

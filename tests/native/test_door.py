@@ -72,6 +72,44 @@ def test_a_rank_that_goes_by_python_meets_one_that_goes_by_c(pool: RankPool, nam
     assert pool.run(_one_otherwise, name) == [total, total]
 
 
+#: Calls of every operation that C makes, plain but for a timeout on ranks that are to use Python;
+#: and such of which C finds out only by the ranks' comparison that lengths differ.
+CALLS: dict[str, Callable[[Communicator, float | None], Any]] = {
+    "all_reduce": lambda c, t: c.all_reduce(_x(c.rank), op="max", timeout=t),
+    "reduce": lambda c, t: c.reduce(_x(c.rank), root=1, timeout=t),
+    "scan": lambda c, t: c.scan(_x(c.rank), timeout=t),
+    "reduce_scatter": lambda c, t: c.reduce_scatter(_x(c.rank)[:7], timeout=t),
+    "broadcast": lambda c, t: c.broadcast(_x(c.rank), root=1, timeout=t),
+    "all_gather": lambda c, t: c.all_gather(_x(c.rank), timeout=t),
+    "gather": lambda c, t: c.gather(_x(c.rank), root=1, timeout=t),
+    "all_to_all": lambda c, t: c.all_to_all(_x(c.rank), timeout=t),
+    "barrier": lambda c, t: c.barrier(timeout=t),
+    "broadcast to None": lambda c, t: c.broadcast(None if c.rank else _x(), timeout=t),
+    "all_gather, uneven": lambda c, t: c.all_gather(_x()[: 3 + c.rank], timeout=t),
+    "all_gather in place": lambda c, t: _all_gather_in_place(c, t),
+    "gather, uneven": lambda c, t: c.gather(_x()[: 3 + c.rank], timeout=t),
+    "all_to_all, uneven": lambda c, t: c.all_to_all(_x()[: 6 + c.rank], timeout=t),
+}
+
+
+def _all_gather_in_place(comm: Communicator, timeout: float | None) -> Array:
+    out = np.zeros(4, np.float32)
+    mine = out[2 * comm.rank :][:2]
+    mine[:] = comm.rank + 1
+    return comm.all_gather(mine, out=out, timeout=timeout)  # type: ignore[no-any-return]
+
+
+def _made(comm: Communicator, name: str, by_python: tuple[int, ...]) -> list[float] | None:
+    result = CALLS[name](comm, 50.0 if comm.rank in by_python else None)
+    return None if result is None else [float(value) for value in result]
+
+
+@pytest.mark.parametrize("by_python", [(), (0,), (1,)], ids=["none", "0", "1"])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_of_python(pool: RankPool, name: str, by_python: tuple[int, ...]) -> None:
+    assert pool.run(_made, name, by_python) == pool.run(_made, name, (0, 1))
+
+
 def _taken(comm: Communicator, *arguments: Any) -> bool:
     """Return whether C makes an all-reduce; it must have done nothing where not."""
     door, before = comm._door, comm.recorder.started
@@ -230,12 +268,13 @@ def test_a_call_is_recorded_where_the_program_made_it(on: bool) -> None:
             comm.all_reduce(_x(), async_op=True).wait()
             comm.all_reduce(np.repeat(_x(), 2)[::2])
             comm.barrier()
+            collective.all_reduce(_x())
             entries = comm.recorder.entries()
     finally:
         native.switch(was)
     assert [entry.site for entry in entries] == [
         f"{__file__}:{line + more} in test_a_call_is_recorded_where_the_program_made_it"
-        for more in range(1, 5)
+        for more in range(1, 6)
     ]
     assert all(entry.seconds is not None for entry in entries)
 
