@@ -81,7 +81,7 @@ class Layout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ring_bytes = max(4096, min(64 << 10, _RINGS_BYTES // max(1, size * (size - 1))))
+        self.ring_bytes = max(4096, min(256 << 10, _RINGS_BYTES // max(1, size * (size - 1))))
         self.ring_bytes -= self.ring_bytes % 4096
         at = (1 + size) * LINE * 8
         at += -at % 4096

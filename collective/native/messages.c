@@ -24,7 +24,7 @@
 
 /* After this much the other end is let know: it copies at the same time, from cache to cache. */
 #ifndef CHUNK_BYTES
-#define CHUNK_BYTES ((size_t)16 << 10)
+#define CHUNK_BYTES ((size_t)8 << 10)
 #endif
 /* No message is as long: what says so is damaged. */
 #define NO_LENGTH ((uint64_t)1 << 47)

@@ -12,6 +12,8 @@
    whether it may: there are deadlines and signals. */
 #define IDLE_NS INT64_C(50000)
 #define LONGEST_NS INT64_C(50000000)
+/* If to yield the processor takes longer, another has run on it. */
+#define TURN_NS INT64_C(2000)
 /* A message that takes longer than letting go of the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
@@ -45,27 +47,32 @@ static int done(PyObject *result)
     return result == NULL ? -1 : 0;
 }
 
-/* Goes on without the interpreter lock for as long as something moves. */
+/* Goes on without the interpreter lock for as long as something moves. Where others have run on
+   this processor meanwhile, the sender may be one of them: each part of its message would cost a
+   turn. Then, or if it is slow for another reason, what it sends is claimed. */
 static void go_on(Call *call)
 {
     struct exchange *x = &call->exchange;
     PyThreadState *unlocked = PyEval_SaveThread();
-    int64_t start = now_ns(), moved = start;
+    int64_t start = now_ns(), moved = start, now;
+    int looks = call->state->looks, shared = 0;
     for (int idle = 0;;) {
         int steps = exchange_step(x);
         if (!x->pending || x->damage)
             break;
         idle = steps ? 0 : idle + 1;
-        if (idle && idle < call->state->looks)
+        if (idle && idle < looks)
             continue;
-        int64_t now = now_ns();
+        now = now_ns();
         if (steps)
             moved = now;
         if (now - moved > IDLE_NS || now - start > LONGEST_NS
-            || (idle == call->state->looks && exchange_claim(x)))
+            || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))
             break;
-        if (idle)
+        if (idle) {
             sched_yield();
+            shared |= now_ns() - now > TURN_NS;
+        }
     }
     PyEval_RestoreThread(unlocked);
 }

@@ -30,7 +30,7 @@ from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ra
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 # Bytes around what a head holds, a ring, what is fetched, and much.
-EDGES = [896, 64 << 10, 128 << 10, 3 << 20]
+EDGES = [896, 64 << 10, 256 << 10, 3 << 20]
 LENGTHS = [0, 1, *(edge + more for edge in EDGES for more in (-1, 0, 1))]
 
 
