@@ -262,34 +262,52 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
     assert "the job is aborted instead" in told
 
 
+# What rank 0 waits for, so that it is there and silent for as long as the other needs.
+_UNTIL_HEARD = """
+heard = {heard!r}
+def until_heard():
+    while not os.path.exists(heard):
+        time.sleep(0.01)
+    os._exit(0)
+"""
+
+
 @by_vendor
-def test_a_rank_that_does_not_come_to_the_store(vendor: str) -> None:
-    script = _script("""
-        from mpi4py import MPI
-        from collective.start.mpi_world import world_of
-        if MPI.COMM_WORLD.rank == 0:
-            time.sleep(3)
-        else:
-            try:
-                world_of(MPI.COMM_WORLD, timeout=0.5)
-            except collective.RendezvousError as error:
-                say(error)
-        os._exit(0)
-    """)
-    told = _told(vendor, script)
+def test_a_rank_that_does_not_come_to_the_store(vendor: str, tmp_path: Path) -> None:
+    script = (
+        _UNTIL_HEARD.format(heard=str(tmp_path / "heard"))
+        + """
+from mpi4py import MPI
+from collective.start.mpi_world import world_of
+if MPI.COMM_WORLD.rank == 0:
+    until_heard()
+try:
+    world_of(MPI.COMM_WORLD, timeout=0.5)
+except collective.RendezvousError as error:
+    say(error)
+open(heard, "w").close()
+os._exit(0)
+"""
+    )
+    told = _told(vendor, _script(script))
     assert "after 0.5 s not all of the 2 ranks of the MPI communicator" in told
 
 
 @by_vendor
-def test_a_process_that_never_calls_init(vendor: str) -> None:
-    script = _script("""
-        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
-            time.sleep(8)
-            os._exit(0)
-        collective.init("mpi", start_timeout=1.5)
-        say("came through")
-    """)
-    told = _told(vendor, script)
+def test_a_process_that_never_calls_init(vendor: str, tmp_path: Path) -> None:
+    script = (
+        _UNTIL_HEARD.format(heard=str(tmp_path / "heard"))
+        + """
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+    until_heard()
+try:
+    collective.init("mpi", start_timeout=1.5)
+    say("came through")
+finally:
+    open(heard, "w").close()
+"""
+    )
+    told = _told(vendor, _script(script))
     assert "RendezvousError" in told
     assert "came through" not in told
 
