@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,16 +162,24 @@ def test_a_killed_rank_is_named_on_all_hosts(pairs: RankPool, victim: int, count
         assert f"rank {victim} " in str(error)
 
 
-def _late(comm: Communicator, late: int) -> CollectiveError:
+def _until_heard(folder: str, count: int) -> None:
+    """Wait until that many ranks have heard of something."""
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+
+
+def _late(comm: Communicator, late: int, folder: str) -> CollectiveError:
     comm.barrier()
     if comm.rank == late:
-        time.sleep(2.5)
-    return _heard(lambda: comm.all_reduce(np.ones(3), timeout=1.0))
+        _until_heard(folder, comm.size - 1)
+    error = _heard(lambda: comm.all_reduce(np.ones(3), timeout=1.0))
+    Path(folder, str(comm.rank)).touch()
+    return error
 
 
 @pytest.mark.parametrize("late", range(4))
-def test_a_late_rank_is_named_on_all_hosts(pairs: RankPool, late: int) -> None:
-    for rank, error in enumerate(pairs.run(_late, late)):
+def test_a_late_rank_is_named_on_all_hosts(pairs: RankPool, late: int, tmp_path: Path) -> None:
+    for rank, error in enumerate(pairs.run(_late, late, str(tmp_path))):
         if rank == late:
             assert isinstance(error, CommunicatorAbortedError), error
         else:
@@ -210,17 +220,21 @@ def test_a_failed_rank_is_told_to_all_hosts(pairs: RankPool, victim: int) -> Non
         assert "lost the keys" in str(error)
 
 
-def _receiving(comm: Communicator, source: int) -> CollectiveError | None:
+def _receiving(comm: Communicator, source: int, folder: str) -> CollectiveError:
     comm.barrier()
-    if comm.rank == 1:
-        return _heard(lambda: comm.recv(None, source, timeout=0.5))
-    time.sleep(1.5)
-    return _heard(comm.barrier)
+    if comm.rank != 1:
+        _until_heard(folder, 1)
+        return _heard(comm.barrier)
+    error = _heard(lambda: comm.recv(None, source, timeout=0.5))
+    Path(folder, "heard").touch()
+    return error
 
 
 @pytest.mark.parametrize("source", [0, 3])
-def test_a_message_that_does_not_come_names_its_sender(pairs: RankPool, source: int) -> None:
-    error = pairs.run(_receiving, source)[1]
+def test_a_message_that_does_not_come_names_its_sender(
+    pairs: RankPool, source: int, tmp_path: Path
+) -> None:
+    error = pairs.run(_receiving, source, str(tmp_path))[1]
     assert isinstance(error, CollectiveTimeoutError), error
     assert error.ranks == (source,)
     assert "recv(tag=" in str(error)
