@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             except ArenaError as error:  # what was measured before counts all the same
                 failures.append(str(error))
     added: dict[str, dict[str, float]] = {}
+    # Ranks that mpiexec starts find there what they do.
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     for row, one in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
         if row in rows:
             progress.show(f"what {row} adds")

@@ -176,12 +176,17 @@ def test_reach_holds_16_bits_against_float32_and_any_peer(tmp_path: Path) -> Non
     assert line(shown, "all_reduce of float16").endswith("missed")
 
 
-def test_reach_measures_with_two_ranks_and_with_four(tmp_path: Path) -> None:
+def test_reach_measures_with_two_ranks_with_four_and_what_is_added(tmp_path: Path) -> None:
     if not (PEERS / "mpich" / "bin" / "mpiexec").exists():
         pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
     file = tmp_path / "reach.json"
-    shown = run("targets.py", "--rows", "barrier", "--quick", "--against", "mpich", "--json", file)
-    records = json.loads(file.read_text())["records"]
+    few = ("--rows", "barrier", "mpi", "ddp", "--quick", "--against", "mpich")
+    shown = run("targets.py", *few, "--json", file)
+    found = json.loads(file.read_text())
+    assert {*found["added"], *found["missing"]} == {"mpi", "ddp"}
+    assert "mpi" in found["added"]
+    assert "ddp" in found["added"] or "torch" in found["missing"]["ddp"]
+    records = found["records"]
     sides = {("shm", ranks) for ranks in (2, 4)} | {("mpi4py/mpich", ranks) for ranks in (2, 4)}
     assert {(each["backend"], each["ranks"]) for each in records} == sides
     assert all(len(each["turns"]) == 5 and each["wrong"] == 0 for each in records)
