@@ -3,7 +3,7 @@
 All-reduces of ordinary memory, in place, by ranks on one host that have the core, and by the same
 ranks on a second communicator that does without, in turns of a few milliseconds. Of a side's
 turns the fastest and the median are told, of the slowest rank: where the cores are not free,
-they differ.
+they differ. With ``--messages`` half a round trip between two ranks, in place of an all-reduce.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TURN_S = 4e-3
 
 
 def measure(
-    comm: Communicator, dtypes: Sequence[str], op: str, sizes: Sequence[int], turns: int
+    comm: Communicator, dtypes: Sequence[str], op: str | None, sizes: Sequence[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Return seconds a call, of each turn, with the core and without it."""
+    """Return seconds a call, of each turn, with the core and without it; None is a message."""
     sides = {"core": comm.dup()}
     native.switch(False)
     sides["without"] = comm.dup()
@@ -47,12 +47,27 @@ def measure(
         for nbytes in sizes:
             x = _array(dtype, nbytes)
             calls = {
-                name: repeated(partial(side.all_reduce, x, op=op, out=x))
+                name: repeated(
+                    partial(_round_trip, side, x, x.copy())
+                    if op is None
+                    else partial(side.all_reduce, x, op=op, out=x)
+                )
                 for name, side in sides.items()
             }
             taken = alternate(comm, calls, turns, _TURN_S, warm=2)
+            if op is None:
+                taken = {name: [each / 2 for each in turn] for name, turn in taken.items()}
             found.append({"dtype": dtype, "nbytes": x.nbytes, **taken})
     return found
+
+
+def _round_trip(comm: Communicator, x: Any, out: Any) -> None:
+    if comm.rank == 0:
+        comm.send(x, 1)
+        comm.recv(out, 1)
+    elif comm.rank == 1:
+        comm.recv(out, 0)
+        comm.send(x, 0)
 
 
 def _array(dtype: str, nbytes: int) -> Any:
@@ -68,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the native core gives shm.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--op", default="max", help="of an operator that changes no ones")
+    parser.add_argument("--messages", action="store_true", help="half a round trip instead")
     parser.add_argument("--dtypes", type=names, default=["float32"])
     parser.add_argument(
         "--sizes", type=parse_size, nargs="+",
@@ -79,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure_ranks() -> dict[str, Any]:
         found, *_ = run_ranks(
-            options.n, measure, options.dtypes, options.op, options.sizes, options.turns,
-            backend="shm", timeout=600.0,
+            options.n, measure, options.dtypes, None if options.messages else options.op,
+            options.sizes, options.turns, backend="shm", timeout=600.0,
         )  # fmt: skip
         return {"calls": found, "native": native.status()}
 

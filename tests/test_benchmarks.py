@@ -235,9 +235,10 @@ def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
     assert line(shown, "sum").split()[1] == "float16"
 
 
-def test_native_holds_the_core_against_its_absence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--messages"]], ids=["all_reduce", "messages"])
+def test_native_holds_the_core_against_its_absence(tmp_path: Path, flags: list[str]) -> None:
     file = tmp_path / "native.json"
-    run("native.py", "--sizes", "16", "512K", "--turns", 2, "--json", file)
+    run("native.py", *flags, "--sizes", "16", "512K", "--turns", 2, "--json", file)
     calls = json.loads(file.read_text())["calls"]
     assert [each["nbytes"] for each in calls] == [16, 512 << 10]
     for side in ("core", "without"):

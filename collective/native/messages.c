@@ -159,11 +159,8 @@ static int fits(struct exchange *x, const char *head)
 
 static void keep(struct ring *r, struct kept *message)
 {
-    struct kept **end = &r->kept;
-    while (*end != NULL)
-        end = &(*end)->next;
-    message->next = NULL;
-    *end = message;
+    *(r->kept != NULL ? &r->last->next : &r->kept) = message;
+    r->last = message;
 }
 
 static struct kept *new_kept(struct exchange *x, int64_t tag, size_t nbytes)
@@ -194,15 +191,16 @@ static void match(struct exchange *x, int rank, int64_t tag)
             keep(r, r->unfinished);
             r->unfinished = NULL;
         }
-        struct kept **at = &r->kept;
-        while (*at != NULL && (*at)->tag != tag)
-            at = &(*at)->next;
+        struct kept **at = &r->kept, *before = NULL;
+        for (; *at != NULL && (*at)->tag != tag; at = &before->next)
+            before = *at;
         int64_t words[PREFIX];
         if (*at != NULL) {
             length = (*at)->nbytes;
             if (length == wanted && fits(x, (*at)->bytes)) {
                 x->found = *at;
                 *at = x->found->next;
+                r->last = r->last == x->found ? before : r->last;
             }
             x->matched = !x->misfit;
         } else if (ready(x, r, 0, sizeof words) < sizeof words) {
@@ -244,6 +242,7 @@ static int receive_matched(struct exchange *x)
         if (!fits(x, to) && (left = new_kept(x, x->tag, nbytes)) != NULL) {
             memcpy(left->bytes, to, nbytes);
             left->next = r->kept;
+            r->last = r->kept != NULL ? r->last : left;
             r->kept = left;
         }
         let_go(r);

@@ -16,7 +16,8 @@ struct ring {
     uint64_t position, seen; /* mine, with what is not announced yet, and theirs as last seen */
     unsigned char *data;
     int taken, keeps;               /* by an exchange; whether there is anything in kept */
-    struct kept *kept, *unfinished; /* what nobody has asked for yet; one whose rest comes */
+    struct kept *kept, *last;       /* what nobody has asked for yet, in order */
+    struct kept *unfinished;        /* one whose rest is still to come */
     size_t done;                    /* bytes of that one which have been read */
 };
 
