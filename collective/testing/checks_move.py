@@ -85,11 +85,13 @@ def _scatter(comm: Communicator, root: int) -> None:
     assert_same(by_axis, whole.T[:, mine], f"scatter(root={root}) by counts along axis 1")
     wanted = np.array([5.0] if comm.rank == 0 else [])
     assert_same(zero, wanted, f"scatter(root={root}) of a 0-d array")
-    large = values("float32", LARGE, root, 35)
-    part = list(regions(LARGE, comm.size))[comm.rank]
-    out = np.zeros(len(large[part]), np.float32)
-    assert comm.scatter(large if comm.rank == root else None, root=root, out=out) is out
-    assert_same(out, large[part], f"a large scatter(root={root})")
+    # The latter is cut evenly: then other ranks can tell from their ``out`` what the root has.
+    for length in (LARGE, LARGE - LARGE % comm.size):
+        large = values("float32", length, root, 35)
+        part = list(regions(length, comm.size))[comm.rank]
+        out = np.zeros(len(large[part]), np.float32)
+        assert comm.scatter(large if comm.rank == root else None, root=root, out=out) is out
+        assert_same(out, large[part], f"a large scatter(root={root})")
 
 
 @check(roots)
