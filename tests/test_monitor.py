@@ -242,16 +242,16 @@ def test_a_rank_that_dies_is_named(tmp_path, victim):
 
 
 def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
-    monitors[2].channel.recorder.begin(Request("barrier"), depth=1)
+    monitors[2].channel.recorder.begin(Request("barrier"))
     monitors[2].channel.recorder.end()
     monitors[2].channel.close()
     until(lambda: 2 in monitors[0].channel.left)
     # Its part of the call that runs here is done.
-    monitors[0].channel.recorder.begin(Request("barrier"), depth=1)
+    monitors[0].channel.recorder.begin(Request("barrier"))
     time.sleep(0.6)
     monitors[0].channel.check("barrier")
     monitors[0].channel.recorder.end()
-    monitors[0].channel.recorder.begin(Request("barrier"), depth=1)
+    monitors[0].channel.recorder.begin(Request("barrier"))
     error = wait_for_error(monitors[0].channel)
     assert isinstance(error, PeerLostError)
     assert error.ranks == (2,)
@@ -286,7 +286,7 @@ def test_rank_0_may_leave_first(monitors):
 def record(monitor, *operations):
     for operation in operations:
         monitor.channel.recorder.end()
-        monitor.channel.recorder.begin(Request(operation, named("float32"), (4,)), depth=1)
+        monitor.channel.recorder.begin(Request(operation, named("float32"), (4,)))
 
 
 def test_different_calls_are_found_when_one_stalls(monitors):
@@ -405,7 +405,7 @@ def test_a_communicator_that_is_collected_says_so(tmp_path, group):
         channels = [channel.group([0, 1]) for channel in channels]
     kept = channels[0]
     kept.recorder = Recorder()
-    kept.recorder.begin(Request("barrier"), depth=1)
+    kept.recorder.begin(Request("barrier"))
     del channels
     if not group:
         del second

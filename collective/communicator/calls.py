@@ -541,8 +541,11 @@ class Calls:
 
 
 def _buffer(x: Any) -> Buffer:
-    """Return a contiguous array on the host as a buffer."""
-    array, dtype = adapter_of(x).view(x)
+    """Return an array that C has found to be plain as a buffer."""
+    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
+        array, dtype = x, dtypes.BY_NUMPY[x.dtype]
+    else:
+        array, dtype = adapter_of(x).view(x)
     return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)
 
 

@@ -51,7 +51,7 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
     ("backend", "ceilings"),
     [
         ("shm", {"first": (31, 12), "again": (2, 2), "out": (1, 1)}),
-        ("gloo", {"first": (69, 18), "again": (27, 10), "out": (26, 10)}),
+        ("gloo", {"first": (65, 18), "again": (23, 9), "out": (22, 9)}),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:
