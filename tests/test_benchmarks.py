@@ -277,6 +277,29 @@ def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> 
     assert "promised 0.2" in shown
 
 
+@pytest.mark.parametrize("framework", ["torch", "chainer"])
+def test_step_divides_what_a_wrapper_adds_into_shares(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip("torch")
+    if framework == "chainer" and importlib.util.find_spec("chainer") is None:
+        pytest.skip("chainer is not installed")
+    file = tmp_path / "step.json"
+    asked = ("--quick", "--clock", "processor", "--frameworks", framework, "--width", 64)
+    shown = run("step.py", *asked, "--mpi-envs", tmp_path, "--json", file)
+    times = json.loads(file.read_text())["steps"][framework]
+    assert {len(each) for each in times.values()} == {3}
+    peers = {"torch": {"torch's, over ours", "torch's, over Gloo"}, "chainer": set()}[framework]
+    bare = {"bare", "with a barrier", "with a reduction", "a reduction", "no_sync", "ours"}
+    assert {*times} - {"naive"} == bare | peers
+    # What is measured by itself and the rest are all of it.
+    table = shown[shown.index("what our wrapper adds") : shown.index(f"{framework}: steps")]
+    figures = dict(re.findall(r"(\S[a-z ]+\S) +(-?\d+\.\d+) +-?\d+%", table))
+    parts = [float(figures[what]) for what in SHARES]
+    assert sum(parts) == pytest.approx(float(figures["all"]), abs=0.05)
+
+
+SHARES = ["skew", "hooks and copies", "the reduction", "cold caches", "the rest"]
+
+
 def test_splitting_counts_times_and_compares(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "splitting.json"

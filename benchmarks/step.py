@@ -1,0 +1,316 @@
+"""Where the milliseconds of a training step go: ``python benchmarks/step.py``.
+
+Two ranks of one thread each train an MLP of six layers of 1024, 25 MB of gradients, in PyTorch and
+in Chainer. In the same processes there are several kinds of step, each with one thing more than
+another, and they take turns, A B C A B C …; a turn is some steps from a common start, and its
+figure the slowest rank's mean. A share is the median of the differences of turns that follow
+each other:
+
+===================  ===========================================================================
+skew                 a step with a barrier after the backward pass, over one without: the ranks
+                     wait for the slower one, every time
+hooks and copies     a step under ``no_sync()``, over one without a wrapper: gradients are taken to
+                     their buckets, and nobody is waited for
+the reduction        an all-reduce of as much memory that is nobody's gradients, back to back
+cold caches          the same all-reduce within a step, behind the barrier, over the step with the
+                     barrier, less what it takes back to back: what has to be fetched, and what
+                     the optimizer has to fetch after it
+the rest             what the wrapper adds, less all of these: several buckets, the thread in the
+                     background, and, below zero, what overlap hides
+===================  ===========================================================================
+
+Beside them stand PyTorch's own wrapper over our process group and over Gloo, and in Chainer, where
+mpi4py is, ChainerMN's ``naive`` (``--mpi-envs``).
+
+``--clock processor`` measures the processor time of the ranks' threads instead, in which others on
+the machine count little, and a rank that waits by looking as long as it looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peers
+
+from collective.launch.command_starter import under_mpiexec
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.testing import run_ranks
+from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.figures import headline
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, print_table
+
+_HERE = Path(__file__).resolve().parent
+_RANKS_S = 1800.0
+_FRAMEWORKS = ("torch", "chainer")
+_CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+_BARE, _BARRIER, _KEPT = "bare", "with a barrier", "no_sync"
+_COLD, _WARM, _OURS = "with a reduction", "a reduction", "ours"
+
+Step = Callable[[], None]
+
+
+# -- in the ranks -----------------------------------------------------------------------
+
+
+def torch_sides(
+    comm: Any, folder: Path, options: argparse.Namespace
+) -> tuple[dict[str, Step], list[Any]]:
+    """Return the kinds of step in PyTorch, and the wrappers that have to go first."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as Torchs
+
+    import collective.adapters.torch.plugin  # noqa: F401  # registers it
+    from collective.adapters.torch import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), comm.size)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    x = torch.randn(64, options.width)
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        width = options.width
+        layers = [part for _ in range(6) for part in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*layers)
+
+    def step_of(net: Any, after: Step = lambda: None) -> Step:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            after()
+            optimizer.step()
+
+        return step
+
+    plain = model()
+    flat = comm.empty(sum(p.numel() for p in plain.parameters()), "float32", like=x)
+    flat[:] = 0
+    ours = DistributedDataParallel(model(), comm, bucket_mib=options.bucket_mib)
+    group = dist.new_group(backend="collective")
+    plugin, gloo = (
+        Torchs(model(), process_group=g, gradient_as_bucket_view=True) for g in (group, None)
+    )
+
+    synced = step_of(ours)
+
+    def unsynced() -> None:
+        with ours.no_sync():
+            synced()
+
+    sides = _sides(comm, flat, lambda after: step_of(plain, after))
+    sides |= {_KEPT: unsynced, _OURS: synced}
+    sides |= {"torch's, over ours": step_of(plugin), "torch's, over Gloo": step_of(gloo)}
+    return sides, [ours, plugin, gloo]
+
+
+def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
+    """Return the kinds of step in Chainer."""
+    import chainer
+    import numpy as np
+    from chainer_training import step_of
+
+    from collective.adapters.chainer.optimizer import create_multi_node_optimizer
+
+    def made(optimizer: Any) -> Any:
+        return step_of(optimizer, options.width)
+
+    def sgd() -> Any:
+        return chainer.optimizers.SGD(1e-4)
+
+    plain: Any = made(sgd())
+    flat = comm.empty(plain.model.count_params(), np.float32)
+    flat[...] = 0
+    ours = create_multi_node_optimizer(sgd(), comm, bucket_mib=options.bucket_mib)
+    step: Any = made(ours)
+
+    def with_after(after: Step) -> Step:
+        def call() -> None:
+            loss = plain.loss()
+            plain.model.cleargrads()
+            loss.backward()
+            after()
+            plain.optimizer.update()
+
+        return call
+
+    def unsynced() -> None:
+        loss = step.loss()
+        step.model.cleargrads()
+        with ours.no_sync():
+            ours.backward(loss)
+        ours.actual_optimizer.update()
+
+    sides = _sides(comm, flat, with_after)
+    sides |= {_KEPT: unsynced, _OURS: step}
+    try:
+        import chainermn
+
+        naive = chainermn.create_communicator("naive")
+        sides["naive"] = made(chainermn.create_multi_node_optimizer(sgd(), naive))
+    except ImportError:  # no mpi4py
+        pass
+    return sides
+
+
+def _sides(comm: Any, flat: Any, step: Callable[[Step], Step]) -> dict[str, Step]:
+    """Return the steps that have no wrapper; ``step`` makes one with something after its pass."""
+
+    def reduction() -> None:
+        comm.all_reduce(flat, op="avg", out=flat)
+
+    def both() -> None:
+        comm.barrier()
+        reduction()
+
+    return {
+        _BARE: step(lambda: None),
+        _BARRIER: step(comm.barrier),
+        _COLD: step(both),
+        _WARM: reduction,
+    }
+
+
+def torch_steps(comm: Any, folder: Path, asked: argparse.Namespace) -> dict[str, list[float]]:
+    """Measure as one of the ranks, in PyTorch."""
+    import torch.distributed as dist
+
+    sides, wrappers = torch_sides(comm, folder, asked)
+    found = _turns(comm, sides, asked)
+    # PyTorch's wrappers first: one that goes after its process group may hang.
+    sides.clear()
+    wrappers.clear()
+    gc.collect()
+    dist.destroy_process_group()
+    return found
+
+
+def chainer_steps(asked: argparse.Namespace, comm: Any = None) -> dict[str, list[float]]:
+    """Measure as one of the ranks, in Chainer."""
+    # Without it `import chainer` fails beside a current NumPy.
+    import collective.adapters.chainer
+
+    if comm is not None:
+        return _turns(comm, chainer_sides(comm, asked), asked)
+    with collective.init("shm") as made:
+        return _turns(made, chainer_sides(made, asked), asked)
+
+
+def chainer_steps_under_mpi(_: Participant, asked: argparse.Namespace) -> dict[str, list[float]]:
+    """Measure as one of the ranks that mpiexec has started, in Chainer."""
+    return chainer_steps(asked)
+
+
+def _turns(comm: Any, sides: dict[str, Step], asked: argparse.Namespace) -> dict[str, list[float]]:
+    calls = {side: repeated(step) for side, step in sides.items()}
+    rounds, turn = (3, 0.1) if asked.quick else (15, 0.3)
+    return alternate(comm, calls, rounds, turn, warm=3, clock=_CLOCKS[asked.clock])
+
+
+# -- outside ----------------------------------------------------------------------------
+
+
+def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run the ranks of one framework; return each side's seconds a step, a figure a turn."""
+    asked = argparse.Namespace(
+        width=options.width, bucket_mib=options.bucket_mib, clock=options.clock, quick=options.quick
+    )
+    found: list[dict[str, list[float]]]
+    if framework == "torch":
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(2, torch_steps, Path(folder), asked, backend="shm", timeout=_RANKS_S)
+        return found[0]
+    venv = next(iter(peers.find(options).values()), None)
+    if venv is None:
+        return run_ranks(2, _chainer_alone, asked, backend="shm", timeout=_RANKS_S)[0]
+    starter = under_mpiexec(2, Mpiexec(str(venv / "bin" / "python")), lasting=False)
+    with Ranks(2, starter) as ranks:
+        found = ranks.results(FunctionJob(chainer_steps_under_mpi, (asked,)), _RANKS_S)
+    return found[0]
+
+
+def _chainer_alone(comm: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
+    return chainer_steps(asked, comm)
+
+
+def shares(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return what each thing adds to a step, in seconds, and what the wrapper adds in all."""
+
+    def more(side: str, than: str) -> float:
+        return statistics.median(a - b for a, b in zip(times[side], times[than]))
+
+    warm = statistics.median(times[_WARM])
+    found = {
+        "skew": more(_BARRIER, _BARE),
+        "hooks and copies": more(_KEPT, _BARE),
+        "the reduction": warm,
+        "cold caches": more(_COLD, _BARRIER) - warm,
+    }
+    return {
+        **found,
+        "the rest": more(_OURS, _BARE) - sum(found.values()),
+        "all": more(_OURS, _BARE),
+    }
+
+
+def show(run: dict[str, Any], markdown: bool) -> None:
+    """Print the tables of a run."""
+    print(f"{headline(run['machine'])}; 2 ranks, by the clock: {run['clock']}\n")
+    for framework, times in run["steps"].items():
+        found = shares(times)
+        rows = [
+            [what, f"{1e3 * seconds:.2f}", f"{seconds / found['all']:.0%}"]
+            for what, seconds in found.items()
+        ]
+        title = f"{framework}: what our wrapper adds to a step"
+        print_table(title, ["share", "ms", "of all"], rows, markdown)
+        rows = []
+        for side, each in times.items():
+            if side != _WARM:
+                added = statistics.median(a - b for a, b in zip(each, times[_BARE]))
+                rows.append([side, f"{1e3 * statistics.median(each):.1f}", f"{1e3 * added:.2f}"])
+        print_table(f"{framework}: steps", ["step", "ms", "more than bare"], rows, markdown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Where the milliseconds of a step go.")
+    parser.add_argument("--frameworks", nargs="+", choices=_FRAMEWORKS, default=_FRAMEWORKS)
+    parser.add_argument("--bucket-mib", type=float, default=25.0, help="of our wrappers")
+    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
+    parser.add_argument("--clock", choices=list(_CLOCKS), default="wall")
+    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    add_outputs(parser, earlier=True)
+    peers.add_options(parser)
+    options = parser.parse_args(arguments)
+    # Ranks that mpiexec starts find there what they do.
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+
+    def steps() -> dict[str, Any]:
+        found = {framework: measure(framework, options) for framework in options.frameworks}
+        return {"clock": options.clock, "steps": found}
+
+    show(measured(options, steps), options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    import step  # ranks that mpiexec starts find what they do by this name
+
+    sys.exit(step.main())
