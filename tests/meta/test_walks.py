@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import collective
+from collective import native
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 
@@ -47,6 +48,7 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
                                                      for _ in range(20)]}  # fmt: skip
 
 
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [

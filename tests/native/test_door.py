@@ -17,7 +17,9 @@ from collective.errors import CommunicatorClosedError, InvalidArgumentError, Mis
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
 
-pytest.importorskip("collective.native._core", reason="the native core is not built")
+pytestmark = pytest.mark.skipif(
+    native.chosen.extension is None, reason="the native core is not in use"
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -238,8 +240,6 @@ def test_it_is_open_while_nobody_listens() -> None:
 
 
 def test_comparing_always_goes_by_python() -> None:
-    if not native.status().startswith("in use"):
-        pytest.skip("the core is switched off")
     with collective.init(size=1, rank=0, check="never") as comm:
         assert comm._door is not None
     comm = Communicator(
