@@ -124,8 +124,12 @@ static void send_step(struct exchange *x)
         if (r->position - announced >= CHUNK_BYTES)
             announce(r->mine, announced = r->position & ~UINT64_C(7));
     }
-    __atomic_store_n(r->mine, r->position & ~UINT64_C(7), x->claimable ? __ATOMIC_SEQ_CST
-                                                                       : __ATOMIC_RELEASE);
+    /* Not while it waits, or the line of this word would keep going to the receiver and back. Before
+       it looks for a claim, in one order with that. */
+    if (x->at == x->count)
+        __atomic_store_n(r->mine, r->position, x->claimable ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
+    else if (r->position != announced)
+        announce(r->mine, r->position & ~UINT64_C(7));
     x->from = x->damage ? x->to : x->from;
     if (x->at == x->count && (!claimed(x, r) || r->seen == x->stop)) {
         x->pending &= ~SENDING;
