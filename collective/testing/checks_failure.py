@@ -171,6 +171,13 @@ def _unheard(outcome: Any) -> bool:
     return any(isinstance(each, Heard) and each.seconds > 0.9 * _UNHEARD_S for each in heard)
 
 
+def _until_heard(heard: str, count: int) -> None:
+    """Wait until ``count`` ranks have left a file in ``heard``, or none will any more."""
+    end = time.monotonic() + _UNHEARD_S
+    while len(os.listdir(heard)) < count and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 class _Trouble(Exception):
     """What a rank's own code raises in these checks."""
 
@@ -224,9 +231,7 @@ def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
     Path(heard, str(comm.rank)).touch()
     if comm.rank == 0:
         # Whoever leaves wakes others, too: it is to be seen what the abort alone does.
-        end = time.monotonic() + _UNHEARD_S
-        while len(os.listdir(heard)) < comm.size and time.monotonic() < end:
-            time.sleep(0.005)
+        _until_heard(heard, comm.size)
     return now, later
 
 
@@ -253,7 +258,8 @@ def _abort_group(comm: Communicator) -> Heard | None:
 def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A late rank is CollectiveTimeoutError, which names it; it hears of it when it comes."""
     late = size - 1
-    outcomes = factory.run(size, _late_peer, call, fresh=True, call_timeout=0.25)
+    with tempfile.TemporaryDirectory() as heard:
+        outcomes = factory.run(size, _late_peer, call, heard, fresh=True, call_timeout=0.25)
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
     timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
     assert timed_out, f"nobody's call timed out: {kinds}"
@@ -270,12 +276,14 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
             hold(outcome, CommunicatorAbortedError, f"rank {rank}, after the timeout")
 
 
-def _late_peer(comm: Communicator, call: str) -> Heard:
+def _late_peer(comm: Communicator, call: str, heard: str) -> Heard:
     if comm.rank == comm.size - 1:
-        time.sleep(0.6)
+        _until_heard(heard, comm.size - 1)
         # Whatever it calls: the others are gone.
         return listen(comm.barrier)
-    return listen(lambda: _CALLS[call](comm, np.ones(3)))
+    outcome = listen(lambda: _CALLS[call](comm, np.ones(3)))
+    Path(heard, str(comm.rank)).touch()
+    return outcome
 
 
 def _compares(capabilities: Capabilities) -> str | None:
@@ -285,22 +293,27 @@ def _compares(capabilities: Capabilities) -> str | None:
 @check(at_least=2, needs=_compares)
 def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
     """The error of a timeout says what the absent rank did last."""
-    for rank, outcome in enumerate(factory.run(size, _last_call, fresh=True, call_timeout=0.2)):
+    with tempfile.TemporaryDirectory() as heard:
+        outcomes = factory.run(size, _last_call, heard, fresh=True, call_timeout=0.2)
+    for rank, outcome in enumerate(outcomes):
         if rank != size - 1 and isinstance(outcome.error, CollectiveTimeoutError):
             hold(outcome, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
 
 
-def _last_call(comm: Communicator) -> Heard:
+def _last_call(comm: Communicator, heard: str) -> Heard:
     comm.broadcast(np.ones(3, np.int16), root=0)
     if comm.rank == comm.size - 1:
-        time.sleep(0.5)
-    return listen(comm.barrier)
+        _until_heard(heard, comm.size - 1)
+    outcome = listen(comm.barrier)
+    Path(heard, str(comm.rank)).touch()
+    return outcome
 
 
 @check(at_least=2)
 def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
     """timeout= of a call counts instead of the communicator's."""
-    outcomes = factory.run(size, _one_call, fresh=True)[1:]
+    with tempfile.TemporaryDirectory() as heard:
+        outcomes = factory.run(size, _one_call, heard, fresh=True)[1:]
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
     assert any(isinstance(outcome.error, TimeoutError) for outcome in outcomes), (
         f"rank 0 left without the call; nobody's call timed out before: {kinds}"
@@ -309,12 +322,14 @@ def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
         hold(outcome, CollectiveError, f"rank {rank}")
 
 
-def _one_call(comm: Communicator) -> Heard | None:
+def _one_call(comm: Communicator, heard: str) -> Heard | None:
     comm.barrier()
     if comm.rank:
-        return listen(lambda: comm.barrier(timeout=0.2))
-    # Who has waited for the communicator's timeout until now hears that rank 0 is gone.
-    time.sleep(0.8)
+        outcome = listen(lambda: comm.barrier(timeout=0.2))
+        Path(heard, str(comm.rank)).touch()
+        return outcome
+    # Who waits for the communicator's timeout until then hears that rank 0 is gone.
+    _until_heard(heard, comm.size - 1)
     return None
 
 
