@@ -398,7 +398,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
     def _recover(self, what: str, x: Any, out: Any, root: int | None, error: BaseException) -> Any:
         self._note_failure(error)
         if not isinstance(error, Disagreement):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it would keep itself, and with its frames the arrays of the call
         # Ranks may differ in how much they have, or in having passed None: what then follows has
         # the time that is left.
         entry = self.recorder.entries(1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -219,6 +220,27 @@ def _key(comm: Communicator, x: Array) -> tuple[Any, ...]:
 
 def test_a_plan_that_raises_breaks_the_communicator() -> None:
     assert run_ranks(2, _broken) == ["ZeroDivisionError False", "PeerFailedError True"]
+
+
+def _kept_by_a_failure(comm: Communicator) -> bool:
+    def plan(src: Any, dst: Any, seconds: float) -> None:
+        raise ZeroDivisionError
+
+    x = _x()
+    alive = weakref.ref(x)
+    comm._plans[("all_reduce", *_key(comm, x))] = _Planned(plan)
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            comm.all_reduce(x)
+        del x
+        return alive() is not None
+    finally:
+        gc.enable()
+
+
+def test_a_failure_keeps_no_array() -> None:
+    assert run_ranks(1, _kept_by_a_failure) == [False]
 
 
 def test_it_is_open_while_nobody_listens() -> None:
