@@ -297,6 +297,8 @@ void exchange_fetched(struct exchange *x)
 int exchange_step(struct exchange *x)
 {
     uint64_t before = x->moved;
+    if (x->damage)
+        return 0;
     if (x->pending & SENDING)
         send_step(x);
     if (x->pending & RECEIVING)
