@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from collective.communicator.rows import Rows, check_counts, split_sizes
 from collective.errors import ShapeError
+from collective.testing import run_ranks
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
@@ -77,3 +82,34 @@ def test_counts_that_are_none_are_refused(counts):
 def test_counts_that_do_not_add_up_are_refused_with_both_sums():
     with pytest.raises(ShapeError, match=r"counts \[2, 2\] add up to 4; the axis has 3"):
         split_sizes("scatter", 3, 2, [2, 2])
+
+
+class _Kept:
+    """Something whose end can be seen."""
+
+
+def _uneven(comm: Any, operation: str) -> bool:
+    """Make a call of lengths that differ; return whether it keeps the caller's frame alive."""
+    x = np.ones(2 + 2 * comm.rank, np.float32)
+    calls = {
+        "gather": lambda: comm.gather(x, root=0),
+        "all_gather": lambda: comm.all_gather(x),
+        "all_to_all": lambda: comm.all_to_all([x[:1], x[1:]]),
+        "broadcast": lambda: comm.broadcast(None if comm.rank else x, root=0),
+    }
+
+    def caller() -> weakref.ref[_Kept]:
+        kept = _Kept()
+        calls[operation]()
+        return weakref.ref(kept)
+
+    gc.disable()  # a cycle would go by and by
+    try:
+        return caller()() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("operation", ["gather", "all_gather", "all_to_all", "broadcast"])
+def test_a_call_of_lengths_that_differ_keeps_no_frame_alive(operation: str) -> None:
+    assert run_ranks(2, _uneven, operation, backend="shm") == [False, False]

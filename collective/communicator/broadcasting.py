@@ -229,6 +229,7 @@ class Broadcasting(PieceCalls):
                 self._agree(request, deadline.left())
             self._carry(planned, buffer, buffer, deadline.left(), alike=False)
         except Disagreement as found:
+            found.__traceback__ = None  # whose frame knows it by name, and would never go
             self._root_header(found.headers, root)
             to_all = self._planned(_to_all(request))
             self._carry(to_all, buffer, buffer, deadline.left(), alike=False)

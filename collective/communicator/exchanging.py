@@ -107,6 +107,7 @@ class Exchanging(PieceCalls):
                         return send(even, Planned(request, joined), deadline.left())
                 return send(even, planned, deadline.left())
             except Disagreement as differs:
+                differs.__traceback__ = None  # whose frame knows it by name, and would never go
                 headers = differs.headers
             self._rows_of(headers, len(leaves))
             table = [header["options"]["sizes"] for header in headers]

@@ -246,6 +246,7 @@ class Gathering(PieceCalls):
                     return send(alike, Planned(request, joined), deadline.left())
             return send(alike, planned, deadline.left())
         except Disagreement as found:
+            found.__traceback__ = None  # whose frame knows it by name, and would never go
             headers = found.headers
         if known is not None:
             self._mismatch(headers)
