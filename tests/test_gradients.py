@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import collective
-from collective.testing import RankPool
+from collective.testing import RankPool, run_ranks
 from collective.training.gradients import Gradients, Parameter
 
 _SIZES = {"float32": 4, "float64": 8, "float16": 2}
@@ -173,3 +174,16 @@ def failing(comm: Any) -> None:
     with pytest.raises(ValueError, match="cannot"):
         engine.finish()
     assert not engine.begun
+
+
+@pytest.mark.parametrize(("cores", "buckets"), [(4, 2), (3, 1)])
+def test_a_first_bucket_goes_early_where_every_rank_has_an_idle_core(
+    cores: int, buckets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+
+    def count(comm: Any) -> int:
+        two = parameters_of([((1 << 18,), "float32")] * 2)
+        return len(Gradients(comm, two).buckets)
+
+    assert run_ranks(2, count) == [buckets] * 2

@@ -53,7 +53,8 @@ class DistributedDataParallel(nn.Module):
             before, not afterwards.
         comm: connects the ranks.
         bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB
-            at most, so that it is on its way early.
+            at most, so that it is on its way early, where a
+            core is idle to reduce it.
         find_unused_parameters: there are passes in which the outputs, or the loss, do not depend
             on all parameters. A gradient that does not come counts as zeros where another rank
             has one, and stays None where nobody has.
@@ -113,7 +114,6 @@ class DistributedDataParallel(nn.Module):
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
             like=next(module.parameters()).detach(),
             bucket_bytes=max(1, int(bucket_mib * _MIB)),
-            first_bytes=max(1, min(_MIB, int(bucket_mib * _MIB))),
             reduce=reduce,
             counts=static_graph,
         )

@@ -9,6 +9,7 @@ arrays of :attr:`Gradients.views`, says which are :meth:`~Gradients.ready`, and 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Gradients", "Parameter"]
 
+# Of the first bucket, in bytes.
+_FIRST = 1 << 20
 # Where a gradient begins in its bucket, in bytes: a line of the cache, for vector instructions.
 _ALIGNMENT = 64
 
@@ -80,7 +83,8 @@ class Gradients:
         like: the framework of the memory; see :meth:`Communicator.empty`.
         bucket_bytes: how much is reduced together, about.
         first_bytes: the same for the first bucket, which shall be on its way early; at most
-            ``bucket_bytes``.
+            ``bucket_bytes``. By default 1 MiB, and ``bucket_bytes`` where no core is idle that
+            could reduce it meanwhile: ranks of one host with less than two cores each.
         reduce: what to do with a full bucket; by default the average over the ranks.
         counts: how often a gradient is ready in each pass, where that may differ from once
             and does not change: it is counted in the first pass, whose buckets are all
@@ -105,11 +109,13 @@ class Gradients:
         *,
         like: Any = None,
         bucket_bytes: int = 25 << 20,
-        first_bytes: int = 1 << 20,
+        first_bytes: int | None = None,
         reduce: Reduce | None = None,
         counts: bool = False,
     ) -> None:
         for name, value in (("bucket_bytes", bucket_bytes), ("first_bytes", first_bytes)):
+            if value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidArgumentError(f"Gradients: {name} {value!r}; a positive integer.")
         self.comm = comm
@@ -119,8 +125,10 @@ class Gradients:
         self.views: list[Any] = [None] * len(self.parameters)
         self.buckets: list[Bucket] = []
         self._like = like
+        overlaps = self._compare()
+        if first_bytes is None:
+            first_bytes = _FIRST if overlaps else bucket_bytes
         self._limits = min(first_bytes, bucket_bytes), bucket_bytes
-        self._compare()
         self._slabs = self._allocate()
         self._bucket_of: list[Bucket] = []
         self._settled = False
@@ -135,10 +143,15 @@ class Gradients:
 
     # -- memory ---------------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        """Refuse parameters that are not the same on all ranks."""
+    def _compare(self) -> bool:
+        """Refuse parameters that are not the same on all ranks.
+
+        Returns:
+            Whether all ranks have what reduces beside a backward pass: the same on all of them.
+        """
         mine = [tuple(parameter) for parameter in self.parameters]
-        every: list[list[Any]] = self.comm.all_gather_object(mine)
+        found = self.comm.all_gather_object([mine, _overlaps(self.comm)])
+        every: list[list[Any]] = [theirs for theirs, _ in found]
         for rank, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
@@ -156,6 +169,7 @@ class Gradients:
                 f"[rank {self.comm.rank} of {self.comm.size}]. Make the same model on every rank, "
                 "with the same parameters frozen."
             )
+        return all(overlaps for _, overlaps in found)
 
     def _extents(self, number: int) -> tuple[int, int]:
         """Return how many elements a gradient has, and how many it takes in its bucket."""
@@ -368,6 +382,15 @@ class Gradients:
             return None
         work: Work[Any] = self.comm.all_reduce(array, op="avg", out=array, async_op=True)
         return work
+
+
+def _overlaps(comm: Communicator) -> bool:
+    """Tell whether this rank has a network, a GPU or a core that is idle while it computes."""
+    known = comm.capabilities
+    if known.across_hosts or "cuda" in known.devices:
+        return True
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) >= 2 * comm.size
 
 
 def _copy(array: Any) -> Any:
