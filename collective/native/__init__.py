@@ -25,7 +25,7 @@ __all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold",
            "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 3
+PROTOCOL = 4
 
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2

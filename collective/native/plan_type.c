@@ -252,7 +252,7 @@ failed:
 static void plan_dealloc(PyObject *object)
 {
     Plan *self = (Plan *)object;
-    Py_XDECREF(self->over);
+    Py_XDECREF((PyObject *)self->over);
     Py_XDECREF(self->request);
     Py_XDECREF(self->otherwise);
     free(self->plan.starts);
