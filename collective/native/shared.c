@@ -140,7 +140,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
                          char *out, char *scratch)
 {
     int last = p->operation == SCAN ? s->rank : s->size - 1;
-    size_t chunk = MOST_IN_AREA(s) / p->item; /* intermediate results stay in cache */
+    size_t chunk = LEAST_LONG(s) / p->item; /* intermediate results stay in cache */
     for (size_t at = 0; at < count; at += chunk) {
         size_t number = count - at < chunk ? count - at : chunk, offset = (from + at) * p->item;
         char *result = out + at * p->item;
@@ -213,7 +213,7 @@ static void locate(struct shared *s, int which, const char *array, size_t nbytes
 
 void shared_locate(struct shared *s, const struct plan *p, const void *src, const void *dst)
 {
-    if (longest_input(p) < LEAST_IN_PLACE(s))
+    if (longest_input(p) < LEAST_LONG(s))
         return;
     /* Of what the root alone has the others say where they want it. */
     if (sends(s, p))
@@ -252,7 +252,7 @@ static int in_place(struct shared *s, const struct plan *p, int location,
         read_sources(s, p, dst, scratch);
         return depart(s);
     }
-    size_t chunk = MOST_IN_AREA(s) / p->item, stop = start_of(s, p, s->rank + 1);
+    size_t chunk = LEAST_LONG(s) / p->item, stop = start_of(s, p, s->rank + 1);
     for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
         size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
         fold_sources(s, p, at, count, dst + offset, scratch);
@@ -268,40 +268,31 @@ static int in_place(struct shared *s, const struct plan *p, int location,
 }
 
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
-                     char *dst, int fits)
+                     char *dst)
 {
-    int parity = (int)(step & 1), location = LOCATION + 8 * parity, somewhere = 0, failed;
+    int location = LOCATION + 8 * (int)(step & 1), failed;
     uint64_t *words = s->stages[s->rank].line + location;
     for (int which = 0; which < 2; which++) {
         words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
         words[2 * which + 1] = s->offset[which];
     }
-    if (fits && words[0] == 0)
-        put_into_area(s, p, parity, src);
     if ((failed = arrive(s, step, p->digest)))
         return failed;
     const struct segment *inputs = common(s, 0, location), *outputs = common(s, 1, location + 2);
     /* What a scan writes may be what others still read. */
     if (inputs != NULL && p->operation != SCAN && (outputs || p->operation != ALL_REDUCE))
         return in_place(s, p, location, inputs, outputs, dst);
-    for (int rank = 0; rank < s->size; rank++)
-        somewhere |= s->stages[rank].line[location] != 0;
-    /* Who is in a segment has put nothing into its area. */
-    if (!fits || somewhere)
-        return stage(s, p, src, dst);
-    read_areas(s, p, parity, dst);
-    return 0;
+    return stage(s, p, src, dst);
 }
 
 int shared_call(struct shared *s, const struct plan *p, const void *src, void *dst)
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
     int parity = (int)(step & 1), failed;
-    size_t most = longest_input(p);
     if (*s->broken)
         return BROKEN;
-    if (most >= LEAST_IN_PLACE(s))
-        return long_call(s, p, step, src, dst, most <= MOST_IN_AREA(s));
+    if (longest_input(p) >= LEAST_LONG(s))
+        return long_call(s, p, step, src, dst);
     put_into_area(s, p, parity, src);
     if ((failed = arrive(s, step, p->digest)))
         return failed;

@@ -70,11 +70,10 @@ struct plan {
     size_t item, count;
 };
 
-/* Of the bytes on the rank that has most: up to which they go through areas, with one wait, 64 KiB
-   where an area has 256; and from which on symmetric memory is read where it is, 24 KiB. Below that
-   a copy in cache costs less than a second wait (benchmarks/native.py). */
-#define MOST_IN_AREA(shared) ((shared)->area_bytes / 4)
-#define LEAST_IN_PLACE(shared) ((shared)->area_bytes / 32 * 3)
+/* From so many bytes on, on the rank that has most, a call is a long one: 24 KiB where an area has
+   256. Below that a copy through the area costs less than a second wait, above staging does
+   (benchmarks/native.py). */
+#define LEAST_LONG(shared) ((shared)->area_bytes / 32 * 3)
 
 /* What a call returns if it is not 0: of the first, nothing has been written, and the ranks may go
    on; after the others the communicator is broken, and this is not used again. */

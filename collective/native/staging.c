@@ -20,7 +20,7 @@
 #include <string.h>
 
 /* Pieces of this size stay in the second-level cache until the peer reads them. */
-#define PIECE_BYTES ((size_t)64 << 10)
+#define PIECE_BYTES ((size_t)32 << 10)
 
 /* What is staged in one call. */
 struct staging {
