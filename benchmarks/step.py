@@ -76,7 +76,7 @@ def torch_sides(
     from collective.adapters.torch import DistributedDataParallel
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), comm.size)
+    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     x = torch.randn(64, options.width)
 
@@ -236,7 +236,8 @@ def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float
         return found[0]
     venv = next(iter(peers.find(options).values()), None)
     if venv is None:
-        return run_ranks(2, _chainer_alone, asked, backend="shm", timeout=_RANKS_S)[0]
+        found = run_ranks(2, _chainer_alone, asked, backend="shm", timeout=_RANKS_S)
+        return found[0]
     starter = under_mpiexec(2, Mpiexec(str(venv / "bin" / "python")), lasting=False)
     with Ranks(2, starter) as ranks:
         found = ranks.results(FunctionJob(chainer_steps_under_mpi, (asked,)), _RANKS_S)
