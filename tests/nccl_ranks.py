@@ -13,7 +13,7 @@ import pytest
 
 from collective import cuda
 from collective.backends.nccl.engine import NcclComm
-from collective.backends.nccl.library import Library, load
+from collective.backends.nccl.library import NcclLibrary, load
 from collective.errors import CollectiveTimeoutError
 
 __all__ = [
@@ -57,7 +57,7 @@ class Ranks:
 
     def __init__(self, version: int) -> None:
         self.fake = fakes.Fake(version)
-        self.library: Library = load(fakes.library_path(version))
+        self.library: NcclLibrary = load(fakes.library_path(version))
 
     def run(self, size: int, function: Callable[[int], T]) -> list[T]:
         """Return what ``function(rank)`` returns in threads of their own."""

@@ -77,26 +77,16 @@ def test_a_lane_is_busy_until_all_is_done(lane):
     assert lane.idle
 
 
-def test_a_lane_is_not_seen_idle_while_work_goes_from_the_queue_to_running(lane):
-    """Let the work leave the queue at the moment at which the queue is looked at."""
+def test_a_lane_is_not_idle_until_its_last_work_is_over(lane):
     running, go = threading.Event(), threading.Event()
-    looked = []
-
-    class Queue(list):
-        def __bool__(self):
-            if threading.current_thread() is threading.main_thread() and not looked:
-                looked.append(True)
-                lane._condition.release()
-                assert running.wait(5)
-            return len(self) > 0
-
-    lane._queue = Queue()
-    lane._condition.acquire()  # so that its thread takes nothing yet
-    lane.submit("step", lambda: (running.set(), go.wait(5)))
-    idle = lane.idle
+    work = lane.submit("step", lambda: (running.set(), go.wait(5)))
+    assert running.wait(5)
+    idle, queued = lane.idle, len(lane.queue)
     go.set()
-    assert looked, "the test is void: the queue was not looked at"
-    assert not idle
+    work.wait()
+    assert (idle, queued) == (False, 1)
+    lane.drain(5.0)
+    assert lane.idle
 
 
 def test_a_lane_has_one_thread_and_only_when_it_is_used(lane):

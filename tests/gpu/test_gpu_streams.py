@@ -15,7 +15,8 @@ from real import OnGpus, sizes, why_not
 
 from collective import cuda
 from collective.errors import CollectiveError
-from collective.memory.device_array import DeviceArray, PlainSpace
+from collective.memory.device_array import DeviceArray
+from collective.memory.device_copies import PlainSpace
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
+from collective.contract.backend import Plan
 from collective.contract.failure import Failure
 from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
@@ -145,10 +146,13 @@ class Hanging(ThreadsBackend):
 class Crashing(ShmBackend):
     """Rank 1's process is killed in all_gather."""
 
-    def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+    def plan(self, request: Request) -> Plan:
+        return self._kill if request.operation == "all_gather" else super().plan(request)
+
+    def _kill(self, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().all_gather(request, src, dst, timeout)
+        self.recv(dst, 1, 0, timeout)  # which never comes
 
 
 class Raising(ThreadsBackend):
