@@ -127,8 +127,8 @@ class Calls:
 
     def _find_plan(
         self, what: str, x: Any, op: Any, order: str | None, root: int | None
-    ) -> Planned:
-        """Return the plan of a plain call, of which C has none yet."""
+    ) -> Planned | None:
+        """Return the plan of a plain call, of which C has none yet; None if it is not to make it."""
         raise NotImplementedError
 
     @staticmethod

@@ -376,7 +376,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
 
     def _find_plan(
         self, what: str, x: Any, op: Any, order: str | None, root: int | None
-    ) -> Planned:
+    ) -> Planned | None:
         if what == "barrier":
             return self._plan_of_barrier()
         view = self._view(what, x)
@@ -390,6 +390,9 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         if op is not None:
             return self._plan_of(what, view.array, view.dtype, op, order, root)
         leaf = Leaf(what, view, 0)
+        if what == "scatter":
+            assert root is not None
+            return self._plan_of_scatter(leaf, root, x)
         if what == "all_to_all":
             sizes = split_sizes(what, leaf.rows.length, self.size, None)
             return self._piece_plan(what, [leaf], 0, None, 0, None, [sizes])
@@ -409,6 +412,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         if what == "broadcast":
             assert root is not None
             return self._broadcast_one(x, x, root, out, left, False, error)
+        if what == "scatter":
+            assert root is not None
+            mine = x if self.rank == root else None
+            return self._scatter(mine, root, None, 0, out, None, left, False, error)
         if what == "all_to_all":
             return self._exchange(x, None, 0, out, left, False, error)
         if what in ("gather", "all_gather"):

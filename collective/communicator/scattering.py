@@ -11,11 +11,13 @@ import numpy as np
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.buffer import Buffer
-from collective.request import Request
+from collective.request import Disagreement, Request
 
+from .calls import Array
 from .deadline import Deadline
 from .heads import Head
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .plan import Planned
 from .rows import Rows, split_sizes
 
 __all__ = ["Scattering"]
@@ -63,100 +65,171 @@ class Scattering(PieceCalls):
         See Also:
             MPI_Scatterv.
         """
+        door = self._door_of_pieces
+        if door is not None and (x is None or self.rank == root):
+            done = door.scatter(self, x, out, counts, axis or None, root, timeout, async_op)
+            if done is not NotImplemented:
+                return done
+        return self._scatter(x, root, counts, axis, out, like, timeout, async_op)
+
+    def _scatter(
+        self,
+        x: Any,
+        root: int,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        like: Any,
+        timeout: float | None,
+        async_op: bool,
+        difference: Disagreement | None = None,
+    ) -> Any:
+        """Make the call; see :meth:`scatter`.
+
+        Args:
+            difference: what the ranks have found already, if that is how they differ.
+        """
         what = "scatter"
         root = self._rank(what, "root", root)
         seconds = self._seconds(timeout)
         leaves: list[Leaf] = []
-        nesting: Any = 0
         if self.rank == root:
             if x is None:
                 raise InvalidArgumentError(f"scatter: the root passed None {self._who}.")
-            nesting = nested.skeleton(x)
             leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
-            sizes = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
-            call = Request(
-                what, root=root, axis=axis, nesting=nesting, sizes=sizes,
-                leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
-                device=self._where(leaves[0].rows.array) if leaves else None,
-            )  # fmt: skip
+            call = self._scatter_request(root, axis, leaves, nested.skeleton(x), counts)
         else:
             self._adapter(like)
-            call = self._guessed(root, axis, out)
+            call = self._guessed(root, axis, out) or Request(
+                what, root=root, elements=[0] * self.size
+            )
+        # One array travels as what it is, several as bytes.
+        names = call.options.get("leaves", ())
+        dtype = dtypes.named(names[0][0]) if call.options.get("nesting") == 0 else UINT8
         chosen = out if out is not None else x if x is not None else like
         likes = nested.flatten(chosen) if nested.is_tree(chosen) else [chosen]
 
         def run() -> Any:
             deadline = Deadline(seconds)
-            options = self._root_options(call, root, deadline)
+            mine = None
+            if difference is not None:
+                options = self._told_by_root(difference, root)
+            elif self._heads or self._agree_first or self._enqueues or self._on_device:
+                options = self._root_options(call, root, deadline)
+            else:
+                # Nobody knows who has guessed right, so the call is made as if all had.
+                try:
+                    options = call.options
+                    sizes = options.get("sizes", ())
+                    mine = self._scatter_bytes(call, dtype, leaves, sizes, None, deadline.left())
+                except Disagreement as found:
+                    options = self._told_by_root(found, root)
             names = [dtypes.named(name) for name, *_ in options["leaves"]]
             shapes = [tuple(shape) for _, *shape in options["leaves"]]
             sizes = options["sizes"]
             models = [Rows(what, np.empty(shape, np.bool_), options["axis"]) for shape in shapes]
-            nbytes = [
-                sum(s[r] * m.inner * d.itemsize for s, m, d in zip(sizes, models, names))
-                for r in range(self.size)
-            ]
-            packed = None
-            if self.rank == root:
-                packed = Buffer(
-                    bytes_of(
-                        [
-                            leaf.rows.piece(cut, rank)
-                            for rank in range(self.size)
-                            for leaf, cut in zip(leaves, sizes)
-                        ]
-                    ),
-                    UINT8,
-                )
             kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
-            if "device" in options:
-                model = kept[0] if kept else None
-                near = leaves[0].rows.array if leaves else self._seen(model)
-                room = self._room(self._adapter(model, True), nbytes[self.rank], near)
-                mine = Buffer(room, UINT8)
-            else:
-                mine = Buffer.empty(nbytes[self.rank], UINT8)
-            agreed = Request(what, root=root, elements=nbytes, sizes=nbytes)
-            self._carry(self._planned(agreed), packed, mine, deadline.left(), alike=False)
+            if mine is None:
+                nbytes = [
+                    sum(s[r] * m.inner * d.itemsize for s, m, d in zip(sizes, models, names))
+                    for r in range(self.size)
+                ]
+                room = None
+                if "device" in options:
+                    model = kept[0] if kept else None
+                    near = leaves[0].rows.array if leaves else self._seen(model)
+                    room = self._room(self._adapter(model, True), nbytes[self.rank], near)
+                agreed = Request(what, root=root, elements=nbytes, sizes=nbytes)
+                mine = self._scatter_bytes(agreed, UINT8, leaves, sizes, room, deadline.left())
             results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
-            nesting = options["nesting"]
-            found = self._assemble(what, [mine.array], results, kept, out, nesting, x)
+            found = self._assemble(what, [mine], results, kept, out, options["nesting"], x)
             if not leaves:
-                self._settle(what, mine.array, deadline.left())
+                self._settle(what, mine, deadline.left())
             return found
 
         return self._go(what, run, async_op, *self._near(leaves))
 
-    def _guessed(self, root: int, axis: int, out: Any) -> Request:
+    def _scatter_request(
+        self, root: int, axis: int, leaves: Sequence[Leaf], nesting: Any, counts: Any
+    ) -> Request:
+        """Return the root's call."""
+        sizes = [split_sizes("scatter", leaf.rows.length, self.size, counts) for leaf in leaves]
+        widths = [leaf.rows.inner * (leaf.dtype.itemsize if nesting else 1) for leaf in leaves]
+        return Request(
+            "scatter", root=root, axis=axis, nesting=nesting, sizes=sizes,
+            leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
+            device=self._where(leaves[0].rows.array) if leaves else None,
+            elements=[sum(s[r] * w for s, w in zip(sizes, widths)) for r in range(self.size)],
+        )  # fmt: skip
+
+    def _scatter_bytes(
+        self,
+        request: Request,
+        dtype: dtypes.DType,
+        leaves: Sequence[Leaf],
+        sizes: Sequence[Sequence[int]],
+        room: Array | None,
+        seconds: float,
+    ) -> Array:
+        """Scatter the bytes of the root's leaves; return this rank's.
+
+        Args:
+            dtype: of what the request counts.
+            sizes: of each leaf, how many rows each rank gets.
+            room: where this rank's go, or None.
+        """
+        src = None
+        if self.rank == request.root:
+            pieces = [
+                leaf.rows.piece(cut, rank)
+                for rank in range(self.size)
+                for leaf, cut in zip(leaves, sizes)
+            ]
+            src = Buffer(bytes_of(pieces).view(dtype.storage), dtype)
+        if room is None:
+            room = Buffer.empty(request.elements[self.rank], dtype).array
+        self._carry(self._planned(request), src, Buffer(room, dtype), seconds, alike=False)
+        return room.view(np.uint8)
+
+    def _plan_of_scatter(self, leaf: Leaf, root: int, out: Any) -> Planned | None:
+        """Return the plan of a plain scatter of an array, or of one that ``out`` is a piece of."""
+        key = "scatter", leaf.dtype, leaf.shape, root
+        planned: Planned | None = self._plans.get(key)
+        if planned is not None:
+            return planned
+        if self.rank == root:
+            call: Request | None = self._scatter_request(root, 0, [leaf], 0, None)
+        else:
+            call = self._guessed(root, 0, out)
+        return None if call is None else self._remember(key, self._planned(call))
+
+    def _guessed(self, root: int, axis: int, out: Any) -> Request | None:
         """Return the root's call, if ``out`` is a piece of what it cuts evenly.
 
         Where that is so, comparing the calls is all that it takes to know what is scattered; where
         not, the ranks tell each other.
         """
-        if out is not None and self._on_host and not nested.is_tree(out):
-            view = self._view("scatter", out)
-            if isinstance(view.array, np.ndarray) and view.array.ndim:
-                leaf = Leaf("scatter", view, axis)
-                length = leaf.rows.length
-                shape = leaf.rows.shape_with(length * self.size)
-                return Request(
-                    "scatter", root=root, axis=axis, nesting=0, sizes=[[length] * self.size],
-                    leaves=[[leaf.dtype.name, *shape]],
-                )  # fmt: skip
-        return Request("scatter", root=root)
+        if out is None or not self._on_host or nested.is_tree(out):
+            return None
+        view = self._view("scatter", out)
+        if not isinstance(view.array, np.ndarray) or not view.array.ndim:
+            return None
+        leaf = Leaf("scatter", view, axis)
+        length = leaf.rows.length
+        return Request(
+            "scatter", root=root, axis=axis, nesting=0, sizes=[[length] * self.size],
+            leaves=[[leaf.dtype.name, *leaf.rows.shape_with(length * self.size)]],
+            elements=[leaf.rows.inner * length] * self.size,
+        )  # fmt: skip
 
     def _root_options(self, request: Request, root: int, deadline: Deadline) -> dict[str, Any]:
         """Return the options of the root's call, which alone knows what is scattered."""
         if not self._heads:
-            headers = self._sizes(request, deadline.left())
-            if headers is None:
-                return request.options  # the others have guessed it
-            for header in headers:
-                if header["operation"] != "scatter" or header["options"].get("root") != root:
-                    self._mismatch(headers)
-            if "leaves" not in headers[root]["options"]:
-                self._mismatch(headers)
-            return dict(headers[root]["options"])
+            try:
+                self._agree(request, deadline.left())
+            except Disagreement as difference:
+                return self._told_by_root(difference, root)
+            return request.options  # the others have guessed it
         head = Head(1)
         text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
         if self.rank == root:
@@ -174,3 +247,13 @@ class Scattering(PieceCalls):
             plan = self._planned(about)
             self._carry(plan, text_of_root, text_of_root, deadline.left(), alike=False)
         return dict(json.loads(received.tobytes()))
+
+    def _told_by_root(self, difference: Disagreement, root: int) -> dict[str, Any]:
+        """Return the options of the root's call, if the others' are only less of it."""
+        headers = difference.headers
+        for header in headers:
+            if header["operation"] != "scatter" or header["options"].get("root") != root:
+                self._mismatch(headers)
+        if "leaves" not in headers[root]["options"]:
+            self._mismatch(headers)
+        return dict(headers[root]["options"])

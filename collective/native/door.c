@@ -93,7 +93,7 @@ static int find_output(const Door *door, struct call *call)
     const char *same = shape == SAME ? got->address
                        : shape == JOINED ? got->address + (size_t)door->rank * x->nbytes : NULL;
     call->dst = got;
-    return call->operation->who == FROM_ROOT || is_apart_or(x, got, same);
+    return (call->operation->who == FROM_ROOT && shape == SAME) || is_apart_or(x, got, same);
 }
 
 /* Reads the arguments. Returns 1, 0 if the call is not for C, or -1 with an exception. */
@@ -125,13 +125,20 @@ static int read_call(const Door *door, struct call *call, PyObject *const *args,
         call->result = Py_NewRef(Py_None);
         return 1;
     }
-    int is_root = call->root == door->rank;
+    int is_root = call->root == door->rank, scatters = call->operation->shape == CUT
+                                                       && call->operation->who == FROM_ROOT;
     if (call->operation->who == FROM_ROOT && call->x == Py_None && !is_root)
         call->x = call->out;
     if (!view_array(call->x, &call->views[0]))
         return 0;
     call->src = &call->views[0];
-    if (call->operation->who == FROM_ROOT && is_root) {
+    if (scatters && !is_root) { /* x is the output, by which Python knows the whole */
+        call->src = NULL;
+        call->dst = &call->views[0];
+        call->result = Py_NewRef(call->out);
+        return call->out != Py_None && call->dst->ndim > 0 && call->dst->writable;
+    }
+    if (call->operation->who == FROM_ROOT && is_root && !scatters) {
         if (call->out != Py_None && call->out != call->x)
             return 0;
         call->dst = call->src;
@@ -143,7 +150,7 @@ static int read_call(const Door *door, struct call *call, PyObject *const *args,
         return 1;
     }
     int found = find_output(door, call);
-    if (call->operation->who == FROM_ROOT)
+    if (call->operation->who == FROM_ROOT && !scatters)
         call->src = call->dst;
     return found;
 }
@@ -226,7 +233,8 @@ static PyObject *make(Door *door, struct call *call)
         state = run_plan(plan, call->src, call->dst, seconds);
     } else {
         PyObject *ran = PyObject_CallMethodObjArgs(
-            call->comm, name_run_plan, plan, call->src == call->dst ? call->result : call->x,
+            call->comm, name_run_plan, plan,
+            call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x,
             call->dst ? call->result : Py_None, seconds, NULL);
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(ran);
@@ -264,6 +272,7 @@ OPERATION(reduce, SAME, AT_ROOT, 1)
 OPERATION(scan, SAME, EVERYBODY, 1)
 OPERATION(reduce_scatter, CUT, EVERYBODY, 1)
 OPERATION(broadcast, SAME, FROM_ROOT, 0)
+OPERATION(scatter, CUT, FROM_ROOT, 0)
 OPERATION(all_gather, JOINED, EVERYBODY, 0)
 OPERATION(gather, JOINED, AT_ROOT, 0)
 OPERATION(all_to_all, EXCHANGED, EVERYBODY, 0)
@@ -271,7 +280,7 @@ OPERATION(barrier, NONE, EVERYBODY, 0)
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))door_##name, METH_FASTCALL, NULL}
 static PyMethodDef door_methods[] = {
-    METHOD(all_reduce), METHOD(reduce), METHOD(scan), METHOD(reduce_scatter), METHOD(broadcast),
+    METHOD(all_reduce), METHOD(reduce), METHOD(scan), METHOD(reduce_scatter), METHOD(broadcast), METHOD(scatter),
     METHOD(all_gather), METHOD(gather), METHOD(all_to_all), METHOD(barrier), {NULL, NULL, 0, NULL}};
 
 static int door_init(PyObject *object, PyObject *args, PyObject *keywords)
