@@ -128,7 +128,7 @@ class Calls:
     def _find_plan(
         self, what: str, x: Any, op: Any, order: str | None, root: int | None
     ) -> Planned | None:
-        """Return the plan of a plain call, of which C has none yet; None if it is not to make it."""
+        """Return the plan of a plain call, of which C has none yet; None for Python's way."""
         raise NotImplementedError
 
     @staticmethod

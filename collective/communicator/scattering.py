@@ -122,8 +122,8 @@ class Scattering(PieceCalls):
                     options = call.options
                     sizes = options.get("sizes", ())
                     mine = self._scatter_bytes(call, dtype, leaves, sizes, None, deadline.left())
-                except Disagreement as found:
-                    options = self._told_by_root(found, root)
+                except Disagreement as found_out:
+                    options = self._told_by_root(found_out, root)
             names = [dtypes.named(name) for name, *_ in options["leaves"]]
             shapes = [tuple(shape) for _, *shape in options["leaves"]]
             sizes = options["sizes"]
