@@ -65,7 +65,7 @@ class Scattering(PieceCalls):
         See Also:
             MPI_Scatterv.
         """
-        door = self._door_of_pieces
+        door = self._door_of_pieces if self._scatters_at_once else None
         if door is not None and (x is None or self.rank == root):
             done = door.scatter(self, x, out, counts, axis or None, root, timeout, async_op)
             if done is not NotImplemented:
@@ -114,7 +114,7 @@ class Scattering(PieceCalls):
             mine = None
             if difference is not None:
                 options = self._told_by_root(difference, root)
-            elif self._heads or self._agree_first or self._enqueues or self._on_device:
+            elif not self._scatters_at_once:
                 options = self._root_options(call, root, deadline)
             else:
                 # Nobody knows who has guessed right, so the call is made as if all had.
@@ -148,6 +148,16 @@ class Scattering(PieceCalls):
             return found
 
         return self._go(what, run, async_op, *self._near(leaves))
+
+    @property
+    def _scatters_at_once(self) -> bool:
+        """Whether the root's call is made before it is known to all; the same on all ranks.
+
+        That pays where ranks share memory and see by themselves when calls differ. These have no
+        arrays of GPUs.
+        """
+        shared = self.capabilities.symmetric_memory and "cuda" not in self.capabilities.devices
+        return shared and not (self._agree_sizes or self._agree_first or self._enqueues)
 
     def _scatter_request(
         self, root: int, axis: int, leaves: Sequence[Leaf], nesting: Any, counts: Any
