@@ -6,7 +6,6 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* For how long nothing moves before Python is asked to wait, and it goes on before Python is asked
    whether it may: there are deadlines and signals. */
@@ -34,13 +33,6 @@ typedef struct {
     PyObject *const *args;
     int64_t fitting[HEAD_WORDS];
 } Call;
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
 
 /* What a method of Python's returned, which is nothing but for its exceptions. */
 static int done(PyObject *result)

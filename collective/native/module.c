@@ -31,7 +31,8 @@ static int is_plain(const Py_buffer *view, enum dtype dtype)
            && (uintptr_t)view->buf % (item_bytes[dtype] > 8 ? 8 : item_bytes[dtype]) == 0;
 }
 
-int is_apart(const Py_buffer *one, const Py_buffer *other)
+/* Whether a buffer is all of another one, or has nothing in common with it. */
+static int is_apart(const Py_buffer *one, const Py_buffer *other)
 {
     const char *a = one->buf, *b = other->buf;
     return (a == b && one->len == other->len) || a + one->len <= b || b + other->len <= a;

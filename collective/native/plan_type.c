@@ -5,7 +5,6 @@
 
 #include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 typedef struct {
     PyObject_HEAD
@@ -33,13 +32,6 @@ static PyTypeObject *plan_type;
 #define YIELD_NS 50000
 /* From here on a call takes longer than letting go of the interpreter lock. */
 #define LONG_CALL_BYTES (64 << 10)
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
 
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value)
 {

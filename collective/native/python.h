@@ -13,7 +13,17 @@
 #endif
 #include <Python.h>
 
+#include <time.h>
+
 #include "core.h"
+
+/* The clock of time.monotonic(). */
+static inline int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
 
 #define VIEW_DIMENSIONS 8
 
@@ -32,9 +42,6 @@ int view_array(PyObject *array, struct view *view);
 
 /* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
-
-/* Whether a buffer is all of another one, or has nothing in common with it. */
-int is_apart(const Py_buffer *one, const Py_buffer *other);
 
 /* Records in a Ring that a call begins, of the frame that called last; that it is over, or that it
    was not made after all. Neither raises. */

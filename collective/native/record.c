@@ -4,7 +4,6 @@
 #include "python.h"
 
 #include <structmember.h>
-#include <time.h>
 
 #define RECORDS 512 /* a power of two */
 
@@ -22,13 +21,6 @@ typedef struct {
 } Ring;
 
 static PyObject *name_site, *name_filename, *name_back, *name_instruction;
-
-static double now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static int is_ours(const Ring *ring, PyObject *code)
 {
@@ -74,14 +66,14 @@ void record_begin(PyObject *object, PyObject *request, int compares)
     PyList_SetItem(ring->list, at * OBJECTS + INSTRUCTION,
                    instruction ? instruction : PyLong_FromLong(0));
     PyList_SetItem(ring->list, at * OBJECTS + COMPARES, PyBool_FromLong(compares));
-    ring->began[at] = now();
+    ring->began[at] = 1e-9 * (double)now_ns();
     ring->started++;
 }
 
 void record_end(PyObject *object, int made)
 {
     Ring *ring = (Ring *)object;
-    ring->ended[ring->started % RECORDS] = now();
+    ring->ended[ring->started % RECORDS] = 1e-9 * (double)now_ns();
     ring->started -= !made;
     ring->finished = ring->started;
 }

@@ -44,11 +44,17 @@ static int is_shared_work(const struct plan *p)
     return p->operation == ALL_REDUCE || p->operation == REDUCE;
 }
 
+/* Whether a block has a piece for each rank. */
+static int is_cut(const struct plan *p)
+{
+    return splits(p) || is_shared_work(p);
+}
+
 /* Cuts a call into blocks, of which at least two are in an area, if there are as many. */
 static struct staging cut(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
     struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks};
-    int each = splits(p) || is_shared_work(p);
+    int each = is_cut(p);
     size_t longest = p->starts != NULL ? p->longest : each ? length_of(s, p, 0) : p->count;
     c.pieces = each ? s->size - 1 : 1;
     size_t room = s->area_bytes / 2 / (c.pieces * p->item);
@@ -83,7 +89,7 @@ static char *piece_at(const struct staging *c, int rank, int area, uint64_t bloc
 /* Where a rank has posted what this one needs: pieces are in rank order, without its own. */
 static char *posted_at(const struct staging *c, int rank, uint64_t block, int reader)
 {
-    int each = splits(c->plan) || is_shared_work(c->plan);
+    int each = is_cut(c->plan);
     return piece_at(c, rank, 0, block, each ? reader - (reader > rank) : 0);
 }
 
@@ -92,7 +98,7 @@ static int post(const struct staging *c, uint64_t block)
 {
     struct shared *s = c->shared;
     const struct plan *p = c->plan;
-    int failed, each = splits(p) || is_shared_work(p);
+    int failed, each = is_cut(p);
     if (block >= c->number || !sends(s, p))
         return 0;
     if (block >= c->depth && (failed = await_all(s, READ, c->first + block - c->depth + 1)))
