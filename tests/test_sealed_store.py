@@ -283,8 +283,9 @@ def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 1.5)
-        second = pool.submit(rank, 1, other, SealedStore(below, other), 1.0)
+        # The second goes on trying when the first is over, and says what it was told before.
+        first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 2.0)
+        second = pool.submit(rank, 1, other, SealedStore(below, other), 4.0)
         assert "from 127.0.0.1 did not prove to know this job's key" in first.result()
         assert "it has another key, or is over" in second.result()
 

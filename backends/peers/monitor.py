@@ -26,7 +26,7 @@ from collective.errors import RendezvousError
 
 from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
-from .link import Link, Message, connect, parse
+from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _find(world: World, timeout: float, deadline: float) -> _Joined:
         except (EOFError, OSError) as error:
             # It may be the hub of an earlier roll call, which the store has not forgotten yet. What
             # a hub said of this rank's key tells more than that the last attempt came too late.
-            refused = refused if isinstance(refused, EOFError) else error
+            refused = refused if isinstance(refused, ProofError) else error
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
