@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.ops import ReduceOp
     from collective.request import Request
 
-__all__ = ["Exchange", "PreparedExchange", "all_gather", "all_reduce", "all_to_all", "gather",
+__all__ = ["Exchange", "PreparedAllReduce", "all_gather", "all_reduce", "all_to_all", "gather",
            "reduce", "reduce_scatter", "scatter"]  # fmt: skip
 
 # Folded at a time, so that what one rank has added is in the cache for the next.
@@ -31,6 +31,8 @@ _BLOCK_BYTES = 64 << 10
 
 #: What is to be received and to be sent: buffers, and from and to which rank.
 Exchange = Callable[[Sequence[tuple[Buffer, int]], Sequence[tuple[Buffer, int]]], None]
+#: The tensors of a message, and from or to which rank it goes.
+Message = tuple[list[Any], int]
 
 
 def _others(rank: int, size: int) -> list[int]:
@@ -126,7 +128,7 @@ def all_reduce(
 ) -> None:
     """Fold the ranks' ``src``, in rank order, into every ``dst``: everybody gets them all.
 
-    :class:`PreparedExchange` does the same where time matters more than memory.
+    :class:`PreparedAllReduce` does the same where time matters more than memory.
     """
     folding = Folding(op, src.dtype, size)
     mine = folding.enter(src)
@@ -157,52 +159,63 @@ def reduce(
     _fold_pieces(folding, rank, into, mine, dst)
 
 
-class PreparedExchange:
-    """An all-reduce of few elements, prepared: what it takes depends on the request alone.
+class PreparedAllReduce:
+    """The plan of an all-reduce of few elements: what it takes depends on the request alone.
 
     A call of this size spends as much time in Python as in Gloo, and every rank waits for
-    the slowest.
+    the slowest. So the tensors that Gloo sends and receives are made once: each rank's elements
+    have a room here, this rank's too, which also lets ``dst`` be what this rank contributes.
 
-    Attributes:
-        coming: what receives the others' elements, and the rank that it is for.
+    Args:
+        request: the call.
+        rank: this rank.
+        size: how many there are.
+        begin: called before anything is sent.
+        move: receives, sends and waits, as :class:`Exchange`, but of tensors, the longest of so
+            many bytes.
     """
 
-    __slots__ = ("_fold", "_post", "_pre", "_rank", "_rooms", "coming")
+    __slots__ = ("_begin", "_coming", "_fold", "_going", "_mine", "_move", "_nbytes", "_post",
+                 "_pre", "_rooms")  # fmt: skip
 
-    def __init__(self, rank: int, size: int, request: Request) -> None:
+    def __init__(
+        self,
+        request: Request,
+        rank: int,
+        size: int,
+        begin: Callable[[], None],
+        move: Callable[[float, Sequence[Message], Sequence[Message], int], None],
+    ) -> None:
         op, dtype = request.op, request.dtype
         assert dtype is not None
+        self._begin, self._move = begin, move
         self._fold = arithmetic.fold(op, dtype)
         self._pre = arithmetic.pre(op, dtype, size)
         self._post = arithmetic.post(op, dtype, size)
-        self._rank = rank
-        count = request.nbytes // dtype.itemsize
-        rooms = [Buffer.empty(count, dtype) for _ in range(size)]
+        self._nbytes = request.nbytes
+        rooms = [Buffer.empty(self._nbytes // dtype.itemsize, dtype) for _ in range(size)]
         self._rooms = [room.array for room in rooms]
-        self.coming = [([as_bytes(rooms[other])], other) for other in _others(rank, size)]
+        self._mine = self._rooms[rank]
+        tensors = [[as_bytes(room)] for room in rooms]
+        others = _others(rank, size)
+        self._coming = [(tensors[other], other) for other in others]
+        self._going = [(tensors[rank], other) for other in others]
 
-    def enter(self, src: Buffer) -> Buffer:
-        """Return what this rank contributes."""
+    def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:
+        self._begin()
         if self._pre is None:
-            return src
-        mine = Buffer.empty(src.count, src.dtype)
+            self._mine[:] = src.array
+        else:
+            with np.errstate(all="ignore"):
+                self._pre(src.array, self._mine)
+        self._move(timeout, self._coming, self._going, self._nbytes)
+        total, *others, last = self._rooms
         with np.errstate(all="ignore"):
-            self._pre(src.array, mine.array)
-        return mine
-
-    def leave(self, mine: Buffer, dst: Buffer) -> None:
-        """Fold what came and ``mine`` into ``dst``."""
-        values, out = self._rooms, dst.array
-        # In its own room: dst may be what this rank contributes.
-        total = values[self._rank]
-        total[:] = mine.array
-        with np.errstate(all="ignore"):
-            total = values[0]
-            for value in values[1:-1]:
-                self._fold(total, value, out=values[0])
-            self._fold(total, values[-1], out=out)
+            for other in others:
+                self._fold(total, other, out=total)
+            self._fold(total, last, out=dst.array)
             if self._post is not None:
-                self._post(out, out)
+                self._post(dst.array, dst.array)
 
 
 def _fold_pieces(

@@ -17,6 +17,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
 from .engine import CUT_TAG, cut, ended, seconds
+from .exchanges import Message
 from .tensors import as_bytes
 from .waiting import Blocked, Elsewhere, watched
 
@@ -147,8 +148,8 @@ class Messenger(Monitored):
     def _move(
         self,
         timeout: float,
-        coming: Sequence[tuple[list[Any], int]],
-        going: Sequence[tuple[list[Any], int]],
+        coming: Sequence[Message],
+        going: Sequence[Message],
         nbytes: int,
     ) -> None:
         """Receive and send tensors, the longest of ``nbytes``."""

@@ -124,8 +124,8 @@ class GlooBackend(Messenger):
         # A user's function would be kept alive by what is prepared with it.
         small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
         if request.operation == "all_reduce" and small and request.op.function is None:
-            prepared = exchanges.PreparedExchange(self.rank, self.size, request)
-            return partial(self._all_reduce_small, request, prepared)
+            begin = partial(self._begin, request)
+            return exchanges.PreparedAllReduce(request, self.rank, self.size, begin, self._move)
         return super().plan(request)
 
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
@@ -182,20 +182,6 @@ class GlooBackend(Messenger):
             mine = dst.part(start, start + counts[self.rank])
             exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
             exchanges.all_gather(exchange, self.rank, mine, dst, counts)
-
-    def _all_reduce_small(
-        self,
-        request: Request,
-        small: exchanges.PreparedExchange,
-        src: Buffer,
-        dst: Buffer,
-        timeout: float,
-    ) -> None:
-        self._begin(request)
-        mine = small.enter(src)
-        tensors = [as_bytes(mine)]
-        self._move(timeout, small.coming, [(tensors, r) for _, r in small.coming], src.nbytes)
-        small.leave(mine, dst)
 
     def _fold_by_gloo(
         self,

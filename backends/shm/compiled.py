@@ -78,8 +78,10 @@ class Compiled:
         if number is None or (operation == "all_to_all" and not request.alike):
             return None
         elements = request.elements if operation in _PIECES else None
-        itemsize = _WIDEST if dtype is None else dtype.itemsize
-        if max(request.nbytes, sum(elements or ()) * itemsize) > self._most:
+        nbytes = request.nbytes
+        if elements is not None:
+            nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
+        if nbytes > self._most:
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:

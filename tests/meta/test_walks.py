@@ -52,8 +52,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (31, 12), "again": (2, 2), "out": (1, 1)}),
-        ("gloo", {"first": (65, 18), "again": (23, 9), "out": (22, 9)}),
+        ("shm", {"first": (30, 12), "again": (2, 2), "out": (1, 1)}),
+        ("gloo", {"first": (64, 18), "again": (18, 7), "out": (17, 7)}),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:
