@@ -11,8 +11,8 @@ from typing import Any
 
 from collective.communicator import Communicator
 from collective.contract.world import World
-from collective.launch.threads import _Nowhere
 from collective.start.connecting import connect
+from collective.start.memory_store import MemoryStore
 from collective.trace import tracer as trace
 
 __all__ = ["traced_ranks"]
@@ -30,10 +30,10 @@ def traced_ranks(
         traces: which ranks trace.
     """
     results: list[Any] = [None] * size
-    job = f"traced-{secrets.token_hex(4)}"
+    job, store = f"traced-{secrets.token_hex(4)}", MemoryStore()
 
     def rank(number: int) -> None:
-        world = World(number, size, number, size, socket.gethostname(), "none", job, _Nowhere())
+        world = World(number, size, number, size, socket.gethostname(), "none", job, store)
         where = str(directory) if traces(number) else ""
         try:
             with connect(world, "threads", timeout=20.0, trace=where) as comm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 
-from collective.errors import RendezvousError
+from collective.errors import RendezvousError, UnsupportedError
 
 __all__ = ["Store"]
 
@@ -47,6 +47,24 @@ class Store(ABC):
     @abstractmethod
     def try_get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if nobody has published it yet."""
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        """Publish ``value`` unless ``key`` has one; return the value that it then has.
+
+        Of all who do so at once one wins, and everybody is returned what that one has given: the
+        ranks that are left decide so who they are (:meth:`Communicator.shrink`). Whoever repeats
+        it is returned the same.
+
+        Raises:
+            UnsupportedError: this store cannot.
+            RendezvousError: it could, and is gone.
+        """
+        raise UnsupportedError(
+            f"put_if_absent({key!r}): the ranks met at {self}, a {type(self).__name__}, which "
+            "cannot keep the first of several values, as shrink() and agree() need it. Have them "
+            "meet in a directory that all ranks see, or at an address: COLLECTIVE_STORE=DIR or "
+            "tcp://HOST:PORT."
+        )
 
     @abstractmethod
     def delete(self, key: str) -> None:

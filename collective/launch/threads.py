@@ -23,31 +23,15 @@ from types import CodeType
 from typing import Any, TextIO
 
 from collective.contract.failure import Failure
-from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.start import session
+from collective.start.memory_store import MemoryStore
 
 __all__ = ["load_program", "main"]
 
 # How long the other ranks may take to end once one has failed.
 _GRACE_S = 1.5
-
-
-class _Nowhere(Store):
-    """Threads meet in memory."""
-
-    def set(self, key: str, value: bytes) -> None:
-        raise NotImplementedError("ranks that are threads need no store")
-
-    def get(self, key: str, deadline: float) -> bytes:
-        raise NotImplementedError("ranks that are threads need no store")
-
-    def try_get(self, key: str) -> bytes | None:
-        return None
-
-    def delete(self, key: str) -> None:
-        return None
 
 
 class _Prefixed:
@@ -124,6 +108,7 @@ class _Program:
         self._path = path
         self._package = package
         self._job = f"threads-{secrets.token_hex(8)}"
+        self._store = MemoryStore()
 
     def run(self, rank: int, streams: Sequence[_Prefixed]) -> None:
         """Run the program as ``rank``."""
@@ -131,7 +116,7 @@ class _Program:
             stream.begin(rank)
         world = World(
             rank, self.size, rank, self.size, socket.gethostname(), "collective", self._job,
-            _Nowhere(),
+            self._store,
         )  # fmt: skip
         session.thread_world(world)
         namespace = {

@@ -39,10 +39,41 @@ class FileStore(Store):
         return str(self.directory)
 
     def set(self, key: str, value: bytes) -> None:
+        os.replace(self._written(key, value), self.directory / key)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        scratch = self._written(key, value)
+        try:
+            # link(2) never replaces a file, over NFS either, and the file is whole before it has
+            # its name: open(2) with O_EXCL would show it empty first.
+            os.link(scratch, self.directory / key)
+            return value
+        except FileExistsError:
+            won = self.try_get(key)
+            # It was deleted in between, and may be put again.
+            return self.put_if_absent(key, value) if won is None else won
+        except OSError as error:
+            raise self._unfit(error) from error
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _written(self, key: str, value: bytes) -> Path:
+        """Return a file with ``value`` that nobody knows of yet."""
         scratch = self.directory / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
-        with open(scratch, "xb", opener=_open_private) as file:
-            file.write(value)
-        os.replace(scratch, self.directory / key)
+        try:
+            with open(scratch, "xb", opener=_open_private) as file:
+                file.write(value)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise self._unfit(error) from error
+        return scratch
+
+    def _unfit(self, error: OSError) -> RendezvousError:
+        return RendezvousError(
+            f"rendezvous directory {self.directory}: {error}; it must be there for as long as a "
+            "rank is, with room, on a file system that has hard links. Set COLLECTIVE_STORE to "
+            "such a directory."
+        )
 
     def try_get(self, key: str) -> bytes | None:
         try:

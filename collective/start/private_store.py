@@ -79,6 +79,9 @@ class PrivateStore(Store):
         value = self._ask({"kind": "get", "key": key})
         return None if value is None else bytes.fromhex(value)
 
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return bytes.fromhex(self._ask({"kind": "put", "key": key, "value": value.hex()}))
+
     def delete(self, key: str) -> None:
         self._ask({"kind": "delete", "key": key})
 
@@ -156,6 +159,9 @@ class _Values:
         if kind == "set":
             bytes.fromhex(message["value"])
             self._values[key] = message["value"]
+        elif kind == "put":  # in one thread, so that one is first
+            bytes.fromhex(message["value"])
+            value = self._values.setdefault(key, message["value"])
         elif kind == "get":
             value = self._values.get(key)
         elif kind == "delete":

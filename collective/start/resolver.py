@@ -326,6 +326,9 @@ class _LateStore(Store):
     def try_get(self, key: str) -> bytes | None:
         return self._store().try_get(key)
 
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return self._store().put_if_absent(key, value)
+
     def delete(self, key: str) -> None:
         self._store().delete(key)
 

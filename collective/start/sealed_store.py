@@ -38,8 +38,11 @@ class SealedStore(Store):
         return str(self._store)
 
     def set(self, key: str, value: bytes) -> None:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._store.set(self._name(key), nonce + value + self._tag(key, nonce + value))
+        self._store.set(self._name(key), self._sealed(key, value))
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        won = self._store.put_if_absent(self._name(key), self._sealed(key, value))
+        return self._opened(key, won)
 
     def get(self, key: str, deadline: float) -> bytes:
         name = self._name(key)
@@ -72,6 +75,10 @@ class SealedStore(Store):
         name = key.encode()
         message = len(name).to_bytes(4, "big") + name + content
         return hmac.digest(self._of_values, message, "sha256")
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        content = secrets.token_bytes(_NONCE_BYTES) + value
+        return content + self._tag(key, content)
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
         content, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]

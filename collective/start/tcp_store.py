@@ -121,6 +121,13 @@ class TcpStore(Store):
     def try_get(self, key: str) -> bytes | None:
         return self._try_get(key, time.monotonic() + _ANSWER_S)
 
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        # An absent key compares as empty, and no rank publishes nothing.
+        won: bytes = self._ask(
+            "put_if_absent", key, lambda: self._client.compare_set(self._prefix + key, "", value)
+        )
+        return won
+
     def delete(self, key: str) -> None:
         self._ask("delete", key, lambda: self._client.delete_key(self._prefix + key))
 
