@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import chainer
 import numpy as np
 
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.training.statistics import SharedCommunicator, join
+from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -80,7 +81,8 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         wanted = chainer.config.enable_backprop and any(
             isinstance(each, chainer.Variable) and each.requires_grad for each in (x, gamma, beta)
         )
-        joined = _JoinedStatistics(self.comm, x.array, axes, gamma.dtype, wanted)
+        dtype = np.result_type(x.dtype, gamma.dtype, np.float32)
+        joined = _joined(self.comm, x.array, axes, dtype, wanted)
         if not chainer.config.in_recomputing:
             decay = self.decay
             if finetune:
@@ -89,7 +91,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
             self._track(joined, decay)
         # A rank that needs no gradient is in the graph all the same if a peer needs one.
         token = chainer.Variable(self.xp.zeros((), np.float32), requires_grad=joined.wanted)
-        found: Any = _Normalise(joined, self.eps).apply((x, gamma, beta, token))[0]
+        found: Any = _Normalise(joined, axes, dtype, self.eps).apply((x, gamma, beta, token))[0]
         return found
 
     def _axes(self, x: Any) -> tuple[int, ...]:
@@ -106,55 +108,42 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
             )
         return tuple(axes)
 
-    def _track(self, joined: _JoinedStatistics, decay: float) -> None:
+    def _track(self, joined: JoinedBatch, decay: float) -> None:
         """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
         if not joined.count:
             return
-        unbiased = joined.var * (joined.count / max(joined.count - 1.0, 1.0))
-        for kept, new in ((self.avg_mean, joined.mean), (self.avg_var, unbiased)):
+        for kept, new in ((self.avg_mean, joined.mean), (self.avg_var, joined.unbiased)):
             kept *= decay
             kept += ((1 - decay) * new).reshape(kept.shape).astype(kept.dtype)
 
 
-class _JoinedStatistics:
-    """Statistics of the ranks' batches as one.
-
-    Attributes:
-        count: values behind each mean.
-        mean, var: float64, of one dimension.
-        wanted: whether some rank wants gradients.
-        comm, axes: as given.
-        expanded: the shape in which they broadcast against ``x``.
-        dtype: in which to compute.
-    """
-
-    def __init__(
-        self, comm: Communicator, x: Any, axes: tuple[int, ...], dtype: Any, wanted: bool
-    ) -> None:
-        xp = chainer.backend.get_array_module(x)
-        self.comm, self.axes = comm, axes
-        self.dtype = np.result_type(x.dtype, dtype, np.float32)
-        self.expanded = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
-        size = int(np.prod(self.expanded))
-        count = x.size // size if size else 0
-        row = xp.zeros((1, 2 * size + 2), np.float64)
-        mean = var = None
-        if count:
-            mean = x.mean(axis=axes, dtype=self.dtype).ravel()
-            var = x.var(axis=axes, dtype=self.dtype).ravel()
-        self.count, self.mean, self.var, self.wanted = join(comm, row, count, mean, var, wanted)
-
-    def spread(self, values: Any) -> Any:
-        """Return one value a mean as it broadcasts against ``x``, in the dtype to compute in."""
-        return values.reshape(self.expanded).astype(self.dtype, copy=False)
+def _joined(
+    comm: Communicator, x: Any, axes: tuple[int, ...], dtype: Any, wanted: bool
+) -> JoinedBatch:
+    xp = chainer.backend.get_array_module(x)
+    size = math.prod(n for i, n in enumerate(x.shape) if i not in axes)
+    count = x.size // size if size else 0
+    row = xp.zeros((1, 2 * size + 2), np.float64)
+    mean = var = None
+    if count:
+        mean = x.mean(axis=axes, dtype=dtype).ravel()
+        var = x.var(axis=axes, dtype=dtype).ravel()
+    return JoinedBatch(comm, row, count, mean, var, wanted)
 
 
 class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
-    """``(x - mean) / sqrt(var + eps) · gamma + beta``, where mean and var are of all ranks' x."""
+    """``(x - mean) / sqrt(var + eps) · gamma + beta``, where mean and var are of all ranks' x.
 
-    def __init__(self, joined: _JoinedStatistics, eps: float) -> None:
+    Args:
+        joined: the ranks' batches as one.
+        axes: those that are normalised over.
+        dtype: in which to compute.
+        eps: added to the variance.
+    """
+
+    def __init__(self, joined: JoinedBatch, axes: tuple[int, ...], dtype: Any, eps: float) -> None:
         self._joined = joined
-        self._eps = eps
+        self._axes, self._dtype, self._eps = axes, dtype, eps
 
     def check_type_forward(self, in_types: Any) -> None:
         chainer.utils.type_check.expect(in_types[0].dtype.kind == "f")
@@ -162,43 +151,36 @@ class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
     def forward(self, inputs: Any) -> Any:
         self.retain_inputs((0, 1))
         x, gamma, beta, _ = inputs
-        joined = self._joined
-        centred = x - joined.spread(joined.mean)
-        scale = self._inverse() * joined.spread(gamma)
-        return ((centred * scale + joined.spread(beta)).astype(x.dtype, copy=False),)
-
-    def _inverse(self) -> Any:
-        return self._joined.spread((self._joined.var + self._eps) ** -0.5)
+        centred, inverse = self._standard(x)
+        scale = inverse * self._spread(gamma, x)
+        return ((centred * scale + self._spread(beta, x)).astype(x.dtype, copy=False),)
 
     def backward(self, indexes: Any, grad_outputs: Any) -> Any:
-        # Ioffe and Szegedy, "Batch Normalization" (2015), section 3, with
-        # x̂ = (x - mean) · inverse: dx = inverse · gamma · (dy - E[dy] - x̂ · E[dy · x̂]).
         if chainer.config.enable_backprop:
             raise InvalidArgumentError(
                 "SyncBatchNormalization: enable_double_backprop=True; there are no second "
                 "derivatives. Use L.BatchNormalization."
             )
         x, gamma = (each.array for each in self.get_retained_inputs())
-        joined, axes, inverse = self._joined, self._joined.axes, self._inverse()
-        xp = chainer.backend.get_array_module(x)
-        dy = grad_outputs[0].array.astype(joined.dtype, copy=False)
-        normal = (x - joined.spread(joined.mean)) * inverse
-        sums = xp.stack([dy.sum(axis=axes).ravel(), (dy * normal).sum(axis=axes).ravel()])
-        total = sums  # which stay as they are: gamma and beta get this rank's part
-        if joined.wanted and joined.comm.size > 1:
-            total = joined.comm.all_reduce(sums)
-        found = []
-        for index in indexes:
-            if index == 0:
-                first, second = (joined.spread(each / max(joined.count, 1)) for each in total)
-                dx = (dy - first - normal * second) * (inverse * joined.spread(gamma))
-                found.append(chainer.as_variable(dx.astype(x.dtype, copy=False)))
-            elif index == 3:
-                found.append(None)
-            else:
-                part = sums[1 if index == 1 else 0].reshape(gamma.shape)
-                found.append(chainer.as_variable(part.astype(gamma.dtype, copy=False)))
-        return tuple(found)
+        centred, inverse = self._standard(x)
+        dy = grad_outputs[0].array.astype(self._dtype, copy=False)
+        stack = chainer.backend.get_array_module(x).stack
+        scale = inverse * self._spread(gamma, x)
+        dx, *parts = self._joined.gradients(dy, centred, inverse, scale, self._axes, stack)
+        dgamma, dbeta = (each.reshape(gamma.shape).astype(gamma.dtype) for each in parts)
+        found = dx.astype(x.dtype, copy=False), dgamma, dbeta
+        return tuple(None if i == 3 else chainer.as_variable(found[i]) for i in indexes)
+
+    def _standard(self, x: Any) -> tuple[Any, Any]:
+        """Return the batch less the mean, and what makes its variance 1."""
+        joined = self._joined
+        inverse = self._spread((joined.var + self._eps) ** -0.5, x)
+        return x - self._spread(joined.mean, x), inverse
+
+    def _spread(self, values: Any, x: Any) -> Any:
+        """Return one value a mean as it broadcasts against ``x``, in the dtype to compute in."""
+        shape = tuple(1 if i in self._axes else n for i, n in enumerate(x.shape))
+        return values.reshape(shape).astype(self._dtype, copy=False)
 
 
 def convert_batch_normalization(link: Any, comm: Communicator) -> Any:

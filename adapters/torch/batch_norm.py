@@ -9,7 +9,7 @@ import torch
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError
-from collective.training.statistics import SharedCommunicator, Statistics, join
+from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -98,22 +98,20 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         comm = self.comm
         wanted = torch.is_grad_enabled() and x.requires_grad
         with torch.no_grad():
-            count, mean, var, backward = _joined(x.detach(), comm, wanted)
-            if count == 1:
+            joined = _joined(x.detach(), comm, wanted)
+            if joined.count == 1:
                 raise ShapeError(
                     f"SyncBatchNorm: one value a channel in all batches together; two or more "
                     f"when training [rank {comm.rank} of {comm.size}]. Pass larger batches, or "
                     "call eval()."
                 )
-            if tracks and known and count:
-                self._track(count, mean, var)
-        mean, var = mean.to(kind), var.to(kind)
+            if tracks and known and joined.count:
+                self._track(joined)
         # A rank that needs no gradient is in the graph all the same if a peer needs one.
-        token = torch.zeros((), requires_grad=backward and torch.is_grad_enabled())
+        token = torch.zeros((), requires_grad=joined.wanted and torch.is_grad_enabled())
+        mean, var = joined.mean.to(kind), joined.var.to(kind)
         normalise: Any = _Normalise.apply
-        result: torch.Tensor = normalise(
-            x, weight, bias, token, mean, var, self.eps, count, comm if backward else None
-        )
+        result: torch.Tensor = normalise(x, weight, bias, token, mean, var, self.eps, joined)
         return result
 
     def _check_input(self, x: torch.Tensor) -> None:
@@ -125,18 +123,19 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         if not x.is_floating_point():
             raise InvalidArgumentError(f"SyncBatchNorm: {x.dtype}; floating point. Use x.float().")
 
-    def _track(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
+    def _track(self, joined: JoinedBatch) -> None:
         """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
         share = self.momentum
         if share is None:
             share = 1.0 / float(self.num_batches_tracked)
-        unbiased = var * (count / (count - 1))
-        for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+        for kept, new in (
+            (self.running_mean, joined.mean),
+            (self.running_var, joined.unbiased),
+        ):
             kept.copy_(kept.to(new.dtype).lerp_(new, share))
 
 
-def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> Statistics:
-    """Return the statistics of all ranks' batches, and whether some rank wants gradients."""
+def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> JoinedBatch:
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     row = torch.zeros(1, 2 * channels + 2, dtype=torch.float64, device=x.device)
@@ -144,7 +143,7 @@ def _joined(x: torch.Tensor, comm: Communicator, wanted: bool) -> Statistics:
     if count:
         wide = x if x.dtype is torch.float64 else x.float()
         var, mean = torch.var_mean(wide, _but_channels(x), correction=0)
-    return join(comm, row, count, mean, var, wanted)
+    return JoinedBatch(comm, row, count, mean, var, wanted)
 
 
 def _but_channels(x: torch.Tensor) -> list[int]:
@@ -164,38 +163,31 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         mean: Any,
         var: Any,
         eps: float,
-        count: int,
-        comm: Communicator | None,
+        joined: JoinedBatch,
     ) -> Any:
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
-        ctx.count, ctx.comm = count, comm
+        ctx.joined = joined
         return _normalise(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, dy: Any) -> Any:
-        # Ioffe and Szegedy, "Batch Normalization" (2015), section 3, with
-        # x̂ = (x - mean) · inverse: dx = inverse · weight · (dy - E[dy] - x̂ · E[dy · x̂]).
         x, weight, mean, inverse = ctx.saved_tensors
-        over = _but_channels(x)
         shape = [1, -1] + [1] * (x.dim() - 2)
-        dy = dy.to(mean.dtype)
-        centred = x.to(mean.dtype) - mean.view(shape)
-        sums = torch.stack([dy.sum(over), (dy * centred).sum(over)])
-        joined = sums  # which stay as they are: weight and bias get this rank's part
-        if ctx.comm is not None and ctx.comm.size > 1:
-            joined = ctx.comm.all_reduce(sums)
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            first, second = joined / max(ctx.count, 1)
-            dx = dy - first.view(shape) - centred * (second * inverse**2).view(shape)
-            scale = inverse if weight is None else inverse * weight
-            dx = dx.mul_(scale.view(shape)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = sums[1] * inverse
-        if ctx.needs_input_grad[2]:
-            dbias = sums[0]
-        return dx, dweight, dbias, None, None, None, None, None, None
+        scale = inverse if weight is None else inverse * weight
+        found = ctx.joined.gradients(
+            dy.to(mean.dtype), x.to(mean.dtype) - mean.view(shape), inverse.view(shape),
+            scale.view(shape), _but_channels(x), torch.stack,
+        )  # fmt: skip
+        dx, dweight, dbias = (
+            each if needed else None for each, needed in zip(found, ctx.needs_input_grad)
+        )
+        return (
+            dx.to(x.dtype) if dx is not None else None,
+            dweight.view(-1) if dweight is not None else None,
+            dbias.view(-1) if dbias is not None else None,
+            *[None] * 5,
+        )
 
 
 _CONVERTED = (
