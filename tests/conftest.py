@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from collective.testing import preload
@@ -21,6 +22,10 @@ for _name in list(os.environ):
     # The suite can be run without the native core: COLLECTIVE_NATIVE=off.
     if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
+
+# An example takes as long as the machine is busy.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 # A thread of OpenMP that waits for others spins by default, on cores that other tests need.
 os.environ["OMP_WAIT_POLICY"] = "passive"

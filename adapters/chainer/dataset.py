@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
-from collective.algorithms import pieces
-from collective.errors import InvalidArgumentError, MismatchError, RankError
+from collective.errors import InvalidArgumentError, MismatchError
+from collective.training import shards
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -66,17 +66,8 @@ def scatter_dataset(
             )
     assert length is not None
     order = np.random.RandomState(every[0][3]).permutation(length) if shuffle else None
-    start, stop = _shard(length, comm.rank, comm.size, padded)
-    return chainer.datasets.SubDataset(dataset, start, stop, order)
-
-
-def _shard(length: int, rank: int, size: int, padded: bool) -> tuple[int, int]:
-    """Return where a rank's samples begin and end."""
-    if padded:
-        start = length * rank // size
-        return start, start + -(-length // size)
-    ends = pieces.limits(pieces.even(length, size))
-    return ends[rank], ends[rank + 1]
+    mine = shards.block(length, comm.rank, comm.size, padded)
+    return chainer.datasets.SubDataset(dataset, mine.start, mine.stop, order)
 
 
 class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
@@ -117,12 +108,7 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if isinstance(comm_or_rank_size, tuple):
-            rank, size = comm_or_rank_size
-        else:
-            rank, size = comm_or_rank_size.rank, comm_or_rank_size.size
-        if not 0 <= rank < size:
-            raise RankError(f"ShardedIterator: rank {rank} of {size}; one from 0 to size - 1.")
+        rank, size = shards.rank_and_size("ShardedIterator", comm_or_rank_size)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise InvalidArgumentError(
                 f"ShardedIterator: batch_size {batch_size!r}; a positive integer."
@@ -156,11 +142,11 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         self.is_new_epoch = False
         while taken < wanted:
             step = min(wanted - taken, length - self.current_position)
-            # This rank's first sample among the next ones: every size-th of the whole step.
-            first = self.current_position + (self._rank - taken) % self._size
-            mine.extend(self._order()[first : self.current_position + step : self._size])
+            stop = self.current_position + step
+            turns = shards.turns(self.current_position, stop, self._rank, self._size, taken)
+            mine.extend(self._order()[turns.start : turns.stop : turns.step])
             taken += step
-            self.current_position += step
+            self.current_position = stop
             if self.current_position < length:
                 continue
             self.epoch += 1

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError, RankError
+from collective.errors import InvalidArgumentError
+from collective.training import shards
 
 __all__ = ["PrefetchLoader", "ShardedSampler"]
 
@@ -54,12 +55,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         padded: bool = False,
         drop_last: bool = False,
     ) -> None:
-        if isinstance(comm_or_rank_size, tuple):
-            rank, size = comm_or_rank_size
-        else:
-            rank, size = comm_or_rank_size.rank, comm_or_rank_size.size
-        if not 0 <= rank < size:
-            raise RankError(f"ShardedSampler: rank {rank} of {size}; one from 0 to size - 1.")
+        rank, size = shards.rank_and_size("ShardedSampler", comm_or_rank_size)
         length = dataset_or_length
         if isinstance(length, Sized):
             length = len(length)
@@ -79,11 +75,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
 
     def __len__(self) -> int:
         """Return how many samples this rank has in a whole epoch."""
-        if self.drop_last:
-            return self._length // self.size
-        if self.padded:
-            return -(-self._length // self.size)
-        return len(range(self.rank, self._length, self.size))
+        return len(shards.turns(0, self._dealt(), self.rank, self.size))
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices: the rest of the epoch, if a state was loaded."""
@@ -93,10 +85,11 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         return self._indices(self._start)
 
     def _indices(self, start: int) -> Iterator[int]:
-        for index in self._order()[start + self.rank :: self.size]:
+        order = self._order()
+        for index in shards.turns(start, len(order), self.rank, self.size):
             # What is taken ends with a row of one sample a rank.
             self._taken += self.size
-            yield index
+            yield order[index]
 
     def _order(self) -> list[int]:
         """Return the samples of all ranks; those of rank r are every size-th, from r on."""
@@ -106,12 +99,12 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
             order: list[int] = torch.randperm(self._length, generator=generator).tolist()
         else:
             order = list(range(self._length))
-        if self.drop_last:
-            return order[: self._length // self.size * self.size]
-        if self.padded and order:
-            total = len(self) * self.size
-            return (order * -(-total // len(order)))[:total]
-        return order
+        total = self._dealt()
+        return (order * -(-total // len(order)))[:total] if total else []
+
+    def _dealt(self) -> int:
+        """Return how many samples all ranks have together in a whole epoch."""
+        return shards.dealt(self._length, self.size, self.padded, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of an epoch; call it before each, on all ranks.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collective.errors import InvalidArgumentError, MismatchError
+from collective.training import shards
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -81,12 +82,9 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
 
     def _shared(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group with this rank's share of its parameters, once all have owners."""
-        # The largest first, each to whom has least: near even, and the same on all ranks.
-        for parameter in sorted(group["params"], key=lambda each: -each.numel()):
-            owner = self._loads.index(min(self._loads))
-            self._owners[parameter] = owner
-            self._loads[owner] += parameter.numel()
-        mine = [p for p in group["params"] if self._owners[p] == self._comm.rank]
+        every = group["params"]
+        self._owners.update(zip(every, shards.owners([p.numel() for p in every], self._loads)))
+        mine = [p for p in every if self._owners[p] == self._comm.rank]
         return {**group, "params": mine}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
