@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from collective.algorithms import model
+from collective.algorithms import costs, model
 from collective.algorithms.model import (
     ALGORITHMS,
     LinkSpeed,
@@ -186,3 +186,25 @@ def test_nothing_costs_less_than_nothing(seconds):
 def test_too_little_to_fit_is_refused(measured):
     with pytest.raises(ValueError, match=r"\d usable measurements of \d lengths"):
         fit(measured, "ring")
+
+
+# What chooses an algorithm, and the two ways between which it does, as the model has them.
+CHOICES = {
+    costs.tree_beats_ring: (["broadcast"], ["scatter", "all_gather"]),
+    costs.doubling_beats_parts: (["all_reduce"], ["reduce_scatter", "all_gather"]),
+    costs.doubling_beats_pairwise: (["all_reduce"], ["reduce_scatter"]),
+}
+
+
+@given(st.sampled_from(sorted(CHOICES, key=str)), st.integers(1, 7), st.integers(1, 1 << 24))
+def test_algorithms_are_chosen_by_the_model_at_fixed_prices(choice, exponent, nbytes):
+    size = 1 << exponent
+    prices = np.array([costs.START_BYTES, 1, 0, 0, 1])  # folding a byte costs what carrying does
+
+    def price(steps):
+        ways = [coefficients(op, nbytes, size, size, "recursive doubling") for op in steps]
+        return float(sum(ways) @ prices)
+
+    first, second = map(price, CHOICES[choice])
+    assume(abs(first - second) > 4)  # whole bytes are reckoned with
+    assert choice(size, nbytes) == (first < second)
