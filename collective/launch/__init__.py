@@ -23,10 +23,11 @@ from pathlib import Path
 
 from collective.start.rundir import join, leave
 
-from .mpi import supervise_mpi
+from .attempts import run_attempts
+from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
 from .processes import adopt_orphans, end_children
-from .supervisor import supervise
+from .supervisor import Supervisor
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
 
@@ -36,7 +37,13 @@ _PAUSING = (signal.SIGTSTP, signal.SIGCONT)
 
 
 def launch(
-    program: Sequence[str], size: int, settings: Mapping[str, str], *, mpi: bool = False
+    program: Sequence[str],
+    size: int,
+    settings: Mapping[str, str],
+    *,
+    mpi: bool = False,
+    min_ranks: int | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Run a program as ``size`` ranks and wait until all have ended.
 
@@ -50,27 +57,46 @@ def launch(
         settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
         mpi: whether they are to be an MPI world: then mpiexec starts them, with a command
             that is printed.
+        min_ranks: how many ranks have to be left for the others to go on when some are lost;
+            by default all.
+        max_restarts: how often all ranks are started again, each time from nothing, once more
+            have failed than that.
 
     Returns:
-        0; or the exit code of the rank that failed first, where 128 + n stands for a
-        death by signal n; or 128 + n if signal n ended the launcher itself.
+        0, also if some were lost that may be; or the exit code of the rank that failed first,
+        where 128 + n stands for a death by signal n; or 128 + n if signal n ended the launcher
+        itself.
 
     Raises:
         RendezvousError: there is no private place where the ranks could meet.
         BackendUnavailableError: with ``mpi``, there is no mpiexec.
+        UnsupportedError: with ``mpi`` and fewer ``min_ranks`` than ``size``, it is one that ends
+            the ranks when one dies.
     """
     command = [sys.executable, "-u", *program]
-    start = Mpiexec().command(size) if mpi else []
+    spare = size - (min_ranks or size)
+    if mpi and spare:
+        Mpiexec().require_shrinking()
+    start = Mpiexec().command(size, lasting=spare > 0) if mpi else []
     if start:
         print(f"collective run: {shlex.join([*start, *command])}", file=sys.stderr)
     store, hold = join(f"run-{secrets.token_hex(8)}")
-    try:
-        shared = {**os.environ, **_shared_variables(size, store), **settings}
-        environments = [{**shared, **_rank_variables(rank)} for rank in range(size)]
-        supervisor = partial(supervise, command, environments)
+
+    def attempt(number: int, control: int) -> Supervisor:
+        # Nothing that an attempt before has left there is found by this one.
+        directory = store / f"start-{number}"
+        directory.mkdir(mode=0o700)
+        shared = {**os.environ, **_shared_variables(size, directory), **settings}
+        count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
+        environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
         if start:
-            supervisor = partial(supervise_mpi, start, command, environments, store)
-        return _watch_over(supervisor, partial(leave, store, hold))
+            return MpiSupervisor(control, start, command, environments, directory, spare)
+        return Supervisor(control, command, environments, spare)
+
+    try:
+        return _watch_over(
+            partial(run_attempts, attempt, size, max_restarts), partial(leave, store, hold)
+        )
     finally:
         leave(store, hold)
 

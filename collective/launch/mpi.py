@@ -21,7 +21,7 @@ from pathlib import Path
 from .processes import die_with_parent, mpi_segments, remove_segments
 from .supervisor import Rank, Supervisor
 
-__all__ = ["supervise_mpi"]
+__all__ = ["MpiSupervisor"]
 
 # What the process beside a rank is told, besides signals: to end, now that all is known.
 _GO = 0
@@ -31,28 +31,6 @@ _MOMENT_S = 0.5
 # How long mpiexec may take once all its processes may end.
 _PATIENCE_S = 10.0
 _STARTER = Path(__file__).with_name("mpi_rank.py")
-
-
-def supervise_mpi(
-    start: Sequence[str],
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    directory: Path,
-    control: int,
-) -> int:
-    """Run a process of an MPI world per environment to the end of all of them.
-
-    Args:
-        start: what :class:`collective.launch.mpiexec.Mpiexec` has for for as many.
-        command: what each rank executes.
-        environments: each rank's environment variables, by rank.
-        directory: a private one; it gets a folder ``mpi``.
-        control: as :func:`collective.launch.supervisor.supervise` takes it.
-
-    Returns:
-        The exit code of the whole.
-    """
-    return _MpiSupervisor(control, start, command, environments, directory / "mpi").run()
 
 
 class _Remote(Rank):
@@ -82,7 +60,15 @@ class _MpiexecProcess(Rank):
             super().send(number, group=True)
 
 
-class _MpiSupervisor(Supervisor):
+class MpiSupervisor(Supervisor):
+    """Runs one process of an MPI world per environment to the end of all of them, once.
+
+    Args:
+        control, command, environments, spare: as :class:`Supervisor` takes them.
+        start: what :class:`collective.launch.mpiexec.Mpiexec` has for as many.
+        directory: a private one; it gets a folder ``mpi``.
+    """
+
     def __init__(
         self,
         control: int,
@@ -90,14 +76,19 @@ class _MpiSupervisor(Supervisor):
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         directory: Path,
+        spare: int = 0,
     ) -> None:
-        super().__init__(control, command, environments)
+        super().__init__(control, command, environments, spare)
         self._start_with = start
-        self._directory = directory
+        self._directory = directory / "mpi"
         self._remotes: list[_Remote] = []
         self._vanished: list[tuple[float, _Remote]] = []
         self._own_failure = 0
         self._segments: set[str] = set()
+
+    @property
+    def failed(self) -> bool:
+        return super().failed or bool(self._own_failure)
 
     def _begin(self) -> None:
         self._directory.mkdir(mode=0o700)
@@ -114,6 +105,8 @@ class _MpiSupervisor(Supervisor):
             # it yet; and the end of the last one tells that its process is gone.
             ends = {"out": os.O_RDWR, "error": os.O_RDWR, "orders": os.O_RDWR, "end": os.O_RDONLY}
             pipes.append([_pipe(f"{prefix}.{kind}", flags) for kind, flags in ends.items()])
+            for pipe in pipes[-1]:
+                self._open.callback(os.close, pipe)
         # A terminal cannot be read from another session; a pipe or file goes to rank 0.
         if not os.isatty(0):
             (self._directory / "0.in").symlink_to(f"/proc/{os.getpid()}/fd/0")
@@ -135,6 +128,7 @@ class _MpiSupervisor(Supervisor):
             self._watch(end, partial(self._learn, rank))
         self._ranks.append(_MpiexecProcess(-1, process))
         assert process.stdout is not None
+        self._open.callback(process.stdout.close)
         os.set_blocking(process.stdout.fileno(), False)
         self._own = process.stdout.fileno()
         self._watch(self._own, self._relay_own)
@@ -174,6 +168,10 @@ class _MpiSupervisor(Supervisor):
         if code:
             self._segments |= mpi_segments(os.getpid())
         self._ended(rank, code)
+        if code and self._spare:
+            # Open MPI tells the other ranks of a process of its own that is killed, not of one
+            # whose exit code is not 0.
+            rank.order(signal.SIGKILL)
         if not any(each.runs for each in self._remotes):
             self._let_go()
 

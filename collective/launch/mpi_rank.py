@@ -5,7 +5,7 @@ nothing of the package, so that it costs a few milliseconds. The directory is th
 :mod:`collective.launch.mpi`, with some files a rank: ``N.environment``; ``N.in``, if it is to
 read something; and the named pipes ``N.out``, ``N.error``, ``N.orders`` and ``N.end``. An
 order is a byte: the number of a signal for the rank, plus 128 if it is for all its process
-group; or 0, to end.
+group; or 0, to end. Once the rank has ended, SIGKILL is for this process itself.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def main(directory: Path, command: Sequence[str]) -> int:
     # mpiexec stops the others when this process ends in failure: not before they had their
     # moment to tell what they noticed.
     while _GO not in (order := _read(orders)) and order:
+        if signal.SIGKILL in order:  # the others go on, and mpiexec is to see that it is dead
+            os.kill(os.getpid(), signal.SIGKILL)
         select.select([orders], [], [])
     return code if code >= 0 else 128 - code
 

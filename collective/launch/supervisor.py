@@ -13,15 +13,16 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from .processes import adopt_orphans, die_with_parent, end_children
 from .screen import RankOutput, Screen
-from .verdict import FailedRank, exit_code, first_in_cause, report
+from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
 
-__all__ = ["Rank", "Supervisor", "supervise"]
+__all__ = ["Rank", "Supervisor"]
 
 # After the first failure the others have a moment to notice and to say so. Together
 # with what end_children allows it stays below the two seconds that are promised.
@@ -34,25 +35,6 @@ _AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
 _PAUSE_S = 0.05
 # Longer than a traceback gets, with the peer's tracebacks that it may carry.
 _TAIL = 256 * 1024
-
-
-def supervise(
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    control: int,
-) -> int:
-    """Run one process per environment to the end of all of them.
-
-    Args:
-        command: what each rank executes.
-        environments: each rank's environment variables, by rank.
-        control: the read end of a pipe: each byte is the number of a signal that the
-            launcher got, and its end means that the launcher is gone.
-
-    Returns:
-        The exit code of the whole.
-    """
-    return Supervisor(control, command, environments).run()
 
 
 class Rank:
@@ -85,14 +67,27 @@ class Rank:
 
 
 class Supervisor:
-    """Runs one process per environment; see the module's docstring and :func:`supervise`."""
+    """Runs one process per environment to the end of all of them, once.
+
+    Args:
+        control: the read end of a pipe: each byte is the number of a signal that the
+            launcher got, and its end means that the launcher is gone.
+        command: what each rank executes.
+        environments: each rank's environment variables, by rank.
+        spare: how many ranks may fail before the others are stopped, and the run is a failure.
+    """
 
     def __init__(
-        self, control: int, command: Sequence[str], environments: Sequence[Mapping[str, str]]
+        self,
+        control: int,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        spare: int = 0,
     ) -> None:
         self._control = control
         self._command = command
         self._environments = environments
+        self._spare = spare
         self._ranks: list[Rank] = []
         self._pipes: dict[int, RankOutput] = {}  # those still open at the other end
         self._failed: list[Rank] = []
@@ -103,18 +98,31 @@ class Supervisor:
         self._signal: int | None = None
         self._signalled = False
         self._hurried = False
-        self._selector = selectors.PollSelector()  # unlike epoll it takes regular files
+        # All that is open for this run alone: there may be another after it.
+        self._open = contextlib.ExitStack()
+        # Unlike epoll it takes regular files.
+        self._selector = self._open.enter_context(selectors.PollSelector())
         self._out = self._error = Screen(1)
         if not os.path.samestat(os.fstat(1), os.fstat(2)):
             self._error = Screen(2)
 
+    @property
+    def failed(self) -> bool:
+        """Whether more ranks failed than may, and nobody ended the run from outside."""
+        return len(self._failed) > self._spare and self._signal is None
+
     def run(self) -> int:
-        """Start the ranks, see them to their end, and return the exit code of the whole."""
+        """Start the ranks, see them to their end, and return the exit code of the whole.
+
+        Whatever the ranks have started has ended then, too.
+        """
         adopt_orphans()
         # Waited for as a descriptor, so that no signal slips in before the wait.
         wake, wake_end = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_end, False)
+        self._open.callback(os.close, wake)
+        self._open.callback(os.close, wake_end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self._watch(wake, lambda: self._reap(wake))
@@ -122,7 +130,10 @@ class Supervisor:
         self._begin()
         while any(rank.runs for rank in self._ranks):
             self._step()
-        return self._conclude()
+        code = self._conclude()
+        signal.set_wakeup_fd(-1)
+        self._open.close()
+        return code
 
     def _begin(self) -> None:
         """Start the ranks."""
@@ -199,6 +210,8 @@ class Supervisor:
         )
         assert process.stdout is not None
         assert process.stderr is not None
+        self._open.callback(process.stdout.close)
+        self._open.callback(process.stderr.close)
         self._attend(Rank(number, process), process.stdout.fileno(), process.stderr.fileno())
 
     def _attend(self, rank: Rank, out: int, error: int) -> None:
@@ -229,13 +242,26 @@ class Supervisor:
             while os.read(wake, 4096):
                 pass
         while True:
+            which = -1
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                if self._spare and sys.platform == "linux":
+                    # The run may go on for long: what a lost rank has started ends now.
+                    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if ended is not None:
+                        which = ended.si_pid
+                        self._end_group(which, ended.si_status)
+                pid, status = os.waitpid(which, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
             self._reaped(pid, os.waitstatus_to_exitcode(status))
+
+    def _end_group(self, pid: int, status: int) -> None:
+        """End what a lost rank has started, while its process id cannot be another's."""
+        for rank in self._ranks:
+            if rank.process.pid == pid and status:
+                rank.send(signal.SIGKILL, group=True)
 
     def _reaped(self, pid: int, code: int) -> None:
         """Take note of the end of a child: a rank, or an orphan that we adopted."""
@@ -249,10 +275,17 @@ class Supervisor:
         if code == 0 or self._signalled:
             return
         self._failed.append(rank)
-        if not self._stopping:
-            self._stopping = True
-            now = time.monotonic()
-            self._schedule = [(now + after, number) for after, number in _AFTER_FAILURE]
+        if self._stopping:
+            return
+        size = len(self._environments)
+        if len(self._failed) <= self._spare:
+            text = loss(rank.number, code, size - len(self._failed), size, size - self._spare)
+            self._error.fresh_line()
+            self._error.write(text.encode())
+            return
+        self._stopping = True
+        now = time.monotonic()
+        self._schedule = [(now + after, number) for after, number in _AFTER_FAILURE]
 
     # -- the end -------------------------------------------------------------------
 
@@ -296,17 +329,20 @@ class Supervisor:
         patience = _ORPHANS_AFTER_FAILURE_S if self._stopping else _ORPHANS_AFTER_SUCCESS_S
         end_children(0.0 if self._hurried else patience)
         self._drain()
-        if self._failed:
-            first = first_in_cause(
-                [
-                    FailedRank(rank.number, rank.code or 0, rank.streams[1].tail)
-                    for rank in self._failed
-                ]
-            )
-            self._error.write(report(first).encode(errors="replace"))
+        failures = [
+            FailedRank(rank.number, rank.code or 0, rank.streams[1].tail) for rank in self._failed
+        ]
+        size = len(self._environments)
+        if len(failures) > self._spare:
+            first = first_in_cause(failures)
+            text = shortfall(failures, size, size - self._spare) if self._spare else ""
+            self._error.write((text + report(first)).encode(errors="replace"))
             code = exit_code(first)
-        elif self._out.reason:
-            self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
+        else:
+            if failures:
+                self._error.write(losses(failures, size).encode(errors="replace"))
+            if self._out.reason:
+                self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
         # Whoever reads our output may be slow; a signal ends our patience with that.
         self._stopping = True
         while not self._hurried and (self._out.waiting or self._error.waiting):

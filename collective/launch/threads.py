@@ -28,6 +28,8 @@ from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.start import session
 from collective.start.memory_store import MemoryStore
 
+from .verdict import FailedRank, loss, losses, shortfall
+
 __all__ = ["load_program", "main"]
 
 # How long the other ranks may take to end once one has failed.
@@ -99,8 +101,11 @@ class _Prefixed:
 class _Program:
     """A program that runs on every rank, and how that ended."""
 
-    def __init__(self, size: int, code: CodeType, path: str, package: str | None) -> None:
+    def __init__(
+        self, size: int, spare: int, code: CodeType, path: str, package: str | None
+    ) -> None:
         self.size = size
+        self.spare = spare  # how many may fail before that counts as the program's failure
         self.codes: dict[int, int] = {}
         self.failures: list[tuple[bool, int, str]] = []
         self.failed = threading.Event()
@@ -146,17 +151,25 @@ class _Program:
         self.codes[rank] = code
         for stream in streams:
             stream.finish()
-        if code:
+        if code and len(self.failures) > self.spare:
             self.failed.set()
+        elif code:
+            left = self.size - len(self.failures)
+            said = loss(rank, code, left, self.size, self.size - self.spare)
+            print(said, end="", file=sys.__stderr__, flush=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code."""
+def main(arguments: Sequence[str], spare: int = 0) -> int:
+    """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code.
+
+    Args:
+        spare: how many of them may fail while the others go on.
+    """
     size, program = int(arguments[0]), list(arguments[1:])
     code, path, package = load_program(program)
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
     sys.stdout, sys.stderr = streams
-    ranks = _Program(size, code, path, package)
+    ranks = _Program(size, spare, code, path, package)
     # Daemons: a rank that hangs must not outlive the grace that it is given.
     threads = [
         threading.Thread(target=ranks.run, args=(rank, streams), name=f"rank-{rank}", daemon=True)
@@ -174,7 +187,13 @@ def main(arguments: Sequence[str]) -> int:
                 thread.join(_GRACE_S / size)
     except KeyboardInterrupt as end:
         result = 128 + getattr(end, "number", signal.SIGINT)
+    lost = [
+        FailedRank(rank, ranks.codes.get(rank, 1), text.encode())
+        for _, rank, text in ranks.failures
+    ]
     if ranks.failed.is_set() and not result:
+        if spare:
+            print(shortfall(lost, size, size - spare), end="", file=sys.stderr)
         # The first that came of itself; they are in the order of time.
         _, rank, text = min(ranks.failures, key=lambda failure: failure[0])
         result = ranks.codes.get(rank, 1)
@@ -184,6 +203,8 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         print(text, end="", file=sys.stderr)
+    elif lost and not result:
+        print(losses(lost, size), end="", file=sys.stderr)
     broken = streams[0].broken
     if broken is not None and not result:
         result = 128 + signal.SIGPIPE

@@ -12,7 +12,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FailedRank", "exit_code", "first_in_cause", "report"]
+__all__ = [
+    "FailedRank",
+    "exit_code",
+    "first_in_cause",
+    "loss",
+    "losses",
+    "report",
+    "shortfall",
+]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
@@ -58,13 +66,55 @@ def exit_code(failure: FailedRank) -> int:
 
 def report(failure: FailedRank) -> str:
     """Return the last words of a run that failed."""
-    how = f"exit code {failure.code}"
-    if failure.code < 0:
-        try:
-            how = f"killed by {signal.Signals(-failure.code).name}"
-        except ValueError:  # a real-time signal
-            how = f"killed by signal {-failure.code}"
-    head = f"collective run: rank {failure.rank} failed first ({how})"
+    return _last_words(failure, "failed first")
+
+
+def loss(rank: int, code: int, left: int, size: int, least: int) -> str:
+    """Return what is said when a rank is lost and the others go on.
+
+    Args:
+        rank: which, of ``size``.
+        code: as :attr:`FailedRank.code`.
+        left: how many are left.
+        least: how many have to be.
+    """
+    return (
+        f"collective run: rank {rank} is lost ({_how(code)}); {left} of {size} ranks are left, "
+        f"and {least} are enough.\n"
+    )
+
+
+def losses(failures: Sequence[FailedRank], size: int) -> str:
+    """Return the summary of a run that went on without some of its ranks."""
+    head = f"collective run: {len(failures)} of {size} ranks {_were(failures)} lost:\n"
+    return head + "".join(_last_words(failure, "was lost") for failure in failures)
+
+
+def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
+    """Return what is said of a run that lost more ranks than it can do without."""
+    listed = ", ".join(f"rank {each.rank} ({_how(each.code)})" for each in failures)
+    return (
+        f"collective run: {len(failures)} of {size} ranks {_were(failures)} lost, and {least} have "
+        f"to be left: {listed}\n"
+    )
+
+
+def _were(failures: Sequence[FailedRank]) -> str:
+    return "was" if len(failures) == 1 else "were"
+
+
+def _how(code: int) -> str:
+    """Say how a rank ended whose code ``subprocess`` gives so."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"
+
+
+def _last_words(failure: FailedRank, what: str) -> str:
+    head = f"collective run: rank {failure.rank} {what} ({_how(failure.code)})"
     text = failure.stderr.decode(errors="replace")
     lines = text.splitlines()
     start = _traceback_start([_COLOUR.sub("", line) for line in lines])

