@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective.backends.shm.control import Control, Layout
-from collective.backends.shm.ring import Receiving, Ring, Sending
+from collective.backends.shm.ring import MessageRing, Receiving, Sending
 from collective.backends.shm.segment import Segment
 from collective.errors import BackendError, CommunicatorAbortedError
 
@@ -27,7 +27,7 @@ class Pair:
     def __init__(self) -> None:
         self.segment = Segment.create(Layout(2).nbytes)
         self.ends = [Control(self.segment, rank, 2) for rank in (0, 1)]
-        self.sender, self.receiver = (Ring(control, 0, 1, _fetch) for control in self.ends)
+        self.sender, self.receiver = (MessageRing(control, 0, 1, _fetch) for control in self.ends)
 
     def send(self, data: np.ndarray, tag: int = 0, remote: bool = False) -> Sending:
         address = data.__array_interface__["data"][0]

@@ -98,7 +98,7 @@ class InBuckets(TorchFunctionMode):
 
 
 def _is_plain(x: Any, weight: torch.Tensor) -> bool:
-    """Tell whether the backward pass of ``linear`` is the one that :class:`_Linear` has."""
+    """Tell whether the backward pass of ``linear`` is the one that :class:`_LinearInBucket` has."""
     return (
         type(x) in (torch.Tensor, nn.Parameter)
         and x.dtype == weight.dtype
@@ -115,7 +115,7 @@ def _is_plain(x: Any, weight: torch.Tensor) -> bool:
     )
 
 
-class _Linear(torch.autograd.Function):
+class _LinearInBucket(torch.autograd.Function):
     """``linear`` on two or three dimensions: the same products of the same operands."""
 
     @staticmethod
@@ -153,4 +153,4 @@ class _Linear(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-_linear: Callable[..., torch.Tensor] = _Linear.apply
+_linear: Callable[..., torch.Tensor] = _LinearInBucket.apply

@@ -61,7 +61,7 @@ class Compiled:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE, control.layout.slots[0][0],
-            SLOT_BYTES, looks, _Host(control),
+            SLOT_BYTES, looks, _Callbacks(control),
         )  # fmt: skip
         assert made is not None  # or nobody would make this
         # Kept, as one rank may switch it off later.
@@ -130,7 +130,7 @@ def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -
         dst.array[...] = result.array
 
 
-class _Host:
+class _Callbacks:
     """What C asks Python to do: it has waited in vain for a moment, or a call has failed."""
 
     def __init__(self, control: Control) -> None:

@@ -22,7 +22,7 @@ from collective.errors import BackendError
 
 from .control import Control, fence
 
-__all__ = ["Receiving", "Ring", "Sending", "refuse"]
+__all__ = ["MessageRing", "Receiving", "Sending", "refuse"]
 
 Array = np.ndarray[Any, Any]
 #: ``fetch(rank, (address, segment, offset), out)`` copies from a peer's memory.
@@ -39,7 +39,7 @@ _HEADER = 6
 _NO_LENGTH = 1 << 47
 
 
-class Ring:
+class MessageRing:
     """One direction between two ranks, seen from either."""
 
     def __init__(self, control: Control, src: int, dst: int, fetch: Fetch) -> None:
@@ -195,7 +195,7 @@ class Sending:
     """
 
     def __init__(
-        self, ring: Ring, source: Array, tag: int, location: tuple[int, int, int] | None
+        self, ring: MessageRing, source: Array, tag: int, location: tuple[int, int, int] | None
     ) -> None:
         self._ring = ring
         self._source = source
@@ -243,7 +243,9 @@ class Sending:
 class _Arrived:
     """A message whose header has been read."""
 
-    def __init__(self, ring: Ring, nbytes: int, location: tuple[int, int, int], slot: int) -> None:
+    def __init__(
+        self, ring: MessageRing, nbytes: int, location: tuple[int, int, int], slot: int
+    ) -> None:
         self.ring = ring
         self.nbytes = nbytes
         self.location = location
@@ -281,7 +283,7 @@ class _Arrived:
 class Receiving:
     """A message asked for, from one of ``rings``; :meth:`advance` until it is ``over``."""
 
-    def __init__(self, rings: list[Ring], out: Array, tag: int) -> None:
+    def __init__(self, rings: list[MessageRing], out: Array, tag: int) -> None:
         self._rings = rings
         self._out = out
         self._tag = tag

@@ -30,7 +30,7 @@ from .compiled import Compiled
 from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
 from .messages import exchange_bytes, make_exchange
 from .peer_memory import PeerMemory
-from .ring import Receiving, Ring, Sending
+from .ring import MessageRing, Receiving, Sending
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
 from .symmetric import Heap, address_of
 
@@ -105,7 +105,7 @@ class ShmBackend(OneSided):
         self._parity = 0
         self._wanted = _Wants(single_copy=False, adopting=False)
         self._single_copy = False
-        self._rings: dict[tuple[int, int], Ring] = {}
+        self._rings: dict[tuple[int, int], MessageRing] = {}
         self._board = Board(control)
         self._compiled: Compiled | None = None
         # Messages in C, where all ranks have it; else the rings do without.
@@ -172,7 +172,7 @@ class ShmBackend(OneSided):
         for peer in range(size):
             if peer != rank and self.exchange is None:
                 for src, dst in ((rank, peer), (peer, rank)):
-                    self._rings[src, dst] = Ring(control, src, dst, self.peers.fetch_from)
+                    self._rings[src, dst] = MessageRing(control, src, dst, self.peers.fetch_from)
         return self
 
     def sleep_after(self, seconds: float) -> None:

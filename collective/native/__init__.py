@@ -35,7 +35,7 @@ _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
 
 
-class Host(Protocol):
+class Callbacks(Protocol):
     """What Python does for calls over shared memory; ``seconds`` are those that peers have."""
 
     def wait(self, request: Any, seconds: Any, rank: int, offset: int, value: int) -> None:
@@ -186,13 +186,13 @@ def shared(
     areas: int,
     area_bytes: int,
     looks: int,
-    host: Host,
+    callbacks: Callbacks,
 ) -> Shared | None:
     """Return what collectives in C need of memory that the ranks of one host share.
 
     All ranks make the same calls, one at a time. They let go of Python's lock where that pays, and
-    ask ``host`` when they have waited for a moment in vain. Where the ranks' digests differ nothing
-    has been written. After anything else that the host raises a call is in the middle, and the
+    ask ``callbacks`` when they have waited for a moment in vain. Where the ranks' digests differ
+    nothing has been written. After anything else that these raise a call is in the middle, and the
     ranks must not go on with this object.
 
     Args:
@@ -204,7 +204,7 @@ def shared(
         areas: the same to their areas, one of each rank and then another.
         area_bytes: of one area, a multiple of 64.
         looks: how often a word is looked at before it is waited for.
-        host: what Python does for it.
+        callbacks: what Python does for it.
 
     Returns:
         None where C is not in use.
@@ -212,7 +212,7 @@ def shared(
     if chosen.extension is None:
         return None
     made: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, areas, area_bytes, looks, host
+        segment, rank, size, lines, areas, area_bytes, looks, callbacks
     )
     return made
 

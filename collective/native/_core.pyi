@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import Host
+from . import Callbacks
 
 _Function = TypeVar("_Function")
 
@@ -68,7 +68,7 @@ class Shared:
         areas: int,
         area_bytes: int,
         looks: int,
-        host: Host,
+        callbacks: Callbacks,
         /,
     ) -> None: ...
     def know(

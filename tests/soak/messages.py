@@ -24,7 +24,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, Message
 from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
-from collective.backends.shm.ring import Ring
+from collective.backends.shm.ring import MessageRing
 from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
@@ -308,7 +308,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
         head = dice.choice((dice.getrandbits(63), *EDGES[:-1])) if dice.random() < 0.2 else None
         if comm.rank == 1:
             backend: Any = group._backend
-            ring = Ring(backend._control, 1, 0, backend.peers.fetch_from)
+            ring = MessageRing(backend._control, 1, 0, backend.peers.fetch_from)
             # With the native core a header is three words: length, tag, address.
             header = header[: 3 if backend.exchange else None]
             words = np.array(header, np.int64).view(np.uint8)
