@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from . import functional
     from .applying import parallel_apply
     from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from .coalescing import broadcast_coalesced, reduce_add_coalesced
     from .data import PrefetchLoader, ShardedSampler
     from .distributed_data_parallel import DistributedDataParallel, broadcast_state
     from .loops import sync_gradients, sync_initial_weights
     from .replicas import DataParallel, data_parallel
-    from .replicating import broadcast_coalesced, reduce_add_coalesced, replicate
+    from .replicating import replicate
     from .scattering import gather, scatter
     from .sharded_optimizer import ShardedOptimizer
     from .sparse import all_reduce_sparse
@@ -57,13 +58,13 @@ _MODULES = {
     "Split": "splits",
     "SyncBatchNorm": "batch_norm",
     "all_reduce_sparse": "sparse",
-    "broadcast_coalesced": "replicating",
+    "broadcast_coalesced": "coalescing",
     "broadcast_state": "distributed_data_parallel",
     "convert_sync_batchnorm": "batch_norm",
     "data_parallel": "replicas",
     "gather": "scattering",
     "parallel_apply": "applying",
-    "reduce_add_coalesced": "replicating",
+    "reduce_add_coalesced": "coalescing",
     "replicate": "replicating",
     "scatter": "scattering",
     "sync_gradients": "loops",

@@ -89,25 +89,7 @@ class DistributedDataParallel(nn.Module):
         self.comm = comm
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        sparse = {
-            each.weight for each in module.modules() if getattr(each, "sparse", False) is True
-        }
-        if not named:
-            raise InvalidArgumentError(
-                "DistributedDataParallel: no parameter of the module requires a gradient; there is "
-                "nothing to reduce. Use the module as it is."
-            )
-        devices = sorted({str(p.device) for p in module.parameters()})
-        if len(devices) > 1:
-            raise InvalidArgumentError(
-                f"DistributedDataParallel: parameters on {', '.join(devices)}; all must be on one "
-                "device. Move the module there, or give each part a wrapper of its own."
-            )
-        # Gradients mostly arrive in the reverse of the order in which modules were made.
-        named.reverse()
-        self._sparse = [parameter for _, parameter in named if parameter in sparse]
-        named = [(name, parameter) for name, parameter in named if parameter not in sparse]
+        named, self._sparse = _trained_parameters(module)
         self._trained = [parameter for _, parameter in named]
         self._gradients = Gradients(
             comm,
@@ -336,6 +318,33 @@ class DistributedDataParallel(nn.Module):
         used[list(unused)] = 0
         found: list[int] = self.comm.all_gather_object(used.tolist())
         return [max(each) for each in zip(*found)]
+
+
+def _trained_parameters(
+    module: nn.Module,
+) -> tuple[list[tuple[str, nn.Parameter]], list[nn.Parameter]]:
+    """Return the parameters with a dense gradient, by name, and those with a sparse one.
+
+    Raises:
+        InvalidArgumentError: there are none, or the module's are on several devices.
+    """
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise InvalidArgumentError(
+            "DistributedDataParallel: no parameter of the module requires a gradient; there is "
+            "nothing to reduce. Use the module as it is."
+        )
+    devices = sorted({str(p.device) for p in module.parameters()})
+    if len(devices) > 1:
+        raise InvalidArgumentError(
+            f"DistributedDataParallel: parameters on {', '.join(devices)}; all must be on one "
+            "device. Move the module there, or give each part a wrapper of its own."
+        )
+    # Gradients mostly arrive in the reverse of the order in which modules were made.
+    named.reverse()
+    sparse = {each.weight for each in module.modules() if getattr(each, "sparse", False) is True}
+    dense = [(name, parameter) for name, parameter in named if parameter not in sparse]
+    return dense, [parameter for _, parameter in named if parameter in sparse]
 
 
 def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:

@@ -17,6 +17,8 @@ import chainer
 import numpy as np
 from chainer.function_node import FunctionNode
 
+from collective.training.splits.executor import LayerNames
+
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
 
@@ -51,18 +53,8 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class _Names(threading.local):
-    """Which of the link's children is running, in this thread."""
-
-    def __init__(self) -> None:
-        self.stack: list[str] = []
-
-    @property
-    def current(self) -> str:
-        return self.stack[len(self.stack) - 1] if self.stack else "forward"
-
-
-names = _Names()
+#: Of the link's children.
+names = LayerNames()
 
 
 class LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]

@@ -16,6 +16,7 @@ import numpy as np
 from collective.errors import UnsupportedError
 from collective.memory import nested
 from collective.training.splits.blocks import Read, Run, Step, Value
+from collective.training.splits.executor import Executor
 from collective.training.splits.serial import dimension
 
 from . import layers, windows
@@ -24,26 +25,11 @@ from .cut import Cut, names
 from .filters import LinkFilters
 from .statistics import wide
 
-__all__ = ["Executor", "Session"]
+__all__ = ["Session", "VariableExecutor"]
 
 
-class Executor(Protocol):
+class VariableExecutor(Executor, Protocol):
     """Carries out the steps of one forward pass."""
-
-    def enter(self, x: Any) -> Value:
-        """Return the value of a variable that is there."""
-
-    def enter_whole(self, x: Any) -> Value:
-        """Return the value of a variable that every rank has whole."""
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Return the value that a step makes."""
-
-    def whole(self, values: Sequence[Value]) -> list[Any]:
-        """Return whole variables."""
-
-    def results(self, values: Sequence[Value]) -> list[Any]:
-        """Return what the link returns for some values."""
 
     def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
         """Return the channels' means and variances, and how many numbers are behind each.
@@ -54,15 +40,6 @@ class Executor(Protocol):
                 channel alone over the whole batch, ``[1, C]``.
             dtype: of the results.
         """
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        """Return what variables that meet pieces of ``value`` go through, for their gradients."""
-
-    def layout(self, weight: Any, bias: Any) -> str | None:
-        """Return how this rank's weights of a layer are cut; None if they are whole."""
-
-    def parameter(self, x: Any) -> Any:
-        """Return all of a parameter of which this rank has a piece, and any other as it is."""
 
     def random(self) -> Any:
         """Return the source of random numbers, as NumPy's; all ranks draw the same."""
@@ -113,7 +90,7 @@ class Session:
     """
 
     def __init__(
-        self, executor: Executor, xp: Any, strict: bool, filters: LinkFilters | None = None
+        self, executor: VariableExecutor, xp: Any, strict: bool, filters: LinkFilters | None = None
     ) -> None:
         self._executor = executor
         self._strict = strict
@@ -339,7 +316,7 @@ class Session:
 
 
 def _row_for_row(
-    node: Any, name: str, inputs: Sequence[Any], shape: Sequence[int], executor: Executor
+    node: Any, name: str, inputs: Sequence[Any], shape: Sequence[int], executor: VariableExecutor
 ) -> Step:
     values = tuple(x.value for x in inputs if isinstance(x, Cut))
     plain = [chainer.as_variable(x) for x in inputs if not isinstance(x, Cut)]

@@ -7,7 +7,6 @@ shape and dtype and no memory: it lies on the device ``meta``.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 
 from collective.errors import UnsupportedError
 from collective.memory import nested
+from collective.training.splits.executor import LayerNames
 
 if TYPE_CHECKING:
     from collective.training.splits.blocks import Value
@@ -32,18 +32,8 @@ class CutPass(Protocol):
         """Return the whole tensor."""
 
 
-class _Names(threading.local):
-    """Which of the module's layers is running, in this thread."""
-
-    def __init__(self) -> None:
-        self.stack: list[str] = []
-
-    @property
-    def current(self) -> str:
-        return self.stack[len(self.stack) - 1] if self.stack else ""
-
-
-names = _Names()
+#: Of the module's layers.
+names = LayerNames()
 
 
 class Cut(torch.Tensor):

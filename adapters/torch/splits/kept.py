@@ -36,7 +36,7 @@ class Kept:
         if memory.data_ptr() not in self._seen and not tensor.is_meta:
             self._seen.add(memory.data_ptr())
             self._alive.append(tensor.detach())
-            layer = names.current or "forward"
+            layer = names.current
             self._found[layer] = self._found.get(layer, 0) + memory.nbytes()
         return tensor
 

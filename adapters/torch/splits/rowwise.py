@@ -15,7 +15,7 @@ from collective.training.splits.serial import dimension
 from .cut import Cut
 
 if TYPE_CHECKING:
-    from .executor import Executor
+    from .executor import TensorExecutor
 
 __all__ = ["in_place", "row_for_row"]
 
@@ -40,7 +40,7 @@ def row_for_row(
     structure: Any,
     leaves: Sequence[Any],
     like: Tensor,
-    executor: Executor,
+    executor: TensorExecutor,
 ) -> Step:
     """Return the step of a function that works row for row.
 

@@ -19,7 +19,7 @@ from collective.training.splits.blocks import Value
 
 from .context import Context
 from .cut import Cut, names
-from .executor import Executor
+from .executor import TensorExecutor
 from .filters import ModuleFilters
 from .recipes import LAYERS, pointwise, recipe_of
 from .rowwise import in_place, row_for_row
@@ -64,7 +64,7 @@ class Session:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: TensorExecutor,
         like: Tensor,
         strict: bool,
         kept: Callable[[Tensor], Tensor] | None = None,
@@ -111,7 +111,7 @@ class Session:
         if function in _DEVICE:
             of_device: Callable[[Any], Any] = _DEVICE[function]
             return of_device(self._device)
-        name = f"{names.current or 'forward'} ({_called(function)})"
+        name = f"{names.current} ({_called(function)})"
         if self._filters is not None:
             cut = any(isinstance(x, Cut) for x in _leaves([args, kwargs]))
             if not cut or recipe_of(function) not in LAYERS:

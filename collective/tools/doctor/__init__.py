@@ -75,11 +75,7 @@ def examine(
     packages = _packages()
     progress("looking at libraries")
     answers, network = _answers(names, packages, config.interface if config else "")
-    for package, found in packages.items():
-        answer = answers.get(f"import {package}", Answer({}))
-        found["version"] = found["version"] or answer.facts.get("version", "")
-        found["error"], found["late"] = answer.error, answer.late
-        found["through"] = answer.facts.get("through", "")
+    _add_imports(packages, answers)
     gpus, single_copy = answers["gpus"], answers["single-copy"]
     report: dict[str, Any] = {
         "collective": {
@@ -105,14 +101,28 @@ def examine(
         "packages": packages,
     }  # fmt: skip
     if test:
-        for name, transport in report["transports"].items():
-            enough = name != "nccl" or len(report["gpus"]["devices"]) > 1
-            if transport["works"] and enough:
-                progress(f"trying two ranks over {name}")
-                transport["trial"] = _trial(name, report["mpi"])
+        _try_transports(report, progress)
     report["problems"] = list(problems(report))
     report["exit_code"] = int(any(found["fatal"] for found in report["problems"]))
     return report
+
+
+def _add_imports(packages: dict[str, Any], answers: Mapping[str, Answer]) -> None:
+    """Add to what is installed what importing it has shown."""
+    for package, found in packages.items():
+        answer = answers.get(f"import {package}", Answer({}))
+        found["version"] = found["version"] or answer.facts.get("version", "")
+        found["error"], found["late"] = answer.error, answer.late
+        found["through"] = answer.facts.get("through", "")
+
+
+def _try_transports(report: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """Have two ranks try every transport that works; what they found goes into the report."""
+    for name, transport in report["transports"].items():
+        enough = name != "nccl" or len(report["gpus"]["devices"]) > 1
+        if transport["works"] and enough:
+            progress(f"trying two ranks over {name}")
+            transport["trial"] = _trial(name, report["mpi"])
 
 
 def is_spokesman() -> bool:
