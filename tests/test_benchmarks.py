@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PEERS = Path(os.environ.get("BENCH_PEERS", BENCHMARKS.parent / ".mpi"))
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks 
 
 
 def run(command: str, *arguments: object) -> str:
-    words = [sys.executable, str(BENCHMARKS / command), *map(str, arguments)]
+    words = [warm.python(), str(BENCHMARKS / command), *map(str, arguments)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=270, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

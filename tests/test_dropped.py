@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from mpi_launches import VENDORS, launch_of, needs
-from pretended import Pairs
 
 from collective.communicator import Communicator
 from collective.errors import PeerLostError
 from collective.testing import run_ranks
+
+# By its name: ranks of MPI import this module, and need no PyTorch.
+PAIRS = "tests.pretended:Pairs"
 
 
 def _lost(comm: Communicator) -> str:
@@ -37,10 +39,10 @@ def _repeat(call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(
     "transport",
-    ["threads", "shm", "gloo", Pairs, *(pytest.param(v, marks=needs(v)) for v in VENDORS)],
+    ["threads", "shm", "gloo", PAIRS, *(pytest.param(v, marks=needs(v)) for v in VENDORS)],
 )
-def test_who_dropped_it_is_said_to_have_done_so(transport: Any) -> None:
-    if transport in ("gloo", Pairs):
+def test_who_dropped_it_is_said_to_have_done_so(transport: str) -> None:
+    if transport in ("gloo", PAIRS):
         pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     if transport in VENDORS:
         *told, _ = run_ranks(3, _lost, backend="mpi", mpiexec=launch_of(transport))

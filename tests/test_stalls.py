@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi_launches import VENDORS, launch_of, needs
-from pretended import Pairs
 
 from collective.communicator import Communicator
 from collective.contract.stalls import Circles, alone
 from collective.errors import CollectiveTimeoutError, MismatchError
-from collective.testing import run_ranks
+from collective.testing import RankPool, run_ranks
+
+Run = Callable[..., list[Any]]
+# By its name: ranks of MPI import this module, and need no PyTorch.
+PAIRS = "tests.pretended:Pairs"
 
 # -- ranks ----------------------------------------------------------------------------------------
 
@@ -47,25 +52,35 @@ def _around(comm: Communicator) -> str:
 
 CASES = [
     pytest.param(transport, function, marks=needs(transport) if transport in VENDORS else ())
-    for transport in ("shm", "gloo", Pairs, *VENDORS)
+    for transport in ("shm", "gloo", PAIRS, *VENDORS)
     for function in (_crosswise, _around)
     # Hierarchical's groups of one host and of several are of two transports, which do not let
     # each other know what they wait for.
-    if (transport, function) != (Pairs, _around)
+    if (transport, function) != (PAIRS, _around)
 ]
 
 
-def _run(transport: Any, function: Any, **options: Any) -> list[Any]:
-    if transport in ("gloo", Pairs):
-        pytest.importorskip("torch", reason="Gloo stands on PyTorch")
-    if transport in VENDORS:
-        return run_ranks(3, function, backend="mpi", mpiexec=launch_of(transport), **options)
-    return run_ranks(3, function, backend=transport, **options)
+@pytest.fixture(scope="module")
+def run_on() -> Iterator[Callable[[str], Run]]:
+    """Return what runs a function on three ranks of a transport, which stay for the next one."""
+    with contextlib.ExitStack() as opened:
+
+        @functools.cache
+        def run(transport: str) -> Run:
+            if transport in ("gloo", PAIRS):
+                pytest.importorskip("torch", reason="Gloo stands on PyTorch")
+            launch = launch_of(transport) if transport in VENDORS else None
+            backend = "mpi" if transport in VENDORS else transport
+            return opened.enter_context(RankPool(3, backend, mpiexec=launch)).run
+
+        yield run
 
 
 @pytest.mark.parametrize(("transport", "function"), CASES)
-def test_ranks_that_wait_for_each_other_get_an_error(transport: Any, function: Any) -> None:
-    for text in _run(transport, function):
+def test_ranks_that_wait_for_each_other_get_an_error(
+    run_on: Callable[[str], Run], transport: str, function: Any
+) -> None:
+    for text in run_on(transport)(function):
         assert "wait for each other in calls of different communicators" in text
         for rank in (0, 2):
             assert str(rank) in text
@@ -79,14 +94,16 @@ def _with_a_deadline(comm: Communicator) -> list[float]:
     first, second = comm.dup(), comm.dup()
     if comm.rank == comm.size - 1:
         with pytest.raises(CollectiveTimeoutError):
-            second.barrier(timeout=4.0)
+            second.barrier(timeout=2.5)
     x: list[float] = first.all_reduce(np.ones(1)).tolist()
     return x
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_wait_with_a_deadline_of_its_own_is_left_alone(transport: str) -> None:
-    assert _run(transport, _with_a_deadline) == [[3.0]] * 3
+def test_a_wait_with_a_deadline_of_its_own_is_left_alone(
+    run_on: Callable[[str], Run], transport: str
+) -> None:
+    assert run_on(transport)(_with_a_deadline) == [[3.0]] * 3
 
 
 # -- who could make calls -------------------------------------------------------------------------
