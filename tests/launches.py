@@ -60,10 +60,15 @@ def die(error):
 
 
 class Launches:
-    """Starts launchers in a directory of their own and sees what they leave behind."""
+    """Starts launchers in a directory of their own and sees what they leave behind.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        python: what launchers and ranks are started with.
+    """
+
+    def __init__(self, directory: Path, python: str = sys.executable) -> None:
         self.directory = directory
+        self.python = python
         self.mark = f"COLLECTIVETEST_MARK={secrets.token_hex(8)}"
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
@@ -81,7 +86,7 @@ class Launches:
 
     def start(self, *arguments: str, **changes: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "collective", "run", *arguments],
+            [self.python, "-m", "collective", "run", *arguments],
             cwd=self.directory,
             env=self.environment(**changes),
             stdin=subprocess.DEVNULL,
@@ -95,6 +100,17 @@ class Launches:
     def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **changes)
         return finish(process)
+
+    def execute(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run Python itself, in the launches' directory."""
+        return subprocess.run(
+            [self.python, *words],
+            cwd=self.directory,
+            env=self.environment(OMP_NUM_THREADS="1", **changes),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
 
     def living(self) -> list[int]:
         """The processes of these launches that run, wherever they are in the tree."""
@@ -165,9 +181,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def launched(directory: Path) -> Iterator[Launches]:
+def launched(directory: Path, python: str = sys.executable) -> Iterator[Launches]:
     """End all that was started in ``directory``, in the end."""
-    launches = Launches(directory)
+    launches = Launches(directory, python)
     yield launches
     for process in launches.started:
         if process.poll() is None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
-from tests.launches import ROOT, launches  # noqa: F401
+from tests import warm
+from tests.launches import ROOT, Launches, launched
 from tests.torch_groups import installed
 
 PROGRAM = """
@@ -51,8 +52,16 @@ except PeerFailedError as error:
 """
 
 
+@pytest.fixture
+def warm_launches(tmp_path: Path) -> Iterator[Launches]:
+    """Launches whose processes need not import PyTorch anew."""
+    with launched(tmp_path, warm.python()) as launches:
+        yield launches
+
+
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_collective_run(launches: Any, transport: str) -> None:  # noqa: F811
+def test_collective_run(warm_launches: Launches, transport: str) -> None:
+    launches = warm_launches
     found = launches.run("-n", "2", "--backend", transport, launches.script(PROGRAM))
     assert found.returncode == 0, found.stderr
     name = "shm" if transport == "auto" else transport
@@ -61,31 +70,28 @@ def test_collective_run(launches: Any, transport: str) -> None:  # noqa: F811
     launches.assert_nothing_left()
 
 
-def test_torchrun(launches: Any) -> None:  # noqa: F811
-    launches.script(PROGRAM)
-    found = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "script.py",
-        ],
-        cwd=launches.directory, env=launches.environment(OMP_NUM_THREADS="1"),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+def test_torchrun(warm_launches: Launches) -> None:
+    warm_launches.script(PROGRAM)
+    found = warm_launches.execute(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"
+    )
     assert found.returncode == 0, found.stderr
     for rank in range(2):
         assert f"rank {rank}: 4 over shm" in found.stdout
 
 
-def test_what_ends_a_rank_is_told_to_the_others(launches: Any) -> None:  # noqa: F811
-    found = launches.run("-n", "2", launches.script(FAILING))
+def test_what_ends_a_rank_is_told_to_the_others(warm_launches: Launches) -> None:
+    found = warm_launches.run("-n", "2", warm_launches.script(FAILING))
     assert found.returncode != 0
     assert "ValueError: the reason" in found.stderr
     assert "told" in found.stdout
 
 
-def python(program: str, *paths: Path | str) -> subprocess.CompletedProcess[str]:
+def python(
+    program: str, *paths: Path | str, interpreter: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [interpreter, "-c", program],
         env={"PYTHONPATH": ":".join(map(str, (*paths, ROOT))), "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -103,39 +109,56 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("first", ["", "import torch\nimport collective.adapters.torch\n"])
-def test_torch_registers_the_backend_when_it_is_imported(tmp_path: Path, first: str) -> None:
-    found = python(first + ALONE, installed(tmp_path), ROOT)
+BY_THE_ENTRY_POINT = """
+import sys
+import torch
+print([name for name in sys.modules if name.partition(".")[0].startswith("collective")])
+print(torch.distributed.Backend.COLLECTIVE)
+before = set(sys.modules)
+"""
+
+NO_MORE_OF_TORCH = """
+import collective.adapters.torch
+print([name for name in set(sys.modules) - before if name.startswith("torch")])
+"""
+
+
+@pytest.fixture(scope="module")
+def by_the_entry_point(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a program prints that imports PyTorch, for which the entry point is installed."""
+    site = installed(tmp_path_factory.mktemp("installed"))
+    found = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, site)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def test_nothing_of_ours_is_imported_for_the_entry_point(by_the_entry_point: list[str]) -> None:
+    assert by_the_entry_point[0] == "['collective_autoload']"
+
+
+def test_torch_registers_the_backend_when_it_is_imported(by_the_entry_point: list[str]) -> None:
+    assert by_the_entry_point[1] == "collective"
+
+
+def test_no_more_of_torch_is_imported_for_the_adapter(by_the_entry_point: list[str]) -> None:
+    assert by_the_entry_point[2] == "[]"
+
+
+def test_who_registers_after_the_entry_point_changes_nothing(by_the_entry_point: list[str]) -> None:
+    assert by_the_entry_point[3:] == ["[1.0, 1.0] threads"]
+
+
+# That PyTorch was imported before is all that a Python needs which is warm.
+@pytest.mark.parametrize(
+    ("first", "entry_point"),
+    [("", True), ("import collective.adapters.torch\n", False),
+     ("import torch\nimport collective.adapters.torch\n", False)],
+    ids=["entry point alone", "adapter alone", "adapter after torch"],
+)  # fmt: skip
+def test_a_program_finds_the_backend(tmp_path: Path, first: str, entry_point: bool) -> None:
+    paths = [installed(tmp_path)] if entry_point else []
+    found = python(first + ALONE, *paths, interpreter=warm.python())
     assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
-
-
-@pytest.mark.parametrize("first", ["", "import torch\n"])
-def test_the_adapter_registers_the_backend_when_it_is_imported(first: str) -> None:
-    found = python(first + "import collective.adapters.torch\n" + ALONE, ROOT)
-    assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
-
-
-def test_nothing_of_ours_is_imported_for_the_entry_point(tmp_path: Path) -> None:
-    program = """
-        import sys
-        import torch
-        print([name for name in sys.modules if name.partition(".")[0].startswith("collective")])
-        print(torch.distributed.Backend.COLLECTIVE)
-    """
-    found = python("if True:" + program, installed(tmp_path), ROOT)
-    assert found.stdout == "['collective_autoload']\ncollective\n", found.stderr
-
-
-def test_no_more_of_torch_is_imported_for_the_adapter() -> None:
-    program = """
-        import sys
-        import torch
-        before = set(sys.modules)
-        import collective.adapters.torch
-        print([name for name in set(sys.modules) - before if name.startswith("torch")])
-    """
-    found = python("if True:" + program, ROOT)
-    assert found.stdout == "[]\n", found.stderr
 
 
 def test_the_adapter_imports_where_torch_does_not(tmp_path: Path) -> None:
@@ -175,13 +198,9 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_a_program_spawns(launches: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_ranks_that_a_program_spawns(warm_launches: Launches, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), installed(tmp_path)])
-    (launches.directory / "spawning.py").write_text(STARTED_BY_HAND)
-    found = subprocess.run(
-        [sys.executable, "spawning.py"], cwd=launches.directory,
-        env=launches.environment(OMP_NUM_THREADS="1", PYTHONPATH=paths),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    (warm_launches.directory / "spawning.py").write_text(STARTED_BY_HAND)
+    found = warm_launches.execute("spawning.py", PYTHONPATH=paths)
     assert found.stdout == "both\n", found.stderr
-    launches.assert_nothing_left()
+    warm_launches.assert_nothing_left()

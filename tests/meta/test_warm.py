@@ -19,6 +19,8 @@ PROGRAMS = {
     "standard input": "import sys; print(sys.stdin.read().upper())",
     "a text as exit code": "import sys; sys.exit('wrong')",
     "a failure": "def f():\n    raise ValueError('x')\nf()",
+    "what ended it": "import atexit, sys\n"
+    "atexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError(1)",
     "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
     "at its end": "import atexit; atexit.register(print, 'over')",
     "what is imported": "import sys; print(sorted({'torch', 'collective'} & {*sys.modules}))",

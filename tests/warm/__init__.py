@@ -8,6 +8,7 @@ go there, and it ends as that one does. What the program imports of this project
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
@@ -50,11 +51,14 @@ def python() -> str:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    atexit.register(_end, server, os.getpid())
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", "the warm Python did not start"
-    _running.append(server)
     return str(command)
 
 
-# Their standard inputs end with this process, and they with those.
-_running: list[subprocess.Popen[bytes]] = []
+def _end(server: subprocess.Popen[bytes], starter: int) -> None:
+    """End a server, unless this is a forked copy of the process that started it."""
+    if os.getpid() == starter:
+        with server:
+            pass  # leaving closes its standard input, which it ends with, and waits

@@ -213,6 +213,10 @@ def run(program: list[str], base: list[str]) -> None:
     except Exception as error:
         ours = error.__traceback__
         error.__traceback__ = ours and ours.tb_next  # without the line above
+        # As Python does, where what runs at the end looks for what ended the program.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
