@@ -6,11 +6,12 @@ Nothing is copied that need not be: peers read each other's arrays where they ar
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,8 +36,8 @@ Array = np.ndarray[Any, Any]
 # Where the threads of one world meet: job -> hub. A hub leaves it when it is full.
 _hubs: dict[str, _Shared] = {}
 _hubs_lock = threading.Lock()
-# How often a wait looks for what nobody wakes it for.
-_LOOK_S = 0.5
+# How often a wait looks for what nobody wakes it for, and one for those who are to come.
+_LOOK_S, _MEET_S = 0.5, 0.02
 
 
 class _Shared:
@@ -44,6 +45,7 @@ class _Shared:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.token = secrets.token_hex(8)
         self.condition = threading.Condition()
         self.arrived = [0] * size  # how many steps each rank has made
         self.gone = [""] * size  # what a rank has done that will not come again
@@ -80,11 +82,13 @@ class ThreadsBackend(OneSided):
         symmetric_memory=True,
         any_source=True,
         detects_lost_peers=True,
+        shrinks=True,
     )
 
     def __init__(self, hub: _Shared, rank: int) -> None:
         self.rank = rank
         self.size = hub.size
+        self.meeting = hub.token
         self._hub = hub
         self._steps = 0
         self._made: dict[tuple[int, ...], int] = {}
@@ -93,22 +97,29 @@ class ThreadsBackend(OneSided):
     @classmethod
     def connect(cls, world: World, timeout: float) -> Self:
         """Meet the other threads of ``world.job``; see :meth:`Backend.connect`."""
+        end = time.monotonic() + timeout
         with _hubs_lock:
             hub = _hubs.setdefault(world.job, _Shared(world.size))
         self = cls(hub, world.rank)
         with hub.condition:
             hub.joined.add(world.rank)
             hub.condition.notify_all()
-            everyone = hub.condition.wait_for(lambda: len(hub.joined) == hub.size, timeout)
-            missing = sorted(set(range(hub.size)) - hub.joined)
-        with _hubs_lock:
-            if _hubs.get(world.job) is hub:
-                del _hubs[world.job]
-        if not everyone:
+            try:
+                while (missing := set(range(hub.size)) - hub.joined) and time.monotonic() < end:
+                    hub.condition.wait(min(_MEET_S, max(0.0, end - time.monotonic())))
+                    world.store.check()
+            except BaseException:
+                hub.joined.discard(world.rank)  # nobody is to think that all are here
+                raise
+            finally:
+                with _hubs_lock:
+                    if _hubs.get(world.job) is hub:
+                        del _hubs[world.job]
+        if missing:
             raise RendezvousError(
-                f"threads: after {timeout:g} s ranks {missing} of {hub.size} have not arrived "
-                f"[rank {world.rank}]. Every rank is a thread of one process; for processes "
-                "use backend='shm'."
+                f"threads: after {timeout:g} s ranks {sorted(missing)} of {hub.size} have not "
+                f"arrived [rank {world.rank}]. Every rank is a thread of one process; for "
+                "processes use backend='shm'."
             )
         return self
 
@@ -286,6 +297,10 @@ class ThreadsBackend(OneSided):
         failure = self._hub.failure
         if failure is not None:
             raise failure.error(str(where), self.rank)
+
+    def lost(self) -> Set[int]:
+        # A thread that has ended has closed what it had, or dropped it.
+        return {rank for rank, why in enumerate(self._hub.gone) if why and rank != self.rank}
 
     def abort(self, failure: Failure) -> None:
         hub = self._hub

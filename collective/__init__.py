@@ -30,6 +30,7 @@ from collective.errors import (
     ConfigError,
     DeviceError,
     DtypeError,
+    ExcludedError,
     GradientError,
     InvalidArgumentError,
     MismatchError,
@@ -64,6 +65,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DtypeError",
+    "ExcludedError",
     "GradientError",
     "InvalidArgumentError",
     "MismatchError",
@@ -77,6 +79,7 @@ __all__ = [
     "UnsupportedError",
     "Work",
     "adopt",
+    "agree",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -108,6 +111,7 @@ __all__ = [
     "send",
     "send_object",
     "sendrecv",
+    "shrink",
     "size",
     "split",
     "split_by_host",
@@ -136,6 +140,7 @@ def _of_current(method: Callable[Concatenate[Communicator, _P], _T]) -> Callable
 
 
 adopt = _of_current(Communicator.adopt)
+agree = _of_current(Communicator.agree)
 all_gather = _of_current(Communicator.all_gather)
 all_gather_object = _of_current(Communicator.all_gather_object)
 all_reduce = _of_current(Communicator.all_reduce)
@@ -160,5 +165,6 @@ scatter_object = _of_current(Communicator.scatter_object)
 send = _of_current(Communicator.send)
 send_object = _of_current(Communicator.send_object)
 sendrecv = _of_current(Communicator.sendrecv)
+shrink = _of_current(Communicator.shrink)
 split = _of_current(Communicator.split)
 split_by_host = _of_current(Communicator.split_by_host)

@@ -16,7 +16,8 @@
     ├ CommunicatorClosedError                you closed it, or it is your parent process's
     ├ CommunicatorAbortedError               it broke, or somebody aborted it; says who
     │ ├ PeerLostError                        a peer's process is gone, or left early
-    │ └ PeerFailedError                      a peer's code raised; carries its traceback
+    │ ├ PeerFailedError                      a peer's code raised; carries its traceback
+    │ └ ExcludedError                        the others went on without this rank
     ├ CollectiveTimeoutError (TimeoutError)  the deadline passed; names the absent ranks
     └ BackendError                           the transport's own library failed
 
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DtypeError",
+    "ExcludedError",
     "GradientError",
     "InvalidArgumentError",
     "MismatchError",
@@ -154,6 +156,13 @@ class PeerFailedError(CommunicatorAbortedError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+
+class ExcludedError(CommunicatorAbortedError):
+    """The others went on without this rank: they took it for lost, or excluded it.
+
+    Nobody waits for it any more. It can only leave.
+    """
 
 
 class CollectiveTimeoutError(TimeoutError, CollectiveError):

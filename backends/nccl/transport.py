@@ -92,6 +92,7 @@ class NcclBackend(Collectives, Monitored):
             devices=places,
             symmetric_memory=able.symmetric_memory and "cpu" in places,
             detects_lost_peers=True,
+            shrinks=False,
         )
         monitored = isinstance(host, Monitored) and host.channel is channel
         self._plane = host

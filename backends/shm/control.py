@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import threading
 import time
 import weakref
@@ -36,6 +37,8 @@ _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
+# The next one: drawn by rank 0, for those who meet here.
+_TOKEN = 1
 
 _JOINED, _LEFT, _DROPPED = 1, 2, 3
 # What a rank has done that will not come again, by its state.
@@ -160,6 +163,8 @@ class Control:
         Raises:
             RendezvousError: somebody did not come; names them.
         """
+        if self.rank == 0:
+            self.words[_TOKEN] = secrets.randbits(63)
         self.segment.lock_alive(self.rank)
         self.words[self._line + _PID] = os.getpid()
         if last is not None:
@@ -195,6 +200,11 @@ class Control:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
+
+    @property
+    def meeting(self) -> str:
+        """What those have in common who joined here; see :attr:`Backend.meeting`."""
+        return f"{self.words[_TOKEN]:016x}"
 
     def leave(self) -> None:
         """Tell the peers that this rank will not come again."""
@@ -355,6 +365,15 @@ class Control:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
         self.refuse_broken(what)
         self._check_peers(lambda: False, lambda: ranks, what, True, 0.0)
+
+    def lost(self) -> set[int]:
+        """Return the ranks that have left, or whose processes have ended."""
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return {
+            rank
+            for rank in others
+            if self.words[(1 + rank) * LINE + _STATE] in _GONE or not self.segment.alive(rank)
+        }
 
     def _check_peers(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,7 @@ class ShmBackend(OneSided):
         symmetric_memory=True,
         any_source=True,
         detects_lost_peers=True,
+        shrinks=True,
     )
 
     def __init__(self, control: Control) -> None:
@@ -163,6 +164,7 @@ class ShmBackend(OneSided):
         self._wanted = wanted
         try:
             control.join(deadline, timeout, last, watch)
+            self.meeting = control.meeting
             self._probe(timeout)
         except BaseException:
             self.close()
@@ -211,6 +213,9 @@ class ShmBackend(OneSided):
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
+
+    def lost(self) -> Set[int]:
+        return self._control.lost()
 
     def abort(self, failure: Failure) -> None:
         self._control.fail(failure)

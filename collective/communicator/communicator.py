@@ -42,6 +42,7 @@ from .plan import Planned
 from .prepared import PREPARE, PreparedCall, refuse_unfit
 from .reductions import Reductions
 from .rows import Rows, split_sizes
+from .shrinking import Lineage, Shrinking, agreed
 
 __all__ = ["Communicator"]
 
@@ -81,6 +82,7 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         host: str,
         timeout: float,
         check: str = "auto",
+        lineage: Lineage | None = None,
     ) -> None:
         super().__init__(backend, timeout, check)
         self.local_rank = local_rank
@@ -90,6 +92,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         # The store in which the ranks met, if this communicator is all that uses it.
         self._store: Store | None = None
+        # Where its ranks met and which are left; None for one that cannot be shrunk.
+        self._lineage = lineage
+        self._agreements = 0
+        # Called with the next generation, by whoever keeps this one.
+        self._succession: Callable[[Communicator], None] = _forget_nothing
         self._membership = Membership(self)
         # In a forked child, why it is not this process's.
         self._foreign = ""
@@ -116,6 +123,144 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
     def check(self) -> str:
         """Whether calls are compared before they are sent: "auto", "always" or "never"."""
         return self._check
+
+    # -- generations ----------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """How often :meth:`shrink` was called on the way here; 0 for what ``init()`` returned."""
+        return self._lineage.generation if self._lineage is not None else 0
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The ranks that were once these, in the order of those of now.
+
+        They are numbered as in the communicator of generation 0; a group's as it was made.
+        """
+        return self._lineage.origin if self._lineage is not None else tuple(range(self.size))
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Of the ranks of the last generation, those that are not in this one."""
+        return self._lineage.lost if self._lineage is not None else frozenset()
+
+    def shrink(
+        self,
+        *,
+        exclude: Sequence[int] = (),
+        min_ranks: int | None = None,
+        timeout: float | None = None,
+    ) -> Communicator:
+        """Return a communicator of the ranks that are left, after a loss or at any time.
+
+        Collective among those: every rank that lives calls it, when a call of this communicator
+        has raised ``PeerLostError``, or any error after which it is broken. One that is sound is
+        broken by it first: calls of ranks that have not called it raise
+        ``CommunicatorAbortedError``, which asks them to. Ranks keep their order. It goes on
+        without those that have died or left, and without those that are silent for
+        ``COLLECTIVE_SHRINK_GRACE`` seconds (5). If somebody dies meanwhile the others decide again.
+
+        This communicator is closed then, with the groups made of it. Its symmetric memory stays as
+        it is, each rank's own.
+
+        Args:
+            exclude: ranks that are out, alive or not; they get ``ExcludedError``.
+            min_ranks: go on only with so many, by default ``COLLECTIVE_MIN_RANKS`` (1).
+            timeout: seconds for all of it, by default the communicator's.
+
+        Returns:
+            The next generation. All are in it, or nobody is left out who was not lost or silent.
+
+        Raises:
+            ExcludedError: the others went on without this rank.
+            PeerLostError: fewer than ``min_ranks`` are left; on all of them.
+            CollectiveTimeoutError: they did not agree in time; names who did not come.
+            RendezvousError: the store in which the ranks met is gone.
+            UnsupportedError: this transport, or that store, cannot.
+            RankError: ``exclude`` names this rank, or one that there is not.
+
+        See Also:
+            MPIX_Comm_shrink, ncclCommShrink.
+        """
+        lineage = self._lineage_for("shrink")
+        out = [self._rank("shrink", "exclude", rank) for rank in exclude]
+        if self.rank in out:
+            raise RankError(
+                f"shrink: exclude {out} names this rank; one that wants to go closes the "
+                f"communicator {self._who}."
+            )
+        floor = lineage.min_ranks if min_ranks is None else min_ranks
+        if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
+            raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
+        seconds = self._seconds(timeout)
+        text = f"rank {self.rank} shrinks the communicator; call shrink() too, to go on with it"
+        self._abort(Failure("shrink", self.rank, text))
+        backend, following = Shrinking(
+            lineage, self._backend, exclude=out, min_ranks=floor, timeout=seconds
+        ).run()
+        made = self._next(backend, following)
+        self._shut(seconds)
+        return made
+
+    def _next(self, backend: Backend, lineage: Lineage) -> Communicator:
+        made = type(self)(
+            backend,
+            local_rank=lineage.local_rank,
+            local_size=lineage.local_size,
+            host=self.host,
+            timeout=self.timeout,
+            check=self._check,
+            lineage=lineage,
+        )
+        made._open = self._open
+        made._store, self._store = self._store, None
+        made._succession = self._succession
+        members = [rank for rank in range(self.size) if rank not in lineage.lost]
+        for listener in self._listeners:
+            listener.group(made, members)
+        self._succession(made)
+        return made
+
+    def agree(self, flag: bool = True, timeout: float | None = None) -> bool:
+        """Return whether every rank that lives says yes: the same on all of them.
+
+        Collective among those, whether the communicator is broken or sound; it breaks nothing. A
+        rank that dies meanwhile counts if it had its say, and is not waited for. The answer goes
+        by way of the store in which the ranks met: milliseconds, where a reduction takes
+        microseconds.
+
+        Args:
+            flag: what this rank says.
+            timeout: seconds, by default the communicator's.
+
+        Raises:
+            CollectiveTimeoutError: a rank that is not known to be lost did not call it.
+            RendezvousError: the store is gone.
+            UnsupportedError: this transport, or that store, cannot.
+
+        See Also:
+            MPIX_Comm_agree.
+        """
+        lineage, seconds = self._lineage_for("agree"), self._seconds(timeout)
+        self._agreements += 1
+        return agreed(lineage, self._backend, self._agreements, bool(flag), seconds)
+
+    def _lineage_for(self, what: str) -> Lineage:
+        """Return the lineage, or refuse a communicator that cannot go on after a loss."""
+        if self._closed:
+            self._backend.refuse_broken(what)
+        if not self.capabilities.shrinks:
+            raise UnsupportedError(
+                f"{what}: backend {self.backend!r} cannot go on without a rank {self._who}. Use "
+                "COLLECTIVE_BACKEND=shm on one host, gloo or hierarchical on several; or start all "
+                "ranks again."
+            )
+        if self._lineage is None:
+            raise UnsupportedError(
+                f"{what}: this communicator was made of a transport, and nobody knows where its "
+                f"ranks met {self._who}. Use collective.init() or collective.connect()."
+            )
+        return self._lineage
 
     # -- memory ---------------------------------------------------------------------------
 
@@ -279,6 +424,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         )
         child._open = self._open
         child._membership = Membership(child, self._membership, members)
+        if self._lineage is not None:
+            child._lineage = self._lineage.group(backend, members, child._membership.name)
         if self.capabilities.across_hosts:
             hosts = child.all_gather_object(self.host)
             child.local_rank = hosts[: child.rank].count(self.host)
@@ -471,12 +618,16 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         Waits for this rank's own calls in the background, and for nobody else. A second
         close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
         """
+        self._shut(self.timeout)
+
+    def _shut(self, seconds: float) -> None:
+        """Close, waiting for so many seconds for what is in the background."""
         if self._closed:
             return
         for child in list(self._children):
-            child.close()
+            child._shut(seconds)
         for lane in (self._lane, *self._lanes.values()):
-            lane.close(self.timeout)
+            lane.close(seconds)
         self._closed = True
         # What was prepared would go on calling the transport.
         self._plans.clear()
@@ -539,6 +690,10 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         else:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._abort(Failure("failed", self.rank, text))
+
+
+def _forget_nothing(comm: Communicator) -> None:
+    """Nobody keeps the communicator but the program."""
 
 
 _CLOSED = "this communicator is closed. Make another with collective.init()."

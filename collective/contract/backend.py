@@ -28,6 +28,10 @@ Rules for every method:
   its :class:`Failure` asks for. Nothing waits for ever.
 * The library underneath may raise what it likes: it is turned into one of ours here
   and nowhere else, ``from`` the original.
+
+Ranks that go on after a loss (``shrink()``, where ``Capabilities.shrinks``) decide who they are by
+one key of ``World.store``; a transport has no say in that. It answers :meth:`Backend.lost`, and
+:meth:`Backend.reconnect` makes one anew. The rules are in ``docs/failures.md``.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,6 +105,9 @@ class Backend(ABC):
         capabilities: what it can do.
         rank: this rank.
         size: how many ranks there are.
+        meeting: a text that the ranks of this connection have in common, drawn anew whenever ranks
+            connect. Empty if there is none: then rank 0 sends one, where they may go on after a
+            loss.
         exchange: sends and receives plain arrays in C, behind their heads; None if that is not
             possible. See :func:`collective.native.messages`.
     """
@@ -110,6 +117,7 @@ class Backend(ABC):
     capabilities: Capabilities
     rank: int
     size: int
+    meeting: str = ""
     exchange: native.Exchange | None = None
 
     # -- required -----------------------------------------------------------------
@@ -166,6 +174,29 @@ class Backend(ABC):
         For what has no message that would find out. By default nothing is known, beyond
         what the communicator remembers of its own calls.
         """
+
+    def lost(self) -> Set[int]:
+        """Return the ranks that are known not to come any more; asked of a broken transport, too.
+
+        Those whose process has ended, or that have left. It waits for nobody, sends nothing, and
+        may be asked from any thread until :meth:`close`. Not to know of one costs the others the
+        time of grace of ``shrink()``; to name one that lives costs that one its part.
+        """
+        return frozenset()
+
+    def reconnect(self, world: World, timeout: float) -> Backend:
+        """Return a transport of this kind among the ranks that are left, with nothing of this one.
+
+        Called by all of ``world``, where they are numbered anew, while this one is still open: it
+        is broken, and maybe one of its ranks is stopped, and goes on later. What the new one makes
+        must not be what that rank knows: segments, addresses and keys are its own. While
+        it waits for the others it asks ``world.store.check()`` now and then, which raises when
+        one of them has died meanwhile.
+
+        Raises:
+            RendezvousError: as :meth:`connect`.
+        """
+        return type(self).connect(world, timeout)
 
     def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
         """Be told where the communicator over this transport records its calls.
@@ -411,6 +442,7 @@ class Group(Backend):
         self.capabilities = parent.capabilities
         self.rank = list(ranks).index(parent.rank)
         self.size = len(ranks)
+        self.meeting = parent.meeting
         self._context = _context(parent, tuple(ranks))
         # A group of a group sends over the transport itself: contexts must not add up.
         if isinstance(parent, Group):
@@ -438,6 +470,13 @@ class Group(Backend):
 
     def refuse_broken(self, where: object) -> None:
         self._parent.refuse_broken(where)
+
+    def lost(self) -> Set[int]:
+        lost = self._parent.lost()
+        return {rank for rank, outer in enumerate(self._ranks) if outer in lost}
+
+    def reconnect(self, world: World, timeout: float) -> Backend:
+        return self._parent.reconnect(world, timeout)
 
     def abort(self, failure: Failure) -> None:
         # Its messages share the parent's connections, so there is no breaking one alone.

@@ -38,6 +38,8 @@ class Capabilities:
             without copies.
         any_source: whether ``recv`` takes ``ANY_SOURCE``.
         detects_lost_peers: whether a peer's death ends the calls that wait for it.
+        shrinks: whether the ranks that are left after one can connect anew, by
+            :meth:`Backend.reconnect`, and :meth:`Backend.lost` says who is not.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -49,3 +51,4 @@ class Capabilities:
     symmetric_memory: bool = False
     any_source: bool = False
     detects_lost_peers: bool = False
+    shrinks: bool = False

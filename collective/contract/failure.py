@@ -26,7 +26,8 @@ class Failure:
 
     Attributes:
         kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"``, ``"mismatch"`` (found
-            when it was too late to go on) or ``"aborted"``.
+            when it was too late to go on), ``"shrink"`` (the others are to go on with it) or
+            ``"aborted"``.
         rank: who reports it.
         text: for people; the traceback for ``"failed"``.
         ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.

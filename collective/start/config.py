@@ -69,6 +69,7 @@ class Config:
     local_size: int
     timeout: float
     start_timeout: float
+    shrink_grace: float
     min_ranks: int
     restart: int
     check: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collective.communicator import Communicator
+from collective.communicator.shrinking import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
@@ -18,6 +19,8 @@ def connect(
     start_timeout: float = 60.0,
     check: str = "auto",
     trace: str = "",
+    shrink_grace: float = 5.0,
+    min_ranks: int = 1,
 ) -> Communicator:
     """Connect the ranks of ``world`` and return this one's communicator.
 
@@ -30,14 +33,25 @@ def connect(
         start_timeout: seconds to wait for the other ranks to arrive.
         check: ``"always"`` compares the ranks' calls on transports that do not by themselves.
         trace: a directory for the ranks' traces; see :mod:`collective.trace`.
+        shrink_grace: seconds that a rank may be silent when the others shrink.
+        min_ranks: with fewer ranks ``shrink()`` raises.
 
     Raises:
         BackendNotFoundError, BackendUnavailableError, RendezvousError.
         ConfigError: some rank's trace cannot be written; on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
+    transport = kind.connect(world, start_timeout)
+    try:
+        lineage = Lineage.begin(
+            transport, world, start_timeout, grace=shrink_grace, min_ranks=min_ranks
+        )
+    except BaseException:
+        transport.close()
+        raise
     comm = Communicator(
-        kind.connect(world, start_timeout),
+        transport,
+        lineage=lineage,
         local_rank=world.local_rank,
         local_size=world.local_size,
         host=world.host,

@@ -174,6 +174,12 @@ KEYS: Mapping[str, Key] = {
     "start_timeout": Key(
         60.0, "a number of seconds > 0", "how long init waits for all ranks to arrive", _seconds
     ),
+    "shrink_grace": Key(
+        5.0,
+        "a number of seconds > 0",
+        "how long shrink() waits for ranks that are neither there nor known to be lost",
+        _seconds,
+    ),
     "min_ranks": Key(
         1,
         "an integer >= 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -112,6 +113,8 @@ def init(
             start_timeout=settled.start_timeout,
             check=settled.check,
             trace=settled.trace,
+            shrink_grace=settled.shrink_grace,
+            min_ranks=settled.min_ranks,
         )
     except BaseException:
         if not as_thread:
@@ -120,11 +123,25 @@ def init(
     if not as_thread:
         made._store = world.store
     set_current(made)
-    tell_at_exit(made)
+    _see_to(made)
     dump_on_signal(settled.dump_signal)
-    if as_thread:
-        _of_thread.opened.append(made)
     return made
+
+
+def _see_to(comm: Communicator) -> None:
+    """See to the end of ``comm``, and then to its next generation."""
+    tell_at_exit(comm)
+    if getattr(_of_thread, "world", None) is not None:
+        _of_thread.opened.append(comm)
+    comm._succession = functools.partial(_succeed, weakref.ref(comm))
+
+
+def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
+    """See to the end of a next generation; it is the current one if the last was."""
+    was_current = before() is _current()
+    _see_to(comm)
+    if was_current:
+        set_current(comm)
 
 
 def _of_threads(settled: Config) -> Choice:
@@ -179,19 +196,23 @@ def current() -> Communicator:
     Raises:
         CommunicatorClosedError: there is none, or it is closed.
     """
-    comm: Communicator | None = getattr(_of_thread, "communicator", None)
-    if comm is None:
-        comm = _of_process
+    comm = _current()
     if comm is None or comm.closed:
         why = "there is no open communicator; call collective.init() first."
         raise CommunicatorClosedError(f"collective: {(comm and comm._foreign) or why}")
     return comm
 
 
+def _current() -> Communicator | None:
+    of_thread: Communicator | None = getattr(_of_thread, "communicator", None)
+    return _of_process if of_thread is None else of_thread
+
+
 def set_current(comm: Communicator) -> None:
     """Make ``comm`` what module-level calls use, in this thread if ranks are threads."""
     global _of_process
-    if comm.capabilities.in_process and comm.size > 1:
+    alone = comm.size == 1 and getattr(_of_thread, "communicator", None) is None
+    if comm.capabilities.in_process and not alone:
         _of_thread.communicator = comm
     else:
         _of_process = comm

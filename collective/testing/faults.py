@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +62,7 @@ class Fault:
         at_call: before its how-manieth call, from 1; None for every call (of a delay).
         seconds: how long a delay is; how long after the beginning of the call a kill comes.
         error: what a failing rank raises.
+        in_shrink: where in ``shrink()`` a kill comes, instead of at a call.
     """
 
     kind: str
@@ -69,9 +70,12 @@ class Fault:
     at_call: int | None = None
     seconds: float = 0.0
     error: BaseException | None = None
+    in_shrink: str = ""
 
 
-def kill(rank: int, *, at_call: int, after: float = 0.0) -> Fault:
+def kill(
+    rank: int, *, at_call: int | None = None, after: float = 0.0, in_shrink: str = ""
+) -> Fault:
     """Kill ``rank`` at its ``at_call``-th call: SIGKILL for a process, which cannot object.
 
     A rank that is a thread cannot be killed; it leaves its communicator without a word and
@@ -82,8 +86,10 @@ def kill(rank: int, *, at_call: int, after: float = 0.0) -> Fault:
         at_call: at which call, counted from 1.
         after: seconds after the beginning of the call, to hit the middle of it; 0 is before
             it. Processes only.
+        in_shrink: in ``shrink()`` instead: ``"decision"``, when the rank has said that it is there
+            and before it is decided who goes on, or ``"connect"``, when it is decided.
     """
-    return Fault("kill", rank, at_call, after)
+    return Fault("kill", rank, at_call, after, in_shrink=in_shrink)
 
 
 def delay(rank: int, seconds: float, *, at_call: int | None = None) -> Fault:
@@ -109,6 +115,7 @@ class FaultyBackend(Backend):
         self.capabilities = inner.capabilities
         self.rank = inner.rank
         self.size = inner.size
+        self.meeting = inner.meeting
         self.enqueues = inner.enqueues  # type: ignore[misc]
         self._inner = inner
         self._plan = [fault for fault in plan if fault.rank == inner.rank]
@@ -127,6 +134,8 @@ class FaultyBackend(Backend):
             self._calls += 1
             number = self._calls
         for fault in self._plan:
+            if fault.in_shrink:
+                continue
             if fault.at_call not in (None, number):
                 continue
             if fault.kind == "delay":
@@ -139,14 +148,18 @@ class FaultyBackend(Backend):
                 timer.daemon = True
                 timer.start()
             else:
-                self._die(number)
+                self._die(f"at call {number}")
 
-    def _die(self, number: int) -> None:
+    def _die(self, where: str) -> None:
         if not self.capabilities.in_process:
             _kill_process()
         self._inner.close()
         self._killed = True
-        raise RankKilled(f"rank {self.rank} was killed at call {number}, as planned")
+        raise RankKilled(f"rank {self.rank} was killed {where}, as planned")
+
+    def _shrinks(self, where: str) -> None:
+        if any(fault.in_shrink == where for fault in self._plan) and not self._killed:
+            self._die(f"in shrink(), at its {where}")
 
     def _after(self, operation: Callable[..., T], *args: Any) -> T:
         self._called()
@@ -176,6 +189,14 @@ class FaultyBackend(Backend):
 
     def descriptors(self, ranks: Sequence[int]) -> int:
         return self._inner.descriptors(ranks)
+
+    def lost(self) -> Set[int]:
+        self._shrinks("decision")
+        return self._inner.lost()
+
+    def reconnect(self, world: World, timeout: float) -> Backend:
+        self._shrinks("connect")
+        return self._inner.reconnect(world, timeout)
 
     def abort(self, failure: Failure) -> None:
         if not self._killed:  # the dead tell nothing

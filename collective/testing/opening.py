@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collective.communicator import Communicator
+from collective.communicator.shrinking import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
@@ -22,6 +23,8 @@ __all__ = ["CommunicatorJob", "Opening", "backend_class"]
 
 # A check of deadlines wants short ones, and ranks that meet on a busy machine need long ones.
 _START_S = 20.0
+# What a rank that is silent costs the others when they shrink, and what one may be late that lives.
+_GRACE_S = 2.0
 
 
 def backend_class(backend: str | type[Backend]) -> type[Backend]:
@@ -69,6 +72,7 @@ class Opening:
         world = self.world(rank)
         start = max(self.timeout, _START_S)
         backend: Backend = backend_class(self.backend).connect(world, start)
+        lineage = Lineage.begin(backend, world, start, grace=_GRACE_S, min_ranks=1)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)
         return Communicator(
@@ -78,6 +82,7 @@ class Opening:
             host=world.host,
             timeout=self.timeout,
             check=self.check,
+            lineage=lineage,
         )
 
 

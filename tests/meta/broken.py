@@ -17,6 +17,7 @@ from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Plan
 from collective.contract.failure import Failure
+from collective.contract.world import World
 from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
@@ -244,6 +245,23 @@ class Deaf(ThreadsBackend):
 
     def close(self) -> None:
         self._kept.append(self)  # or its collection would tell
+
+
+class Alone(ThreadsBackend):
+    """Goes on by itself, whoever else has been decided on."""
+
+    def reconnect(self, world: World, timeout: float) -> ThreadsBackend:
+        alone = dataclasses.replace(
+            world, rank=0, size=1, local_rank=0, local_size=1, job=f"{world.job}.{world.rank}"
+        )
+        return super().reconnect(alone, timeout)
+
+
+class Slandering(ThreadsBackend):
+    """Takes the last rank for lost, which lives."""
+
+    def lost(self) -> set[int]:
+        return {*super().lost(), self.size - 1} - {self.rank}
 
 
 class Laconic(ThreadsBackend):

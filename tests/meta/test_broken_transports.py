@@ -11,6 +11,7 @@ import pytest
 from collective.backends.shm import ShmBackend
 from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
+from collective.contract.decision import Decision
 from collective.testing import RankFactory, all_checks, run_checks
 from tests.loopback import Loopback
 
@@ -69,6 +70,8 @@ FAULTS = [
         broken.Deaf, "check_killed_peer", {"call": "barrier"}, "instead of PeerLostError",
         "check_scan",
     ),
+    Fault(broken.Alone, "check_shrink", {"victims": (0,), "how": "leaves"}, "says", "check_scan"),
+    Fault(broken.Slandering, "check_shrink_of_nobody", {}, "ExcludedError", "check_scan"),
     Fault(
         broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not tell 'timed out'",
         "check_barrier",
@@ -100,6 +103,18 @@ def test_broken_transport_is_caught(fault: Fault) -> None:
         with pytest.raises(AssertionError) as caught:
             check(factory, fault.size, **fault.case)
         assert fault.says in str(caught.value)
+
+
+def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes by what it knows itself goes on without the word of the others."""
+
+    def made(self: Decision, note: Any, conclude: Any, **limits: Any) -> Any:
+        return conclude({self.me: note}, self.lost())
+
+    monkeypatch.setattr(Decision, "made", made)
+    alone = pytest.raises(AssertionError, match="the excluded rank got")
+    with RankFactory(ThreadsBackend, timeout=TIMEOUT_S) as factory, alone:
+        all_checks()["check_shrink_exclude"](factory, 2, victim=1)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)

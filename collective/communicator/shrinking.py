@@ -1,0 +1,391 @@
+"""Going on after a loss: the ranks that are left agree who they are, and connect anew.
+
+The rules are in ``docs/failures.md``, and who decides in :mod:`collective.contract.decision`. What
+is here has no communicator: one that shrinks gives its *lineage*, which is what it knows of where
+its ranks met and of who they once were, and its transport, which knows who is lost; it gets those
+of the next generation.
+
+A *generation* is what lies between two losses. Ranks are numbered in keys and decisions as they
+were in generation 0: some may have gone on to the next already while others have not.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from collective.algorithms.broadcast import broadcast
+from collective.contract.backend import Backend
+from collective.contract.decision import Decision, Note
+from collective.contract.store import Store
+from collective.contract.world import World
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    ExcludedError,
+    PeerLostError,
+    RendezvousError,
+)
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+
+__all__ = ["Lineage", "Shrinking", "agreed"]
+
+_TOKEN_BYTES = 8
+_UINT8 = BY_NAME["uint8"]
+# How long those who have been decided on may take to connect, at least, if nobody is known to have
+# died: as many times the time of grace, and seconds.
+_CONNECT_GRACES, _CONNECT_S = 2.0, 10.0
+# How often a wait for them looks whether somebody has died, or has begun anew.
+_LOOK_S = 0.02
+# What a rank's note becomes when it stands in the generation that was decided on.
+_STANDS = b'{"connected": true}'
+#: What a rank meets on the way that is an affair of its peers, and not of its own.
+_OF_PEERS = (RendezvousError, CommunicatorAbortedError, CollectiveTimeoutError, BackendError)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a communicator's ranks met, and which of them are left.
+
+    Attributes:
+        root: the world of generation 0, whose rank this one was.
+        name: the same on all ranks, and no other communicator's that meets in the same store.
+        origin: the ranks of generation 0 that are in this one, in the order of their present ranks.
+        generation: how often it was shrunk.
+        lost: of the parent's ranks, those that are not here.
+        local_rank, local_size: this rank among those of its host.
+        grace: seconds that a rank may be silent when the others shrink.
+        min_ranks: with fewer, nobody goes on.
+    """
+
+    root: World
+    name: str
+    origin: tuple[int, ...]
+    generation: int = 0
+    lost: frozenset[int] = frozenset()
+    local_rank: int = 0
+    local_size: int = 1
+    grace: float = 5.0
+    min_ranks: int = 1
+
+    @classmethod
+    def begin(
+        cls, backend: Backend, world: World, timeout: float, *, grace: float, min_ranks: int
+    ) -> Lineage:
+        """Return the lineage of a transport that has just been connected; all ranks call it.
+
+        Raises:
+            RendezvousError: of a transport whose ranks have to be told a name yet: one is gone.
+        """
+        name = backend.meeting or secrets.token_hex(_TOKEN_BYTES)
+        if not backend.meeting and world.size > 1 and backend.capabilities.shrinks:
+            token = Buffer(np.frombuffer(bytearray(name.encode()), np.uint8), _UINT8)
+            try:
+                broadcast(backend, token, 0, timeout)
+            except _OF_PEERS as error:
+                raise RendezvousError(
+                    f"{backend.name}: the ranks are connected, and one comes no further [rank "
+                    f"{world.rank} of {world.size}]: {error}"
+                ) from error
+            name = token.array.tobytes().decode()
+        return cls(
+            root=world,
+            name=name,
+            origin=tuple(range(world.size)),
+            local_rank=world.local_rank,
+            local_size=world.local_size,
+            grace=grace,
+            min_ranks=min_ranks,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank's present number."""
+        return self.origin.index(self.root.rank)
+
+    def group(self, backend: Backend, ranks: Sequence[int], name: str) -> Lineage:
+        """Return the lineage of a group among ``ranks``, whose generations begin with this one's.
+
+        Args:
+            backend: the group's.
+            name: the same on all members, and no other group's of this lineage.
+        """
+        world = replace(
+            self.root,
+            rank=backend.rank, size=backend.size, local_rank=backend.rank, local_size=backend.size,
+            secret=self.root.secret and self.root.secret.within("group", self.name, name),
+        )  # fmt: skip
+        return replace(
+            self,
+            root=world,
+            name=f"{self.name}-{self.generation}-{name}",
+            origin=tuple(range(len(ranks))),
+            lost=frozenset(),
+            local_rank=backend.rank,
+            local_size=backend.size,
+        )
+
+
+class Shrinking:
+    """One call of ``shrink()``, of one rank.
+
+    Args:
+        lineage: the communicator's.
+        backend: its transport, broken or not, which stays open until the next one is.
+        exclude: present ranks that are out, dead or not.
+        min_ranks: as in :class:`Lineage`.
+        timeout: seconds for all of it.
+    """
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        backend: Backend,
+        *,
+        exclude: Sequence[int],
+        min_ranks: int,
+        timeout: float,
+    ) -> None:
+        self._lineage = lineage
+        self._backend = backend
+        self._exclude = [lineage.origin[rank] for rank in exclude]
+        self._min_ranks = min_ranks
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+        self._first = lineage.generation + 1
+        # The number of the generation that is being decided on, and who may be in it.
+        self._number = self._first
+        self._candidates = self._members = lineage.origin
+        self._looked_at = 0.0
+
+    def run(self) -> tuple[Backend, Lineage]:
+        """Return the transport of the next generation, and its lineage.
+
+        Raises:
+            ExcludedError: the others went on, or are about to, without this rank.
+            PeerLostError: too few are left; on all of them.
+            CollectiveTimeoutError: they did not decide, or did not connect, in time.
+            RendezvousError: the store is gone.
+        """
+        while True:
+            members, hosts = self._decide()
+            me = members.index(self._root.rank)
+            local = hosts[:me].count(hosts[me]), hosts.count(hosts[me])
+            try:
+                backend = self._connect(members, *local)
+            except _OF_PEERS as error:
+                if time.monotonic() >= self._end:
+                    raise CollectiveTimeoutError(
+                        f"shrink: timed out: after {self._timeout:g} s ranks "
+                        f"{self._present(members)} are agreed on and not connected {self._who}: "
+                        f"{error}"
+                    ) from error
+                self._candidates = members
+                self._number += 1
+                continue
+            if len(members) > 1:
+                self._store.set(self._key(self._root.rank), _STANDS)
+            lineage = replace(
+                self._lineage,
+                origin=members,
+                generation=self._number,
+                local_rank=local[0],
+                local_size=local[1],
+                lost=frozenset(
+                    rank for rank, first in enumerate(self._lineage.origin) if first not in members
+                ),
+            )
+            return backend, lineage
+
+    # -- the decision ---------------------------------------------------------------------
+
+    def _decide(self) -> tuple[tuple[int, ...], list[str]]:
+        """Return the members of the next generation by their first numbers, and their hosts."""
+        if self._candidates == (self._root.rank,):
+            verdict = self._verdict({self._root.rank: self._note}, frozenset())
+        else:
+            # Whoever still connects the last one is to come here; and the store may refuse.
+            self._store.put_if_absent(self._key("open"), b"open")
+            decision = Decision(
+                self._store, self._key(), self._root.rank, self._candidates, self._lost,
+                f"shrink to generation {self._number}", self._lineage.origin.index,
+            )  # fmt: skip
+            left = max(0.0, self._end - time.monotonic())
+            verdict = decision.made(
+                self._note, self._verdict, grace=self._lineage.grace, timeout=left
+            )
+        members = tuple(verdict["members"])
+        if self._root.rank not in members:
+            raise ExcludedError(
+                f"shrink: ranks {self._present(members)} went on as generation {self._number} "
+                f"without this one {self._who}: it was silent for longer than they waited "
+                "(COLLECTIVE_SHRINK_GRACE), or they excluded it. It can only leave."
+            )
+        if len(members) < verdict["min_ranks"]:
+            gone = self._present(set(self._lineage.origin) - set(members))
+            raise PeerLostError(
+                f"shrink: {len(members)} of {len(self._lineage.origin)} ranks are left, and "
+                f"{verdict['min_ranks']} are needed (min_ranks, COLLECTIVE_MIN_RANKS); lost: ranks "
+                f"{gone} {self._who}. Start all ranks again.",
+                tuple(gone),
+            )
+        self._members = members
+        return members, verdict["hosts"]
+
+    @cached_property
+    def _note(self) -> Note:
+        return {
+            "exclude": self._exclude, "host": self._root.host, "min_ranks": self._min_ranks,
+        }  # fmt: skip
+
+    def _verdict(self, notes: Mapping[int, Note], lost: Set[int]) -> dict[str, Any]:
+        """Return who goes on: those who came, live, and are not excluded by one of them."""
+        out: set[int] = set()
+        members = []
+        for rank in sorted(notes):
+            if rank not in lost and rank not in out:
+                out.update(notes[rank]["exclude"])
+                members.append(rank)
+        members = [rank for rank in members if rank not in out]
+        return {
+            "members": members,
+            "hosts": [notes[rank]["host"] for rank in members],
+            "min_ranks": self._min_ranks,
+        }
+
+    def _lost(self) -> set[int]:
+        """Return the candidates that are known not to come any more, by their first numbers."""
+        origin = self._lineage.origin
+        lost = {origin[rank] for rank in self._backend.lost()}.intersection(self._candidates)
+        # Who stands in a generation that this rank tries to reach in vain has left the last one.
+        return {rank for rank in lost if not self._stands(rank)}
+
+    def _stands(self, rank: int) -> bool:
+        """Tell whether a rank stands in a generation that this one is not in yet."""
+        keys = (self._key(rank, number) for number in range(self._first, self._number + 1))
+        return any(self._store.try_get(key) == _STANDS for key in keys)
+
+    # -- the connection -------------------------------------------------------------------
+
+    def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
+        secret = self._root.secret
+        world = replace(
+            self._root,
+            rank=members.index(self._root.rank),
+            size=len(members),
+            local_rank=local_rank,
+            local_size=local_size,
+            job=self._key(),
+            store=_Meeting(self._store, self._key(), self._look),
+            secret=secret and secret.within("generation", self._key()),
+        )
+        patience = max(_CONNECT_GRACES * self._lineage.grace, _CONNECT_S)
+        left = self._end - time.monotonic()
+        return self._backend.reconnect(world, max(0.001, min(patience, left)))
+
+    def _look(self) -> None:
+        """Raise if those who were decided on will not all connect.
+
+        Asked again and again by whoever waits for them, in whatever thread.
+
+        Raises:
+            RendezvousError: one of them has died, or has begun anew.
+        """
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = now
+        if self._store.try_get(self._key("open", self._number + 1)) is not None:
+            raise RendezvousError(f"shrink: a rank has begun generation {self._number + 1}")
+        if lost := self._lost() & set(self._members):
+            raise RendezvousError(f"shrink: ranks {self._present(lost)} died meanwhile")
+
+    # -- names ----------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> World:
+        return self._lineage.root
+
+    @property
+    def _store(self) -> Store:
+        return self._lineage.root.store
+
+    def _key(self, what: int | str = "", number: int | None = None) -> str:
+        found = f"{self._lineage.name}.{self._number if number is None else number}"
+        return f"{found}.{what}" if what != "" else found
+
+    def _present(self, ranks: Set[int] | Sequence[int]) -> list[int]:
+        return [rank for rank, first in enumerate(self._lineage.origin) if first in ranks]
+
+    @property
+    def _who(self) -> str:
+        return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
+
+
+class _Meeting(Store):
+    """Where the ranks of one generation meet: keys of their own in the store of all."""
+
+    def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._look = look
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}.{key}", value)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return self._store.put_if_absent(f"{self._prefix}.{key}", value)
+
+    def try_get(self, key: str) -> bytes | None:
+        self._look()
+        return self._store.try_get(f"{self._prefix}.{key}")
+
+    def delete(self, key: str) -> None:
+        self._store.delete(f"{self._prefix}.{key}")
+
+    def check(self) -> None:
+        self._store.check()
+        self._look()
+
+
+def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout: float) -> bool:
+    """Return whether all living ranks say yes; the same on all of them.
+
+    Args:
+        number: the how-manieth agreement of this communicator it is, from 1.
+
+    Raises:
+        CollectiveTimeoutError: a rank that lives, as far as is known, did not come.
+        RendezvousError: the store is gone.
+    """
+    if len(lineage.origin) == 1:
+        return flag
+    store, me = lineage.root.store, lineage.root.rank
+    before, key = (f"{lineage.name}.{lineage.generation}.agree.{n}" for n in (number - 1, number))
+
+    def lost() -> set[int]:
+        return {lineage.origin[rank] for rank in backend.lost()}
+
+    decision = Decision(store, key, me, lineage.origin, lost, "agree", lineage.origin.index)
+    verdict = decision.made(
+        {"flag": flag},
+        lambda notes, lost: all(note["flag"] for note in notes.values()),
+        grace=None,
+        timeout=timeout,
+    )
+    # Who has come to this one has read the last, and nobody else will: the lost do not come back.
+    store.delete(f"{before}.{me}")
+    if me == lineage.origin[0]:
+        store.delete(before)
+    return bool(verdict)

@@ -1,0 +1,451 @@
+"""Checks of going on after a loss: who is in the next generation, and that all say the same.
+
+In each of them a rank adds two to the power of its first number, so that a sum tells exactly who
+was in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.contract.capabilities import Capabilities
+from collective.errors import (
+    CollectiveError,
+    CommunicatorAbortedError,
+    CommunicatorClosedError,
+    ExcludedError,
+    PeerLostError,
+)
+from collective.launch.outcome import RanksFailedError
+
+from . import faults
+from .checks import Case, RankFactory, check
+from .faults import Fault
+from .heard import hold, listen
+
+# How long a rank waits for a file of another's, at most.
+_FAR_S = 20.0
+
+
+class _Trouble(Exception):
+    """What a rank's own code raises in these checks."""
+
+
+class _Generation(NamedTuple):
+    """A rank's communicator, as it says itself, and the sum of those who are in it."""
+
+    rank: int
+    size: int
+    generation: int
+    origin: tuple[int, ...]
+    lost: frozenset[int]
+    total: float
+
+
+def _shrinks(capabilities: Capabilities) -> str | None:
+    return None if capabilities.shrinks else "does not go on after a loss"
+
+
+def _killable(capabilities: Capabilities) -> str | None:
+    why = "threads cannot be killed in the middle, or stopped"
+    return _shrinks(capabilities) or (why if capabilities.in_process else None)
+
+
+def _losses(size: int) -> list[tuple[int, ...]]:
+    """Return every non-empty proper subset of the ranks."""
+    found = (itertools.combinations(range(size), count) for count in range(1, size))
+    return [*itertools.chain.from_iterable(found)]
+
+
+def _sum(comm: Communicator, first: int) -> float:
+    return float(comm.all_reduce(np.full(3, 2.0**first))[0])
+
+
+def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, _Generation]:
+    new = comm.shrink(**options)
+    told = _Generation(new.rank, new.size, new.generation, new.origin, new.lost, _sum(new, first))
+    return new, told
+
+
+def _hold_generation(
+    outcomes: dict[int, Any], size: int, victims: Sequence[int], numbers: Sequence[int] = (1,)
+) -> None:
+    """Hold that the survivors are the next generation, in their order, and nobody else is.
+
+    Args:
+        outcomes: what each survivor says.
+        numbers: what the generation's may be; they have to agree on it.
+    """
+    left = tuple(rank for rank in range(size) if rank not in victims)
+    total = sum(2.0**rank for rank in left)
+    assert sorted(outcomes) == list(left), f"ranks {sorted(outcomes)} went on instead of {left}"
+    said = {outcome.generation for outcome in outcomes.values()}
+    assert len(said) == 1, f"the survivors are in generations {said}"
+    assert said <= set(numbers), f"the survivors are in generation {said}, not of {numbers}"
+    for rank, outcome in outcomes.items():
+        expected = _Generation(
+            left.index(rank), len(left), outcome.generation, left, frozenset(victims), total
+        )
+        assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
+
+
+def _survivors(
+    factory: RankFactory, size: int, victims: Sequence[int], function: Any, *args: Any,
+    plan: Sequence[Fault] = (),
+) -> dict[int, Any]:  # fmt: skip
+    """Run ``function``, which ``victims`` do not survive, and return the others' results."""
+    try:
+        results = factory.run(size, function, *args, fresh=True, faults=plan)
+    except RanksFailedError as failure:
+        if set(failure.errors) - set(victims):
+            raise
+        return {rank: each for rank, each in failure.results.items() if rank not in victims}
+    return {rank: each for rank, each in enumerate(results) if rank not in victims}
+
+
+# -- who is lost, and how ------------------------------------------------------------------
+
+
+def _ways(size: int) -> list[Case]:
+    return [
+        {"victims": victims, "how": how}
+        for victims in _losses(size)
+        for how in ("killed", "raises", "leaves")
+    ]
+
+
+@check(_ways, at_least=2, needs=_shrinks)
+def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str) -> None:
+    """Whoever is lost, however, the others go on with each other and with nobody else."""
+    plan = [faults.kill(victim, at_call=2) for victim in victims] if how == "killed" else []
+    outcomes = _survivors(factory, size, victims, _lose, victims, how, plan=plan)
+    _hold_generation(outcomes, size, victims)
+
+
+def _lose(comm: Communicator, victims: Sequence[int], how: str) -> _Generation | None:
+    first = comm.rank
+    comm.barrier()
+    if first in victims and how == "raises":
+        raise _Trouble("out of luck")
+    if first in victims and how == "leaves":
+        comm.close()
+        return None
+    listen(lambda: _sum(comm, first))
+    new, told = _next_of(comm, first)
+    new.close()
+    return told
+
+
+def _moments(size: int) -> list[Case]:
+    alone = sorted({(0,), (size - 1,)})
+    both = [(0, 1)] if size > 2 else []
+    return [
+        {"victims": victims, "when": when}
+        for victims in (*alone, *both)
+        for when in ("async", "decision", "connect")
+    ]
+
+
+@check(_moments, at_least=2, needs=_shrinks)
+def check_shrink_when(
+    factory: RankFactory, size: int, *, victims: tuple[int, ...], when: str
+) -> None:
+    """A rank may die in a call in the background, in shrink(), or once it is decided on."""
+    where = {"at_call": 2} if when == "async" else {"in_shrink": when}
+    plan = [faults.kill(victim, **where) for victim in victims]
+    outcomes = _survivors(factory, size, victims, _lose_within, when, plan=plan)
+    # If it has been decided on one that then died, it is decided once more.
+    numbers = {"async": (1,), "decision": (1, 2, 3), "connect": (2, 3)}[when]
+    _hold_generation(outcomes, size, victims, numbers)
+
+
+def _lose_within(comm: Communicator, when: str) -> _Generation:
+    first = comm.rank
+    comm.barrier()
+    if when == "async":
+        x = np.ones(1000)
+        listen(lambda: comm.all_reduce(x, async_op=True).wait())
+    new, told = _next_of(comm, first)
+    new.close()
+    return told
+
+
+@check([{"victim": "first"}, {"victim": "last"}], at_least=2, needs=_killable)
+def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) -> None:
+    """A rank may die in the middle of a large operation."""
+    lost = 0 if victim == "first" else size - 1
+    plan = [faults.kill(lost, at_call=3, after=0.002)]
+    outcomes = _survivors(factory, size, [lost], _lose_in_the_middle, plan=plan)
+    _hold_generation(outcomes, size, [lost])
+
+
+def _lose_in_the_middle(comm: Communicator) -> _Generation:
+    first = comm.rank
+    x = np.ones(1 << 21, np.float32)
+    listen(lambda: comm.all_reduce(x, out=x, op="max"))
+    new, told = _next_of(comm, first)
+    new.close()
+    return told
+
+
+@check(at_least=3, needs=_shrinks)
+def check_shrink_twice(factory: RankFactory, size: int) -> None:
+    """Two losses in a row, of rank 0 each time: the numbers are those of generation 0."""
+    outcomes = _survivors(factory, size, (0, 1), _lose_twice)
+    for rank, outcome in outcomes.items():
+        left = tuple(range(2, size))
+        total = sum(2.0**each for each in left)
+        expected = _Generation(rank - 2, size - 2, 2, left, frozenset({0}), total)
+        assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
+
+
+def _lose_twice(comm: Communicator) -> _Generation | None:
+    first = comm.rank
+    for victim in range(2):
+        comm.barrier()
+        if first == victim:
+            comm.close()
+            return None
+        listen(comm.barrier)
+        comm, told = _next_of(comm, first)
+    comm.close()
+    return told
+
+
+# -- nobody is lost, or not by itself ------------------------------------------------------
+
+
+@check(needs=_shrinks)
+def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
+    """If nobody is lost it is the same ranks in a new generation, as often as one likes."""
+    for turn, outcomes in enumerate(
+        zip(*factory.run(size, _shrink_again, fresh=True), strict=True)
+    ):
+        _hold_generation(dict(enumerate(outcomes)), size, (), (turn + 1,))
+
+
+def _shrink_again(comm: Communicator) -> list[_Generation]:
+    first, told = comm.rank, []
+    for _ in range(3):
+        comm.barrier()
+        comm, each = _next_of(comm, first)
+        told.append(each)
+    comm.close()
+    return told
+
+
+def _each(size: int) -> list[Case]:
+    return [{"victim": rank} for rank in sorted({0, size - 1})]
+
+
+@check(_each, at_least=2, needs=_shrinks)
+def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> None:
+    """A rank that one of the others excludes is told so, though it lives."""
+    outcomes = dict(enumerate(factory.run(size, _exclude, victim, fresh=True)))
+    excluded = outcomes.pop(victim)
+    assert isinstance(excluded, ExcludedError), f"the excluded rank got {excluded!r}"
+    _hold_generation(outcomes, size, (victim,))
+
+
+def _exclude(comm: Communicator, victim: int) -> _Generation | CollectiveError:
+    first = comm.rank
+    comm.barrier()
+    somebody = (victim + 1) % comm.size
+    try:
+        new, told = _next_of(comm, first, exclude=[victim] if first == somebody else [])
+    except ExcludedError as error:
+        return error
+    new.close()
+    return told
+
+
+# The grace is waited for.
+@check(lambda size: [{}] * (size <= 3), at_least=2, needs=_shrinks)
+def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> None:
+    """A rank that is silent, or stopped, for longer than the grace is out, once and for all.
+
+    What it does when it comes harms nobody.
+    """
+    with tempfile.TemporaryDirectory() as marks:
+        outcomes = dict(enumerate(factory.run(size, _come_late, marks, fresh=True)))
+    late = outcomes.pop(size - 1)
+    assert [type(each) for each in late] == [ExcludedError] * 2, f"the late rank got {late}"
+    _hold_generation(outcomes, size, (size - 1,))
+
+
+def _come_late(comm: Communicator, marks: str) -> Any:
+    first, last = comm.rank, comm.size - 1
+    pids = comm.all_gather_object(os.getpid())
+    if first == last:
+        if not comm.capabilities.in_process:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        _await(marks, last)
+        # More than once: it is the others' word, and stays it.
+        heard = []
+        for _ in range(2):
+            try:
+                comm.shrink()
+            except CollectiveError as error:
+                heard.append(error)
+        Path(marks, "late").touch()
+        return heard
+    if not comm.capabilities.in_process:
+        _await_stopped(pids[last])
+    new, told = _next_of(comm, first)
+    Path(marks, str(first)).touch()
+    if first == 0 and not comm.capabilities.in_process:
+        os.kill(pids[last], signal.SIGCONT)
+    while not new.agree(Path(marks, "late").exists()):
+        new.barrier()
+    told = told._replace(total=_sum(new, first))
+    new.close()
+    return told
+
+
+def _await(marks: str, count: int) -> None:
+    end = time.monotonic() + _FAR_S
+    while len(os.listdir(marks)) < count and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def _await_stopped(pid: int) -> None:
+    end = time.monotonic() + _FAR_S
+    while time.monotonic() < end:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return
+        time.sleep(0.002)
+
+
+# -- what the others hear, and what is left of the old one ---------------------------------
+
+
+@check(at_least=2, needs=_shrinks)
+def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
+    """Ranks that are in a call when another shrinks are told to call shrink() too."""
+    outcomes = factory.run(size, _shrink_soundly, fresh=True)
+    for rank, (heard, _) in enumerate(outcomes[1:], start=1):
+        what = f"rank {rank}, waiting in a call"
+        hold(heard, CommunicatorAbortedError, what, "call shrink() too", rank=0)
+    _hold_generation({rank: each[1] for rank, each in enumerate(outcomes)}, size, ())
+
+
+def _shrink_soundly(comm: Communicator) -> Any:
+    first, heard = comm.rank, None
+    comm.barrier()
+    if first:
+        heard = listen(comm.barrier)
+    new, told = _next_of(comm, first)
+    new.close()
+    return heard, told
+
+
+@check(at_least=3, needs=_shrinks)
+def check_shrink_below_the_floor(factory: RankFactory, size: int) -> None:
+    """With fewer ranks than min_ranks nobody goes on: PeerLostError on all."""
+    outcomes = _survivors(factory, size, (1,), _shrink_below)
+    assert sorted(outcomes) == [rank for rank in range(size) if rank != 1]
+    for rank, error in outcomes.items():
+        assert isinstance(error, PeerLostError), f"rank {rank} got {error!r}"
+        assert error.ranks == (1,), f"rank {rank}: .ranks is {error.ranks}"
+        assert "min_ranks" in str(error), f"rank {rank}: {error}"
+
+
+def _shrink_below(comm: Communicator) -> CollectiveError | None:
+    comm.barrier()
+    if comm.rank == 1:
+        comm.close()
+        return None
+    try:
+        comm.shrink(min_ranks=comm.size)
+    except CollectiveError as error:
+        return error
+    return None
+
+
+@check(at_least=2, needs=_shrinks)
+def check_shrink_closes_groups(factory: RankFactory, size: int) -> None:
+    """The old communicator is closed with its groups; new ones are made of the new."""
+    for rank, (closed, total) in enumerate(factory.run(size, _shrink_with_groups, fresh=True)):
+        assert closed == [CommunicatorClosedError] * 3, f"rank {rank}: old ones raise {closed}"
+        assert total == 2.0**size - 1, f"rank {rank}: the new group adds up to {total}"
+
+
+def _shrink_with_groups(comm: Communicator) -> tuple[list[type], float]:
+    first = comm.rank
+    child = comm.dup()
+    grandchild = child.dup()
+    comm.barrier()  # or the abort of one would meet others that are still about to make it
+    new = comm.shrink()
+    closed = []
+    for old in (comm, child, grandchild):
+        try:
+            old.barrier()
+        except CollectiveError as error:
+            closed.append(type(error))
+    with new, new.dup() as group:
+        return closed, _sum(group, first)
+
+
+@check(at_least=3, needs=_shrinks)
+def check_shrink_a_group(factory: RankFactory, size: int) -> None:
+    """A group can be shrunk by itself; what it was made of goes on."""
+    outcomes = factory.run(size, _shrink_group, fresh=True)
+    for rank, (told, total) in enumerate(outcomes):
+        assert total == 2.0**size - 1, f"rank {rank}: all ranks add up to {total}"
+        if rank:
+            expected = _Generation(
+                rank - 1, size - 1, 1, tuple(range(size - 1)), frozenset(), 2.0**size - 2
+            )
+            assert told == expected, f"rank {rank} says {told} instead of {expected}"
+
+
+def _shrink_group(comm: Communicator) -> tuple[_Generation | None, float]:
+    told = None
+    if comm.rank:
+        group = comm.group(range(1, comm.size))
+        new, told = _next_of(group, comm.rank)
+        new.close()
+    return told, _sum(comm, comm.rank)
+
+
+# -- agreement -----------------------------------------------------------------------------
+
+
+@check(needs=_shrinks)
+def check_agree(factory: RankFactory, size: int) -> None:
+    """agree() is true if all say so, the same on all, and as often as one asks."""
+    for rank, answers in enumerate(factory.run(size, _agree, fresh=True)):
+        expected = [True] + [False] * size + [True]
+        assert answers == expected, f"rank {rank}: {answers} instead of {expected}"
+
+
+def _agree(comm: Communicator) -> list[bool]:
+    asked = [True, *(comm.rank != other for other in range(comm.size)), True]
+    return [comm.agree(flag) for flag in asked]
+
+
+@check(_each, at_least=2, needs=_shrinks)
+def check_agree_after_a_loss(factory: RankFactory, size: int, *, victim: int) -> None:
+    """agree() works on a broken communicator, and does not wait for the lost."""
+    outcomes = _survivors(factory, size, (victim,), _agree_after_a_loss, victim)
+    assert set(outcomes.values()) == {(True, size == 2)}, f"the survivors agree on {outcomes}"
+
+
+def _agree_after_a_loss(comm: Communicator, victim: int) -> tuple[bool, bool] | None:
+    comm.barrier()
+    if comm.rank == victim:
+        comm.close()
+        return None
+    listen(comm.barrier)
+    one = min(rank for rank in range(comm.size) if rank != victim)
+    return comm.agree(True), comm.agree(comm.rank == one)

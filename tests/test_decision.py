@@ -1,0 +1,133 @@
+"""How ranks decide by one key of a store: see also the checks of shrink() in the public suite."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import pytest
+
+from collective.contract.decision import Decision, Note
+from collective.errors import CollectiveTimeoutError, RendezvousError, UnsupportedError
+from collective.start.memory_store import MemoryStore
+
+FAR_S = 30.0
+
+
+def members(notes: Mapping[int, Note], lost: Set[int]) -> list[int]:
+    return sorted(set(notes) - lost)
+
+
+def decision(
+    store: MemoryStore, me: int, size: int, lost: Callable[[], Set[int]] = frozenset
+) -> Decision:
+    return Decision(store, "key", me, range(size), lost, "shrink", lambda rank: rank)
+
+
+def decide(
+    each: Decision, note: Note | None = None, *, grace: float | None = FAR_S,
+    timeout: float = FAR_S,
+) -> Any:  # fmt: skip
+    return each.made(note or {}, members, grace=grace, timeout=timeout)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Return what each call returns, all made at once."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(nth: int) -> None:
+        results[nth] = calls[nth]()
+
+    threads = [threading.Thread(target=run, args=(nth,)) for nth in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FAR_S)
+    return results
+
+
+def test_all_who_come_are_decided_on() -> None:
+    store = MemoryStore()
+    every = [decision(store, rank, 4) for rank in range(4)]
+    assert together(*(lambda each=each: decide(each) for each in every)) == [[0, 1, 2, 3]] * 4
+
+
+def test_the_lost_are_not_waited_for() -> None:
+    store = MemoryStore()
+    every = [decision(store, rank, 4, lambda: {0, 2}) for rank in (1, 3)]
+    assert together(*(lambda each=each: decide(each) for each in every)) == [[1, 3]] * 2
+
+
+def test_ranks_that_see_different_losses_have_one_verdict() -> None:
+    # Each takes the other for lost: whoever is first decides, for both.
+    store = MemoryStore()
+    first, second = (decision(store, rank, 2, lambda rank=rank: {1 - rank}) for rank in (0, 1))
+    found = together(lambda: decide(first), lambda: decide(second))
+    assert found[0] == found[1]
+
+
+def test_who_comes_late_reads_what_was_decided() -> None:
+    store = MemoryStore()
+    assert decide(decision(store, 0, 2, lambda: {1})) == [0]
+    assert decide(decision(store, 1, 2)) == [0]
+
+
+def test_a_silent_rank_is_out_after_the_grace() -> None:
+    assert decide(decision(MemoryStore(), 1, 3), grace=0.01) == [1]
+
+
+def test_a_leader_that_stops_is_not_waited_for_for_ever() -> None:
+    store = MemoryStore()
+    store.set("key.0", b"{}")
+    assert decide(decision(store, 1, 2), grace=0.01) == [0, 1]
+
+
+def test_an_excluded_rank_is_not_waited_for() -> None:
+    assert decide(decision(MemoryStore(), 0, 2), {"exclude": [1]}) == [0]
+
+
+def test_without_a_grace_it_is_waited_to_the_end() -> None:
+    with pytest.raises(CollectiveTimeoutError, match="rank 1, which did not call it") as caught:
+        decide(decision(MemoryStore(), 0, 2), grace=None, timeout=0.05)
+    assert caught.value.ranks == (1,)
+
+
+def test_a_leader_that_dies_is_followed_by_the_next() -> None:
+    store, lost = MemoryStore(), set[int]()
+    store.set("key.0", b"{}")
+    looks = []
+
+    def dies() -> Set[int]:
+        looks.append(None)
+        return {0} if len(looks) > 3 else lost
+
+    assert decide(decision(store, 1, 2, dies)) == [1]
+
+
+def test_a_store_that_cannot_is_told() -> None:
+    class Simple(MemoryStore):
+        def put_if_absent(self, key: str, value: bytes) -> bytes:
+            raise UnsupportedError("put_if_absent: no")
+
+    with pytest.raises(UnsupportedError):
+        decide(decision(Simple(), 0, 1))
+
+
+def test_what_a_stranger_puts_there_is_told() -> None:
+    store = MemoryStore()
+    store.set("key", b"not JSON")
+    with pytest.raises(RendezvousError, match="'key' is not what a rank of this job puts"):
+        decide(decision(store, 0, 2))
+
+
+def test_the_verdict_is_what_the_store_has() -> None:
+    """A rank that concludes when another has already goes by the other's word."""
+
+    class Overtaken(MemoryStore):
+        def put_if_absent(self, key: str, value: bytes) -> bytes:
+            super().put_if_absent(key, json.dumps([7]).encode())
+            return super().put_if_absent(key, value)
+
+    assert decide(decision(Overtaken(), 0, 1)) == [7]
