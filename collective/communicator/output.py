@@ -57,27 +57,33 @@ class Output:
             )
             self.flat = self._array.ravel()
             return
+        if out is near and near.shape == shape and near.flags.carray:
+            # In place, and what would be asked of it is known of the input.
+            self._array, self._apart, self.flat = near, False, near.ravel()
+            return
         array, found = adapter_of(out).output(out)
         if found is not dtype:
             raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")
         if array.shape != shape:
             raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
-        if array.size > 1 and 0 in array.strides:
+        self._apart = not array.flags.carray
+        if self._apart and array.size > 1 and 0 in array.strides:
             raise InvalidArgumentError(
                 f"{what}: out is an expanded view, several of whose elements are one; pass "
                 "an array of its own memory."
             )
         if not on_host:
-            same_memory(what, near, array)
+            if type(array) is not type(near) or array.device is not near.device:
+                same_memory(what, near, array)
             if array.stream is not near.stream:
                 self._near = near
         elif isinstance(adapter, Staged):
             same_memory(what, adapter, array)
         if on_host and not isinstance(array, np.ndarray):
             self._target, array = array, np.empty(shape, dtype.storage)
+            self._apart = False
         self._array = array
-        self._apart = not array.flags.carray
-        self.flat = _like(array, dtype) if self._apart else array.reshape(-1)
+        self.flat = _like(array, dtype) if self._apart else array.ravel()
         if self._near is not None:
             self._near.effective_stream.wait_for(array.stream)
 

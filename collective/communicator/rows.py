@@ -26,15 +26,15 @@ class Rows:
         inner: elements a row.
     """
 
-    __slots__ = ("_rest", "_scalar", "array", "axis", "inner", "length")
+    __slots__ = ("_rest", "array", "axis", "inner", "length")
 
     def __init__(self, what: str, array: Array, axis: int) -> None:
-        self._scalar = array.ndim == 0
-        if self._scalar:
+        if not array.shape:
             array = array.reshape(1)
-        if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
-            raise ShapeError(f"{what}: axis {axis!r} of an array of {array.ndim} dimensions.")
-        self.axis = axis % array.ndim
+        axes = len(array.shape)
+        if not isinstance(axis, int) or not -axes <= axis < axes:
+            raise ShapeError(f"{what}: axis {axis!r} of an array of {axes} dimensions.")
+        self.axis = axis % axes
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)
         self.array = array if array.flags.c_contiguous else array.copy()

@@ -27,12 +27,14 @@ Ints = tuple[int, ...]
 
 
 class Flags:
-    """What an array's memory is like, as in ``numpy.ndarray.flags``."""
+    """What an array's memory is like, as in ``numpy.ndarray.flags``.
+
+    Made by :attr:`DeviceArray.flags`, without an ``__init__``: every call asks for some.
+    """
 
     __slots__ = ("_array",)
 
-    def __init__(self, array: DeviceArray) -> None:
-        self._array = array
+    _array: DeviceArray
 
     @property
     def c_contiguous(self) -> bool:
@@ -183,12 +185,16 @@ class DeviceArray:
     @property
     def flags(self) -> Flags:
         """What the memory is like."""
-        return Flags(self)
+        made: Flags = _new(Flags)
+        made._array = self
+        return made
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Where the first byte is and where the last one ends."""
-        return device_layout.bounds(self.address, self.shape, self.strides, self.dtype.itemsize)
+        if self._strides is None:
+            return self.address, self.address + math.prod(self.shape) * self.dtype.itemsize
+        return device_layout.bounds(self.address, self.shape, self._strides, self.dtype.itemsize)
 
     def __len__(self) -> int:
         if not self.shape:

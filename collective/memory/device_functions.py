@@ -69,8 +69,9 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def _is_on_device(array: Any) -> bool:
-    # What has it is a DeviceArray, whose module imports this one.
-    return hasattr(array, "effective_stream")
+    # What has it is a DeviceArray, whose module imports this one. Asked of the type: of the array
+    # it would be computed.
+    return hasattr(type(array), "effective_stream")
 
 
 def _check_device(what: str, array: Any) -> None:
