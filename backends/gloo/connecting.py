@@ -81,6 +81,7 @@ class Connector:
                 made, flaws = self._attempt(f"{purpose}-{attempt}", threads, listening)
                 if not flaws:
                     break
+                # At another port, since whoever was in a peer's stead knows this one.
                 listening = device(self._world)
             else:
                 raise BackendError("; ".join(flaws), "gloo")
@@ -99,7 +100,10 @@ class Connector:
         except BackendError as error:
             # Its text alone: of its traceback this frame is part, and would keep Gloo's sockets.
             flaw = str(error)
+        # Even a rank that is connected as it should be goes on only with all others: Gloo's groups
+        # cannot take one rank anew.
         flaws = self._flaws(f"flaws {name}", flaw)
+        # Not before: ranks that are still connecting ask for it.
         self._channel.withdraw(f"addresses {name}")
         if flaws and group is not None:
             cut(group, rank, size)
@@ -124,6 +128,8 @@ class Connector:
         end = min(self._end, time.monotonic() + _PROOF_S)
         # Gloo does not hold the memory that it sends from.
         coming, going, works = {}, {}, []
+        # All are under way before one is waited for, or a single stranger who says nothing would
+        # take the time that the others have.
         for peer in peers:
             coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
             mine = bytearray(self._proof(f"{what} {rank} {peer}"))
@@ -167,6 +173,8 @@ class Connector:
             BackendError: it is not, and the others do not say whether they are.
         """
         self._channel.offer(name, flaw)
+        # Who is connected waits for as long as the call may take: the others may still be at it.
+        # Who is not knows why, which tells more than that some rank has not come.
         wait = self._parent.wait(self._where, max(0.0, self._end - time.monotonic()))
         patience = min(self._end, time.monotonic() + _WORD_S)
         while len(offered := self._channel.offered(name)) < self._channel.size:

@@ -159,6 +159,8 @@ class NcclComm(Resources):
         if code:
             self._in_progress(code, name)
         try:
+            # NCCL may go on by itself and write the child's handle later: it is read when this
+            # communicator is through, and waited for again before it is asked for anything.
             self._ready(name, poll)
             child._raw = child._handle.value or 0
             if not child._raw:
@@ -264,6 +266,8 @@ class NcclComm(Resources):
 
         From any thread, while others are inside a call, and as often as one likes.
         """
+        # No further call gets the handle. One that has it already may be about to enter NCCL, and
+        # is given time; one that hangs there will not come out before the abort.
         raw = self._take()
         if raw:
             end = time.monotonic() + _GRACE_S
@@ -297,6 +301,8 @@ class NcclComm(Resources):
     def _destroy(self, poll: Poll) -> None:
         destroy = self.library.function("ncclCommDestroy")
         if not self.library.has("ncclCommFinalize"):
+            # Then it is this call that waits for what is enqueued, where poll cannot end it: so
+            # it is made by a thread, which is left to itself when poll gives up.
             raw = self._take()
             code = in_thread(lambda: self._on_device(destroy, raw), poll, patient)
             self.library.check(code, f"ncclCommDestroy of rank {self.rank}")

@@ -262,6 +262,7 @@ class NcclBackend(Collectives, Monitored):
             self._batch.add(self._comm, asked, stream)
             function(*args, stream.handle)
             return
+        # Before the call: NCCL may not return from it, and then it is the watch that ends it.
         watch.inside[0] = asked
         if watch.asleep:
             watch.wake()

@@ -115,6 +115,8 @@ class Watch:
         Raises:
             CommunicatorAbortedError, …: the transport is broken; ``comm`` has been aborted.
         """
+        # Under the lock, as _break() takes them: either that finds this one, or this finds the
+        # transport broken.
         with self._lock:
             if self._channel.failure is None and not self._over:
                 self._comms.append(comm)
@@ -309,6 +311,7 @@ class Watch:
         self.wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2 * _END_S)
+        # What is still under way has had its time (drain()): it will not end well.
         broken = busy or self._channel.failure is not None
         end = time.monotonic() + (0.0 if broken else _END_S)
         for comm in comms:

@@ -89,7 +89,7 @@ def check_counts(what: str, counts: Sequence[int], size: int) -> list[int]:
         sizes = [int(count) for count in counts]
     except (TypeError, ValueError):
         sizes = [-1]
-    if len(sizes) != size or min(sizes) < 0 or any(s != c for s, c in zip(sizes, counts)):
+    if len(sizes) != size or min(sizes) < 0 or sizes != list(counts):
         raise ShapeError(
             f"{what}: counts {counts!r}; one non-negative integer for each of {size} ranks."
         )
