@@ -219,4 +219,5 @@ def test_memory_of_shm_is_what_the_table_says() -> None:
         assert row[1:] == (*(f"{part / 2**20:.2f}" for part in parts), str(ring >> 10))
         words = -(-(size + 1) * 512 // 4096) * 4096
         notes, slots = size * (116 << 10), 2 * size * (256 << 10)
-        assert layout.nbytes == words + notes + slots + size * (size - 1) * (4096 + ring)
+        areas = 2 * size * layout.area_bytes
+        assert layout.nbytes == words + notes + slots + areas + size * (size - 1) * (4096 + ring)

@@ -1,6 +1,6 @@
 """Ranks that are processes of one host: NumPy over a shared mapping.
 
-One control segment a communicator holds a line of words, two slots and some notes for
+One control segment a communicator holds a line of words, two slots, two areas and some notes for
 each rank, and a ring for each ordered pair. A rank arrives at a step by writing the
 step's number to its line and waits until every line shows it: no locks, no system
 calls; words are aligned and eight bytes long, so a store is one instruction.
@@ -11,8 +11,8 @@ two steps later, when everybody is known to have read it). Above that the ranks 
 where their buffers are. Buffers in symmetric memory (``comm.empty()``) are mapped by
 everybody; ordinary ones are read with process_vm_readv(2), one copy. Where the system
 forbids that call, the algorithms over send and recv take over. Where all ranks have the native core
-calls are made in C, up to 32 MiB: through the slots below 24 KiB, then in symmetric memory where it
-is, or staged through the slots (``docs/shm.md``).
+calls are made in C, up to some MiB: through the areas below 24 KiB, then in symmetric memory where
+it is, or staged through the areas (``docs/shm.md``).
 """
 
 from .transport import ShmBackend

@@ -15,7 +15,7 @@ from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.buffer import Buffer
 
-from .control import LINE, SLOT_BYTES, Control
+from .control import LINE, Control
 from .symmetric import Heap
 
 if TYPE_CHECKING:
@@ -29,12 +29,16 @@ __all__ = ["Compiled"]
 # How often C looks at a word before it yields the processor: some microseconds of a core of one's
 # own, and a moment of one that the peer needs.
 _LOOKS, _LOOKS_CROWDED = 4000, 50
-# Up to here calls are made in C, and ordinary memory is staged. A peer's memory is read with three
-# waits, staged with two a block, of which each may cost a time slice where ranks don't have a core
-# each. Fastest and median of what staging gains, on a loaded machine: 2 ranks on 2 cores 1.9 and
-# 3.1 × at 1 MiB, 1.7 and 1.3 at 32, 1.3 and 0.2 at 64; 4 ranks 3.0 and 1.7 at 1 MiB, 0.8 and 0.6
-# at 4 (benchmarks/native.py).
+# Up to here calls are made in C, and ordinary memory is staged. What is longer has the kernel read
+# a peer's memory, where it does: one copy instead of two, which pays as soon as the caches do not
+# hold both: of what only moves from 8 MiB on (16 MiB take 1.1 ms instead of 1.8), of what
+# is folded from 16 MiB on, and earlier where the cores share no cache (benchmarks/native.py). Each
+# block of what is staged may cost a time slice where ranks don't have a core each.
+_MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 _STAGED_BYTES, _STAGED_BYTES_CROWDED = 32 << 20, 1 << 20
+# From so many bytes on, on the rank that has most, a call is a long one: below that a copy through
+# an area costs less than a second wait (benchmarks/native.py).
+_LEAST_LONG = 24 << 10
 # As in collective/native/shared.h.
 _OPERATIONS = {
     name: number
@@ -55,20 +59,23 @@ class Compiled:
     Args:
         control, heap: of the ranks.
         crowded: whether any rank says that there are more ranks than cores.
+        single_copy: whether all ranks can have the kernel read each other's memory.
     """
 
-    def __init__(self, control: Control, heap: Heap, crowded: bool) -> None:
+    def __init__(self, control: Control, heap: Heap, crowded: bool, single_copy: bool) -> None:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
-            control.segment.map, control.rank, control.size, 8 * LINE, control.layout.slots[0][0],
-            SLOT_BYTES, looks, _Callbacks(control),
+            control.segment.map, control.rank, control.size, 8 * LINE, control.layout.areas,
+            control.layout.area_bytes, _LEAST_LONG, looks, _Callbacks(control),
         )  # fmt: skip
         assert made is not None  # or nobody would make this
         # Kept, as one rank may switch it off later.
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = made
-        self._most = _STAGED_BYTES_CROWDED if crowded else _STAGED_BYTES
+        most = _STAGED_BYTES_CROWDED if crowded else _STAGED_BYTES
+        self._most_moved = min(most, _MOVED_BYTES) if single_copy else most
+        self._most_folded = min(most, _FOLDED_BYTES) if single_copy else most
         heap.tell(made.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -81,7 +88,7 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if nbytes > self._most:
+        if nbytes > (self._most_folded if operation in _REDUCTIONS else self._most_moved):
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:

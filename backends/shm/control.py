@@ -52,7 +52,11 @@ _FAILURE_BYTES = 32 << 10
 _CALLS, _CALL_BYTES = 64, 256
 #: What a rank lets the others know while it waits; see :mod:`.board`.
 NOTICE_BYTES = 4 << 10
-_RINGS_BYTES = 16 << 20
+# What ranks copy through is as long as one core's own caches several times over, where that isn't
+# too much in all: what is written again should have been driven out of them by then. Only what has
+# been written once takes memory.
+_AREA_BYTES, _AREAS_BYTES = 1 << 20, 32 << 20
+_RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 
 # How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
 # suits a peer on another core; with more ranks than cores it would keep the peer from
@@ -84,8 +88,10 @@ class Layout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ring_bytes = max(4096, min(256 << 10, _RINGS_BYTES // max(1, size * (size - 1))))
-        self.ring_bytes -= self.ring_bytes % 4096
+        ring_bytes = max(4096, min(_RING_BYTES, _RINGS_BYTES // max(1, size * (size - 1))))
+        self.ring_bytes = ring_bytes - ring_bytes % 4096
+        area_bytes = max(SLOT_BYTES, min(_AREA_BYTES, _AREAS_BYTES // (2 * size)))
+        self.area_bytes = area_bytes - area_bytes % 4096
         at = (1 + size) * LINE * 8
         at += -at % 4096
         self.notes = [at + r * _NOTE_BYTES for r in range(size)]
@@ -100,6 +106,9 @@ class Layout:
             [at + (parity * size + r) * SLOT_BYTES for r in range(size)] for parity in (0, 1)
         ]
         at += 2 * size * SLOT_BYTES
+        # For what is done in C: two of each rank.
+        self.areas = at
+        at += 2 * size * self.area_bytes
         # A page of counters, then the data.
         self.rings = at
         self.nbytes = at + size * (size - 1) * (4096 + self.ring_bytes)

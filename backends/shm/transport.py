@@ -208,7 +208,7 @@ class ShmBackend(OneSided):
         self._single_copy = all(reads for reads, _, _ in votes)
         if all(theirs == native.PROTOCOL for _, theirs, _ in votes):
             crowded = any(each for _, _, each in votes)
-            self._compiled = Compiled(control, self._heap, crowded)
+            self._compiled = Compiled(control, self._heap, crowded, self._single_copy)
             self.exchange = make_exchange(control, self.peers, self._single_copy)
 
     def refuse_broken(self, where: object) -> None:

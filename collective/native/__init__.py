@@ -185,6 +185,7 @@ def shared(
     lines: int,
     areas: int,
     area_bytes: int,
+    least_long: int,
     looks: int,
     callbacks: Callbacks,
 ) -> Shared | None:
@@ -201,8 +202,9 @@ def shared(
         rank, size: this one, of how many.
         lines: the bytes from the segment's beginning to the ranks' lines, of 64 words each, which
             collective/native/shared.h names.
-        areas: the same to their areas, one of each rank and then another.
+        areas: the same to their areas, two of each rank.
         area_bytes: of one area, a multiple of 64.
+        least_long: bytes from which on a call is a long one, a quarter of an area at most.
         looks: how often a word is looked at before it is waited for.
         callbacks: what Python does for it.
 
@@ -212,7 +214,7 @@ def shared(
     if chosen.extension is None:
         return None
     made: Shared = chosen.extension.Shared(
-        segment, rank, size, lines, areas, area_bytes, looks, callbacks
+        segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks
     )
     return made
 

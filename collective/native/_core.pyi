@@ -67,6 +67,7 @@ class Shared:
         lines: int,
         areas: int,
         area_bytes: int,
+        least_long: int,
         looks: int,
         callbacks: Callbacks,
         /,

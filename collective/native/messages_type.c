@@ -13,8 +13,6 @@
 #define LONGEST_NS INT64_C(50000000)
 /* If to yield the processor takes longer, another has run on it. */
 #define TURN_NS INT64_C(2000)
-/* From here on the kernel's one copy takes less than two through the ring, if both ends run. */
-#define FETCHED_BYTES ((size_t)128 << 10)
 /* A message that takes longer than letting go of the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
@@ -60,7 +58,8 @@ static void go_on(Call *call)
         now = now_ns();
         if (steps)
             moved = now;
-        if (x->matched && x->nbytes - x->done >= FETCHED_BYTES && exchange_claim(x))
+        /* The kernel's one copy takes less than two through a ring that does not hold it all. */
+        if (x->matched && x->nbytes - x->done > x->messages->capacity && exchange_claim(x))
             break;
         if (now - moved > IDLE_NS || now - start > LONGEST_NS
             || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))

@@ -66,19 +66,19 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, areas, area_bytes, looks, host) */
+/* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, host) */
 static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
     Shared *self = (Shared *)object;
     struct shared *s = &self->shared;
     PyObject *memory, *host;
-    Py_ssize_t lines, areas, area_bytes;
+    Py_ssize_t lines, areas, area_bytes, least_long;
     if (self->host != NULL || keywords != NULL) {
         PyErr_SetString(PyExc_TypeError, "Shared: made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "OiinnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
-                          &area_bytes, &s->looks, &host)
+    if (!PyArg_ParseTuple(args, "OiinnnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
+                          &area_bytes, &least_long, &s->looks, &host)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     Py_INCREF(host);
@@ -86,12 +86,14 @@ static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
     /* Areas hold two blocks of a piece for each other rank, of any type. */
     Py_ssize_t most = self->memory.len, size = s->size;
     if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
-        || area_bytes % 64 || area_bytes > most || lines < 8 || lines % 8 || areas < 8 || areas % 8
+        || area_bytes % 64 || area_bytes > most || least_long < 1 || least_long > area_bytes / 4
+        || lines < 8 || lines % 8 || areas < 8 || areas % 8
         || (most - lines) / (8 * LINE_WORDS) < size || (most - areas) / area_bytes < 2 * size) {
         PyErr_SetString(PyExc_ValueError, "Shared: no such ranks, or they are not in the segment");
         return -1;
     }
     s->area_bytes = (size_t)area_bytes;
+    s->least_long = (size_t)least_long;
     s->wait = wait_for;
     s->context = self;
     s->broken = self->memory.buf;
@@ -105,7 +107,7 @@ static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
     for (Py_ssize_t rank = 0; rank < size; rank++)
         s->stages[rank] = (struct stage){
             (uint64_t *)(base + lines) + rank * LINE_WORDS,
-            {base + areas + rank * area_bytes, base + areas + (size + rank) * area_bytes}};
+            {base + areas + 2 * rank * area_bytes, base + areas + (2 * rank + 1) * area_bytes}};
     return 0;
 }
 

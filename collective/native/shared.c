@@ -1,10 +1,10 @@
 /* How ranks arrive at a call, and the ways of a call that need no more than that.
 
    A rank has a line: how many steps it has made, and a digest of what it does in the even and in
-   the odd ones. Before its step it writes the digest, and into its area of the step's parity what
-   others need of it. No rank makes a step before all have made the one before. So whoever writes
-   for step s knows that all have made s - 1, and so are through with what they read at s - 2, the
-   last step of that parity; and what they may still be reading, of s - 1, is of the other parity.
+   the odd ones. Before its step it writes the digest, and into an area what others need of it. No
+   rank makes a step before all have made the one before. So whoever writes for step s knows that
+   all have made s - 1, and so are through with what they read at s - 2; and what they may still be
+   reading, of s - 1, is elsewhere: in the area of the other parity, or before this one.
 
    A store with release order makes what was written before visible to whoever loads the new value
    with acquire order: also on processors, such as ARM's, that reorder more than x86 does.
@@ -140,7 +140,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
                          char *out, char *scratch)
 {
     int last = p->operation == SCAN ? s->rank : s->size - 1;
-    size_t chunk = LEAST_LONG(s) / p->item; /* intermediate results stay in cache */
+    size_t chunk = s->least_long / p->item; /* intermediate results stay in cache */
     for (size_t at = 0; at < count; at += chunk) {
         size_t number = count - at < chunk ? count - at : chunk, offset = (from + at) * p->item;
         char *result = out + at * p->item;
@@ -181,18 +181,34 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
 
 /* -- ways of a call ------------------------------------------------------------------------- */
 
-static void put_into_area(struct shared *s, const struct plan *p, int parity, const char *src)
+/* Makes a call through the areas. A small one goes where the last but one has been, so that its few
+   lines stay in the nearest cache. What is longer goes behind the last one, and begins anew at the
+   end: by the time it is written there again other calls have driven it out of the caches of single
+   cores, into the one that they share. To write a line that is still in another core's own cache,
+   and to fetch it from there, takes about three times as long (benchmarks/native.py). */
+static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
+                      char *dst)
 {
+    size_t longest = longest_input(p), small = s->least_long / 6 / 64 * 64, at = s->ahead;
+    int which = (int)(step & 1), failed;
+    if (longest <= small) {
+        at = 0;
+    } else {
+        which = 0;
+        if (at < small || at + longest > 2 * s->area_bytes)
+            at = small;
+    }
     if (sends(s, p))
-        memcpy(s->stages[s->rank].areas[parity], src, input_bytes(s, p));
-}
-
-static void read_areas(struct shared *s, const struct plan *p, int parity, char *dst)
-{
+        memcpy(s->stages[s->rank].areas[which] + at, src, input_bytes(s, p));
+    if ((failed = arrive(s, step, p->digest)))
+        return failed;
+    if (longest > small) /* now that all ranks make this call, it is the same on all of them */
+        s->ahead = at + (longest + 63) / 64 * 64;
     for (int rank = 0; rank < s->size; rank++)
-        s->sources[rank] = (const char *)s->stages[rank].areas[parity];
+        s->sources[rank] = (const char *)s->stages[rank].areas[which] + at;
     /* No input is in dst, so that it takes intermediate results too. */
     read_sources(s, p, dst, dst);
+    return 0;
 }
 
 /* Finds the segment that an array is in, if any. */
@@ -213,7 +229,7 @@ static void locate(struct shared *s, int which, const char *array, size_t nbytes
 
 void shared_locate(struct shared *s, const struct plan *p, const void *src, const void *dst)
 {
-    if (longest_input(p) < LEAST_LONG(s))
+    if (longest_input(p) < s->least_long)
         return;
     /* Of what the root alone has the others say where they want it. */
     if (sends(s, p))
@@ -252,7 +268,7 @@ static int in_place(struct shared *s, const struct plan *p, int location,
         read_sources(s, p, dst, scratch);
         return depart(s);
     }
-    size_t chunk = LEAST_LONG(s) / p->item, stop = start_of(s, p, s->rank + 1);
+    size_t chunk = s->least_long / p->item, stop = start_of(s, p, s->rank + 1);
     for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
         size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
         fold_sources(s, p, at, count, dst + offset, scratch);
@@ -288,14 +304,8 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
 int shared_call(struct shared *s, const struct plan *p, const void *src, void *dst)
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
-    int parity = (int)(step & 1), failed;
     if (*s->broken)
         return BROKEN;
-    if (longest_input(p) >= LEAST_LONG(s))
-        return long_call(s, p, step, src, dst);
-    put_into_area(s, p, parity, src);
-    if ((failed = arrive(s, step, p->digest)))
-        return failed;
-    read_areas(s, p, parity, dst);
-    return 0;
+    return longest_input(p) < s->least_long ? short_call(s, p, step, src, dst)
+                                            : long_call(s, p, step, src, dst);
 }

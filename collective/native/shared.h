@@ -22,7 +22,7 @@ enum word {
 /* One rank's shared memory. */
 struct stage {
     uint64_t *line;
-    unsigned char *areas[2];
+    unsigned char *areas[2]; /* the second one is right behind the first */
 };
 
 /* A symmetric segment: where the ranks' parts of it are mapped here. */
@@ -41,7 +41,8 @@ typedef int wait_function(void *context, int rank, const uint64_t *word, uint64_
 
 struct shared {
     int rank, size;
-    size_t area_bytes;
+    size_t area_bytes, least_long;
+    size_t ahead;    /* in both areas taken for one: where the next call of middling length goes */
     uint64_t blocks; /* of all staged calls so far, on all ranks: counters begin there */
     int looks;       /* at a word, before it is waited for */
     wait_function *wait;
@@ -69,11 +70,6 @@ struct plan {
     /* Of one call: bytes of an element, and how many the whole has. */
     size_t item, count;
 };
-
-/* From so many bytes on, on the rank that has most, a call is a long one: 24 KiB where an area has
-   256. Below that a copy through the area costs less than a second wait, above staging does
-   (benchmarks/native.py). */
-#define LEAST_LONG(shared) ((shared)->area_bytes / 32 * 3)
 
 /* What a call returns if it is not 0: of the first, nothing has been written, and the ranks may go
    on; after the others the communicator is broken, and this is not used again. */

@@ -1,8 +1,10 @@
 /* Calls on ordinary memory of any length, staged through areas that all ranks share.
 
    The arrays are cut into blocks. Of each block a rank posts in its first area what others need,
-   and in its second one what it has folded for them. Areas hold several blocks, as a ring, so that
-   ranks work on different blocks at a time, each copying while others fold.
+   and in its second one what it has folded; where nothing is folded both are one. Areas hold many
+   blocks, as a ring, so that ranks work on different blocks at a time, each copying while others
+   fold; and so that what is written again has been driven out of the caches of single cores: see
+   short_call() in shared.c.
 
    Either the input is split, a block has a piece for each rank, which folds it or just takes it; an
    all_reduce and a reduce are such, whose ranks share the work and then collect the results. Or all
@@ -19,8 +21,8 @@
 
 #include <string.h>
 
-/* Pieces of this size stay in the second-level cache until the peer reads them. */
-#define PIECE_BYTES ((size_t)32 << 10)
+/* After this much a peer is let know. */
+#define PIECE_BYTES ((size_t)64 << 10)
 
 /* What is staged in one call. */
 struct staging {
@@ -57,12 +59,13 @@ static struct staging cut(struct shared *s, const struct plan *p, const char *sr
     int each = is_cut(p);
     size_t longest = p->starts != NULL ? p->longest : each ? length_of(s, p, 0) : p->count;
     c.pieces = each ? s->size - 1 : 1;
-    size_t room = s->area_bytes / 2 / (c.pieces * p->item);
+    size_t area = p->fold != NULL ? s->area_bytes : 2 * s->area_bytes;
+    size_t room = area / 2 / (c.pieces * p->item);
     /* What is short in two blocks, so that one is copied while the other is folded. */
     size_t half = ((longest + 1) / 2 + 63) / 64 * 64;
     c.piece = smaller(smaller(room, PIECE_BYTES / p->item), half > 0 ? half : 1);
     c.number = (longest + c.piece - 1) / c.piece;
-    c.depth = s->area_bytes / (c.pieces * c.piece * p->item);
+    c.depth = area / (c.pieces * c.piece * p->item);
     s->blocks += c.number;
     return c;
 }

@@ -146,7 +146,8 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
 static void *rank_main(void *argument)
 {
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
-                            .area_bytes = area_bytes, .looks = 20, .wait = wait_for,
+                            .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
+                            .looks = 20, .wait = wait_for,
                             .broken = &whole, .sources = calloc(ranks, sizeof(char *))};
     shared.segments[3] = (struct segment){7, heap_bytes, heaps};
     uint32_t state = seed * 2654435761u + 1;
@@ -199,7 +200,8 @@ int main(int count, char **arguments)
     for (int rank = 0; rank < ranks; rank++) {
         uint64_t *line = aligned_alloc(64, LINE_WORDS * 8);
         memset(line, 0, LINE_WORDS * 8);
-        stages[rank] = (struct stage){line, {malloc(area_bytes), malloc(area_bytes)}};
+        unsigned char *areas = malloc(2 * area_bytes);
+        stages[rank] = (struct stage){line, {areas, areas + area_bytes}};
         heaps[rank] = malloc(heap_bytes);
     }
     for (intptr_t rank = 0; rank < ranks; rank++)
@@ -209,7 +211,6 @@ int main(int count, char **arguments)
     for (int rank = 0; rank < ranks; rank++) {
         free(stages[rank].line);
         free(stages[rank].areas[0]);
-        free(stages[rank].areas[1]);
         free(heaps[rank]);
     }
     printf("%d calls of %d ranks\n", calls, ranks);

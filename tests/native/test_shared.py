@@ -61,7 +61,9 @@ class Host:
         self.asked: list[tuple[Any, ...]] = []
         self.meanwhile: Any = None
         areas = 64 + 2 * LINE_BYTES
-        self.shared = core.Shared(self.memory, 0, 2, 64, areas, AREA_BYTES, 20, self)
+        self.shared = core.Shared(
+            self.memory, 0, 2, 64, areas, AREA_BYTES, AREA_BYTES // 32 * 3, 20, self
+        )
 
     def plan(self, operation: int, op: str | None, digest: int = 7) -> Any:
         return self.shared.plan(
@@ -197,7 +199,7 @@ def test_arrays_that_do_not_do_are_handed_over_before_anything_is_done(arrays: A
 )
 def test_places_outside_of_the_segment_are_refused(lines: int, areas: int) -> None:
     with pytest.raises(ValueError, match="not in the segment"):
-        core.Shared(bytearray(16 << 10), 0, 2, lines, areas, 1024, 20, print)
+        core.Shared(bytearray(16 << 10), 0, 2, lines, areas, 1024, 96, 20, print)
 
 
 def test_a_segment_that_is_unmapped_is_known_no_more() -> None:
