@@ -38,6 +38,10 @@ def _sum(comm: Communicator, count: int = 100, **options: Any) -> None:
 def survived(comm: Communicator, programs: dict[str, Program]) -> dict[str, Survived]:
     """Run the programs that leave all processes alive."""
     _many(comm)  # what is started on first use stays
+    # After each program garbage is collected several times: to look at all of PyTorch again each
+    # time takes longer than the programs.
+    gc.collect()
+    gc.freeze()
     return survive(comm, programs)
 
 
