@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from collective.testing import Mpiexec, RankPool
+from tests import warm
 
 __all__ = [
     "DEADLINE_S",
@@ -26,6 +29,8 @@ __all__ = [
     "place_of",
     "pool_at",
     "run_alone",
+    "warm_launch_of",
+    "warm_python_of",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +42,31 @@ _LEAVE_S = 3.0
 def launch_of(vendor: str) -> Mpiexec:
     """Return with what ranks of a vendor's library are started."""
     return Mpiexec(str(ROOT / ".mpi" / vendor / "bin" / "python"))
+
+
+@functools.cache
+def warm_python_of(vendor: str) -> str:
+    """Return a Python for ranks of a vendor's library that has PyTorch imported: tests/warm."""
+    python = warm.python()
+    if python == sys.executable:
+        return launch_of(vendor).python
+    folder = ROOT / ".mpi" / vendor / "lib"
+    (library,) = folder.glob("libmpi.so.*")
+    (site,) = folder.glob("python*/site-packages")
+    command = Path(python).with_name(vendor)
+    command.write_text(
+        f"#!/bin/sh\nexport MPI4PY_LIBMPI='{library}'\n"
+        f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{site}"\n'
+        f"exec '{python}' \"$@\"\n"
+    )
+    command.chmod(0o755)
+    return str(command)
+
+
+def warm_launch_of(vendor: str) -> Mpiexec:
+    """Return with what ranks are started that would import PyTorch."""
+    program = Path(launch_of(vendor).python).with_name("mpiexec")
+    return Mpiexec(warm_python_of(vendor), str(program))
 
 
 def needs(*vendors: str) -> pytest.MarkDecorator:
@@ -65,7 +95,8 @@ def pool_at(place: tuple[str, int], package: ModuleType) -> Iterator[RankPool]:
     before = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
-        with RankPool(size, "mpi", timeout=90.0, mpiexec=launch_of(name)) as made:
+        launch = warm_launch_of(name) if package.__name__ == "torch" else launch_of(name)
+        with RankPool(size, "mpi", timeout=90.0, mpiexec=launch) as made:
             yield made
 
 

@@ -12,7 +12,7 @@ dist = pytest.importorskip("torch.distributed")
 
 from torch.distributed import pipelining  # noqa: E402
 
-from tests.mpi_launches import ROOT, mpirun, needs  # noqa: E402
+from tests.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
 from tests.torch_groups import Groups, groups  # noqa: E402
 
 __all__ = ["groups"]
@@ -102,4 +102,5 @@ dist.destroy_process_group()
 def test_gradients_of_a_pipeline_over_mpi(tmp_path: Path) -> None:
     script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
     variables = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    assert "mpi equal\n" in mpirun("mpich", 2, script, **variables).stdout
+    done = mpirun("mpich", 2, script, python=warm_python_of("mpich"), **variables)
+    assert "mpi equal\n" in done.stdout

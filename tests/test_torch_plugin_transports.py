@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,16 +13,17 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.testing import RankPool  # noqa: E402
-from tests.mpi_launches import ROOT, VENDORS, launch_of, mpirun, needs  # noqa: E402
+from tests import warm  # noqa: E402
+from tests.mpi_launches import (  # noqa: E402
+    ROOT,
+    VENDORS,
+    mpirun,
+    needs,
+    warm_launch_of,
+    warm_python_of,
+)
 
 Run = Callable[..., list[Any]]
-
-
-@functools.cache
-def has_torch(vendor: str) -> bool:
-    """Whether the environment of an MPI library has PyTorch, too."""
-    command = [launch_of(vendor).python, "-c", "import torch"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 TRANSPORTS = [
@@ -39,9 +38,8 @@ TRANSPORTS = [
 def four(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Run a function on four ranks of a transport."""
     name, _, vendor = request.param.partition(" ")
-    if vendor and not has_torch(vendor):
-        pytest.skip(f"no torch in .mpi/{vendor}")
-    with RankPool(4, name, timeout=60.0, mpiexec=launch_of(vendor) if vendor else None) as pool:
+    launch = warm_launch_of(vendor) if vendor else None
+    with RankPool(4, name, timeout=60.0, mpiexec=launch) as pool:
         yield pool.run
 
 
@@ -160,12 +158,10 @@ dist.destroy_process_group()
 
 @needs("mpich")
 def test_a_program_under_mpiexec(tmp_path: Any) -> None:
-    if not has_torch("mpich"):
-        pytest.skip("no torch in .mpi/mpich")
     script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     changes = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    assert "mpi 3\n" in mpirun("mpich", 3, script, **changes).stdout
+    assert "mpi 3\n" in mpirun("mpich", 3, script, python=warm_python_of("mpich"), **changes).stdout
 
 
 def test_a_group_of_one() -> None:
@@ -174,5 +170,5 @@ def test_a_group_of_one() -> None:
         "dist.init_process_group('collective', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(2); dist.all_reduce(x); dist.barrier(); print(x.tolist())"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    found = subprocess.run([warm.python(), "-c", program], capture_output=True, text=True)
     assert found.stdout == "[1.0, 1.0]\n", found.stderr
