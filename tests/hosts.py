@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests import warm
+from tests.mpi_launches import warm_python_of
 
 __all__ = ["DEADLINE_S", "ROOT", "Host", "Hosts", "Job", "needs_hosts", "refusal"]
 
@@ -273,7 +274,7 @@ class Hosts:
         """Start ``script`` by ``venv``'s mpiexec on the first host."""
         # Some hand on the variables of mpiexec to all hosts.
         there = f'TMPDIR={self._directory}/$(hostname); export TMPDIR; exec "$@"'
-        ranks = ["sh", "-c", there, "sh", str(venv / "bin" / "python"), *script]
+        ranks = ["sh", "-c", there, "sh", warm_python_of(venv.name), *script]
         return self.start([(0, [str(venv / "bin" / "mpiexec"), *options, *ranks], variables)])
 
     def remote_shell(self) -> Path:

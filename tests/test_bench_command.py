@@ -17,16 +17,17 @@ import pytest
 from collective.install import hint
 from collective.tools.cli.main import main
 from collective.tools.parity.frameworks import framework as framework_of
+from tests import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
 
-COMMAND = [sys.executable, "-m", "collective", "bench"]
+COMMAND = ["-m", "collective", "bench"]
 QUICK = ["--quick", "--backend", "shm"]
 OPERATIONS = "all_reduce,barrier"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    words = [*COMMAND, *map(str, arguments)]
+    words = [warm.python(), *COMMAND, *map(str, arguments)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=270)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout + done.stderr
@@ -201,7 +202,7 @@ def children(pid: int) -> set[int]:
 def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    words = [*COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
+    words = [sys.executable, *COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
     file = tmp_path / "run.json"
     process = subprocess.Popen(
         [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,

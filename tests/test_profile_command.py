@@ -1,6 +1,7 @@
 """`collective profile`: real runs, what is printed, predictions, and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from collective.tools.profile.calibrate import load, measure
 from collective.tools.profile.measure import Profile, StepTimes
 from collective.tools.profile.predict import predict, to_link
 from collective.tools.profile.report import as_json, show
+from tests import warm
 
 PROGRAM = """
 import time
@@ -114,6 +116,7 @@ def test_steps_of_torch_s_own_wrapper_are_its_optimizer_s(tmp_path, monkeypatch)
     """Its buckets are equal calls: how many make a step cannot be told from them."""
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm.python())
     Path("train.py").write_text(TORCH)
     assert main(["profile", "-n", "2", "--backend", "shm", "--json", "found.json", "train.py"]) == 0
     steps = json.loads(Path("found.json").read_text())["steps"]

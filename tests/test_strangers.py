@@ -31,6 +31,7 @@ from collective.backends.peers.monitor import Monitor
 from collective.backends.peers.server import Server
 from collective.errors import RendezvousError
 from collective.start.file_store import FileStore
+from tests import warm
 from tests.hosts import ROOT
 from tests.test_monitor import FAR, KEY, until, wait_for_error, world
 
@@ -618,7 +619,7 @@ def rank_of_two(number: int, port: int) -> Iterator[subprocess.Popen[str]]:
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "COLLECTIVE_SECRET": TEXT, "COLLECTIVE_INTERFACE": "lo", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    command = [warm.python(), "-c", textwrap.dedent(RANK)]
     with subprocess.Popen(
         command, env={**os.environ, **environ}, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -22,6 +22,7 @@ from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store
 from collective.start.rendezvous import Endpoint
 from collective.start.tcp_store import TcpStore
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch")
@@ -49,6 +50,7 @@ def store(
 
 
 SERVER = """
+    import os
     import sys
     from collective.start.rendezvous import Endpoint
     from collective.start.tcp_store import TcpStore
@@ -56,6 +58,7 @@ SERVER = """
     store = TcpStore(Endpoint("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
                      timeout=30.0)
     store.set("ready", b"")
+    print(os.getpid(), flush=True)
     sys.stdin.read()
     """
 
@@ -64,7 +67,7 @@ SERVER = """
 def process(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run a program that ends when its standard input does."""
     running = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(body), *map(str, arguments)],
+        [warm.python(), "-c", textwrap.dedent(body), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -281,8 +284,10 @@ def test_rank_0_has_left(what: str) -> None:
             getattr(client, what)("ready", *arguments)
 
 
-def stop(pid: int) -> None:
-    """Stop a process, and return when all its threads have: until then it may answer."""
+def stop(server: subprocess.Popen[str]) -> None:
+    """Stop a server, and return when all its threads have: until then it may answer."""
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     while {each.read_text().rpartition(") ")[2][0] for each in tasks.glob("*/stat")} != {"T"}:
@@ -297,7 +302,7 @@ def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     with process(SERVER, where.port) as rank_0:
         client = store(where, serve=False, timeout=DEADLINE_S)
         client.get("ready", soon())
-        stop(rank_0.pid)
+        stop(rank_0)
         for call in (
             lambda: client.get("key", time.monotonic() + 0.2),
             lambda: client.set("key", b""),
@@ -327,7 +332,7 @@ def test_program_ends_though_a_call_hangs() -> None:
     with process(SERVER, where.port) as rank_0, process(body, where.port) as rank_1:
         assert rank_1.stdout is not None
         assert rank_1.stdout.readline() == "connected\n"
-        stop(rank_0.pid)
+        stop(rank_0)
         out, err = rank_1.communicate("\n", DEADLINE_S)
         assert (rank_1.returncode, out) == (0, "late\n"), err
 
@@ -373,7 +378,7 @@ def test_ranks_of_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
         else:
             job = hosts.start(
                 [
-                    (rank // 2, [sys.executable, str(script)], told(launcher, rank))
+                    (rank // 2, [warm.python(), str(script)], told(launcher, rank))
                     for rank in range(4)
                 ]
             )

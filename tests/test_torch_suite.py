@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("torch.distributed")
 pytest.importorskip("expecttest")
 
-COMMAND = [
-    sys.executable,
-    str(Path(__file__).resolve().parent.parent / "benchmarks" / "torch_suite.py"),
-]
+COMMAND = Path(__file__).resolve().parent.parent / "benchmarks" / "torch_suite.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [warm.python(), str(COMMAND), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_a_few_of_torchs_tests_pass(tmp_path: Path) -> None:
     out = tmp_path / "outcomes.json"
     arguments = ["--backend", "collective", "-k", "test_all_to_all_single_equal_split", "--json"]
-    done = subprocess.run([*COMMAND, *arguments, str(out)], capture_output=True, text=True)
+    done = run(*arguments, str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["outcomes"]["collective"]
     # What is for GPUs is skipped; what torch has for MPI alone is not.
@@ -32,16 +35,12 @@ def test_a_few_of_torchs_tests_pass(tmp_path: Path) -> None:
 
 def test_a_test_that_fails_is_told(tmp_path: Path) -> None:
     # torch refuses it by the backend's name.
-    done = subprocess.run(
-        [*COMMAND, "--backend", "collective", "-k", "test_monitored_barrier_gloo_subgroup*"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = run("--backend", "collective", "-k", "test_monitored_barrier_gloo_subgroup*")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ValueError: monitored_barrier is only implemented for GLOO backend." in done.stdout
 
 
 def test_a_pattern_without_tests_is_refused() -> None:
-    arguments = ["--backend", "gloo", "-k", "no_such_test"]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+    done = run("--backend", "gloo", "-k", "no_such_test")
     assert done.returncode == 2
     assert "no test has such a name" in done.stderr
