@@ -49,6 +49,10 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         super().__init__(size, **options)
         self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
+    def rebind(self, comm: Communicator) -> None:
+        """Go on over another communicator, as all copies of the link do then."""
+        self._ranks.comm = comm
+
     @property
     def comm(self) -> Communicator:
         """The ranks whose batches are one."""

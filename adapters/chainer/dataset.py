@@ -133,6 +133,31 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         self.current_position = 0
         self._previous_epoch_detail = -1.0
 
+    def reshard(self, comm_or_rank_size: Communicator | tuple[int, int], consumed: int) -> None:
+        """Share out the rest of the epoch under way anew, from the next batch on.
+
+        Args:
+            comm_or_rank_size: the ranks that are left, as when the iterator was made.
+            consumed: how many samples of the epoch all ranks together have done with, the same
+                on all of them.
+
+        Raises:
+            RankError: the rank is not one from 0 to ``size - 1``.
+            InvalidArgumentError: an epoch has not so many samples.
+        """
+        rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
+        if not 0 <= consumed <= max(0, len(self.dataset) - 1):
+            raise InvalidArgumentError(
+                f"reshard: consumed {consumed}; from 0 to {max(0, len(self.dataset) - 1)} of the "
+                "epoch under way."
+            )
+        self._rank, self._size = rank, size
+        self.current_position = consumed
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on from where this iterator is among other ranks."""
+        self.reshard(comm, self.current_position)
+
     def __next__(self) -> list[Any]:
         length = len(self.dataset)
         if not self.repeat and self.epoch > 0:

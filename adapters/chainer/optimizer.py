@@ -21,6 +21,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.training.gradients import Bucket, Gradients, Parameter
+from collective.training.rebinding import Rebindable
 
 from .backward import watching
 from .state import broadcast_state, distinct_parameters, follow_root
@@ -153,6 +154,29 @@ class MultiNodeOptimizer:
         Collective: every rank calls it; after some of them have changed theirs.
         """
         broadcast_state(self.target, self.comm)
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on over another communicator, such as one of the ranks that are left after a loss.
+
+        Parameters are not sent: they have to be the same on all ranks, as
+        :class:`collective.elastic.State` makes them. ``SyncBatchNormalization`` in the target
+        goes on over it, too.
+
+        Collective: every rank of ``comm`` calls it.
+        """
+        self.comm = comm
+        self._inner = comm.dup()
+        self._gradients = None
+        self._syncing, self._reduced = True, False
+        if isinstance(self._reduce, Rebindable):
+            self._reduce.rebind(comm.dup())
+        if self.target is None:
+            return
+        follow_root(self.target, comm)
+        self.target.cleargrads()
+        for link in self.target.links():
+            if isinstance(link, Rebindable):
+                link.rebind(comm)
 
     def _forget(self) -> None:
         self._parameters = []

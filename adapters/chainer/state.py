@@ -151,5 +151,8 @@ def follow_root(link: Any, comm: Communicator) -> None:
     Collective: every rank calls it; and then initialises the parameters in the same order.
     """
     for _, parameter in distinct_parameters(link):
-        if not parameter.is_initialized and not isinstance(parameter.initializer, _FromRoot):
-            parameter.initializer = _FromRoot(parameter, comm)
+        if parameter.is_initialized:
+            continue
+        if isinstance(parameter.initializer, _FromRoot):  # of a communicator before this one
+            parameter.initializer = parameter.initializer.bare
+        parameter.initializer = _FromRoot(parameter, comm)

@@ -65,6 +65,10 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         )
         self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
+    def rebind(self, comm: Communicator) -> None:
+        """Go on over another communicator, as all copies of the module do then."""
+        self._ranks.comm = comm
+
     @property
     def comm(self) -> Communicator:
         """The ranks whose batches are one."""

@@ -85,26 +85,27 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         return self._indices(self._start)
 
     def _indices(self, start: int) -> Iterator[int]:
-        order = self._order()
+        order = self._order(start)
         for index in shards.turns(start, len(order), self.rank, self.size):
-            # What is taken ends with a row of one sample a rank.
-            self._taken += self.size
+            # What is taken ends with a row of one sample a rank, or with the last sample.
+            self._taken = min(self._taken + self.size, len(order))
             yield order[index]
+        self._taken = max(self._taken, len(order))  # also where this rank had none of the last row
 
-    def _order(self) -> list[int]:
-        """Return the samples of all ranks; those of rank r are every size-th, from r on."""
+    def _order(self, start: int) -> list[int]:
+        """Return the samples of all ranks; from ``start`` on they take them in turn."""
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
             order: list[int] = torch.randperm(self._length, generator=generator).tolist()
         else:
             order = list(range(self._length))
-        total = self._dealt()
-        return (order * -(-total // len(order)))[:total] if total else []
+        total = start + self._dealt(start) if start < self._length else start
+        return (order * -(-total // len(order)))[:total] if order else []
 
-    def _dealt(self) -> int:
-        """Return how many samples all ranks have together in a whole epoch."""
-        return shards.dealt(self._length, self.size, self.padded, self.drop_last)
+    def _dealt(self, start: int = 0) -> int:
+        """Return how many samples all ranks have together from ``start`` to the epoch's end."""
+        return shards.dealt(self._length - start, self.size, self.padded, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of an epoch; call it before each, on all ranks.
@@ -146,6 +147,31 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
             )
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._next = self._start = self._taken = state["taken"]
+
+    def reshard(self, comm_or_rank_size: Communicator | tuple[int, int], consumed: int) -> None:
+        """Share out the rest of the epoch anew: the next iteration is this rank's part of it.
+
+        Each sample that is left is some rank's, once. With ``padded`` or ``drop_last`` the rest is
+        made even as a whole epoch would be.
+
+        Args:
+            comm_or_rank_size: the ranks that are left, as when the sampler was made.
+            consumed: how many samples of the epoch all ranks together have done with, the same
+                on all of them.
+
+        Raises:
+            RankError: the rank is not one from 0 to ``size - 1``.
+            InvalidArgumentError: ``consumed`` is negative.
+        """
+        rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
+        if consumed < 0:
+            raise InvalidArgumentError(f"reshard: consumed {consumed}; 0 or more samples.")
+        self.rank, self.size = rank, size
+        self._next = self._start = self._taken = consumed
+
+    def rebind(self, comm: Communicator) -> None:
+        """Share out what is left from where this sampler is, after ``load_state_dict`` say."""
+        self.reshard(comm, self._next)
 
 
 class PrefetchLoader:

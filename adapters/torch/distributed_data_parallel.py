@@ -16,9 +16,11 @@ from torch import nn
 
 from collective.errors import GradientError, InvalidArgumentError
 from collective.training.gradients import Bucket, Gradients, Parameter
+from collective.training.rebinding import Rebindable
 
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
+from .names import with_prefix, without_prefix
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in
 from .sparse import all_reduce_sparse, empty_sparse
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel", "broadcast_state"]
 
 _MIB = 1 << 20
-_PREFIX = "module."
 
 
 class DistributedDataParallel(nn.Module):
@@ -103,9 +104,7 @@ class DistributedDataParallel(nn.Module):
         self._static = static_graph
         self._sync = True  # whether gradients of the next forward pass are reduced
         self._attendance: Attendance | None = None  # inside of join()
-        self._passes = Passes(
-            _weakly(self._refuse_broken), _weakly(self._reached), _weakly(self._ended)
-        )
+        self._passes = self._new_passes()
         self._gradients.moved = _weakly(self._point)
         dense = dense_weights(module, self._trained)
         self._in_buckets = InBuckets(dense, _weakly(self._target)) if dense else None
@@ -118,8 +117,8 @@ class DistributedDataParallel(nn.Module):
         for untyped in self._sparse:
             untyped.register_post_accumulate_grad_hook(sparse_arrived)
         untyped = self
-        untyped.register_state_dict_post_hook(_without_prefix)
-        untyped.register_load_state_dict_pre_hook(_with_prefix)
+        untyped.register_state_dict_post_hook(without_prefix)
+        untyped.register_load_state_dict_pre_hook(with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -153,6 +152,34 @@ class DistributedDataParallel(nn.Module):
                 unused = ()  # what it uses is counted in its first pass
         self._passes.add(tensors, reduced, unused)
         return outputs
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on over another communicator, such as one of the ranks that are left after a loss.
+
+        Gradients are None then, and a pass that was under way is forgotten. Parameters and buffers
+        are not sent: they have to be the same on all ranks, as :class:`collective.elastic.State`
+        makes them. A ``reduce`` function that looks for the communicator at ``self.comm`` finds
+        this one. ``SyncBatchNorm`` in the module goes on over it, too.
+
+        Collective: every rank of ``comm`` calls it.
+
+        Raises:
+            MismatchError: the ranks' modules differ.
+        """
+        self.comm = comm
+        self._attendance = None
+        self._sync = True
+        self._written.clear()
+        self._passes = self._new_passes()
+        self._gradients.rebind(comm)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        for each in self.module.modules():
+            if isinstance(each, Rebindable):
+                each.rebind(comm)
+
+    def _new_passes(self) -> Passes:
+        return Passes(_weakly(self._refuse_broken), _weakly(self._reached), _weakly(self._ended))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -382,24 +409,3 @@ def _hook(
             found._arrived(number, parameter)
 
     return hook
-
-
-def _without_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Name what is in a state as the bare module does."""
-    inner = prefix + _PREFIX
-    for name in [name for name in state if name.startswith(inner)]:
-        state[prefix + name[len(inner) :]] = state.pop(name)
-
-
-def _with_prefix(
-    module: DistributedDataParallel, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Name what is in a state as the wrapper does, if it is not."""
-    inner = prefix + _PREFIX
-    bare = {prefix + name for name, _ in module.module.named_parameters()}
-    if not any(name in bare for name in state):
-        return
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[inner + name[len(prefix) :]] = state.pop(name)

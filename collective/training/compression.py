@@ -58,6 +58,10 @@ class Cast:
         self._comm = comm
         self._dtype = dtype
 
+    def rebind(self, comm: Communicator) -> None:
+        """Go on with another communicator."""
+        self._comm = comm
+
     def __call__(self, bucket: Bucket) -> Work[Any]:
         array = bucket.array
         xp = _namespace(array)
@@ -93,6 +97,10 @@ class TopK:
         self._comm = comm
         self._share = share
         self._left: dict[tuple[int, ...], Any] = {}
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on with another communicator."""
+        self._comm = comm
 
     def __call__(self, bucket: Bucket) -> Work[Any]:
         array, key = bucket.array, tuple(bucket.members)
@@ -143,6 +151,10 @@ class PowerSGD:
         self._seed = seed
         self._left: dict[int, Any] = {}
         self._right: dict[int, Any] = {}  # the factors that passes begin with
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on with another communicator."""
+        self._comm = comm
 
     def __call__(self, bucket: Bucket) -> Work[Any]:
         xp = _namespace(bucket.array)

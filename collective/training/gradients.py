@@ -8,64 +8,34 @@ arrays of :attr:`Gradients.views`, says which are :meth:`~Gradients.ready`, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from collective import trace
-from collective.errors import GradientError, InvalidArgumentError, MismatchError
+from collective.errors import (
+    CollectiveError,
+    GradientError,
+    InvalidArgumentError,
+    MismatchError,
+)
 from collective.memory.dtypes import named
+
+from .buckets import Bucket, Parameter, Reduce
+from .rebinding import Rebindable
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Bucket", "Gradients", "Parameter"]
+__all__ = ["Bucket", "Gradients", "Parameter", "Reduce"]
 
 # Of the first bucket, in bytes.
 _FIRST = 1 << 20
 # Where a gradient begins in its bucket, in bytes: a line of the cache, for vector instructions.
 _ALIGNMENT = 64
-
-
-class Parameter(NamedTuple):
-    """What the engine has to know of one.
-
-    Attributes:
-        name: for errors.
-        shape: of its gradient.
-        dtype: the name of its gradient's type, such as ``"float32"``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass
-class Bucket:
-    """Gradients that are reduced together.
-
-    Attributes:
-        index: its place in the order in which buckets are reduced, the same on all ranks.
-        array: their memory, one-dimensional, of the framework; gaps between them hold zeros.
-        members: which parameters' they are, by number.
-        views: the gradients in it, one for each member.
-        is_last: whether it is the last one of a backward pass.
-    """
-
-    index: int
-    array: Any
-    members: list[int]
-    views: list[Any]
-    is_last: bool = False
-    missing: int = field(default=0, repr=False)
-
-
-#: Starts the reduction of a bucket, in place; returns what to wait for, or None if it is over.
-Reduce = Callable[["Bucket"], "Work[Any] | None"]
 
 
 class Gradients:
@@ -125,21 +95,50 @@ class Gradients:
         self.views: list[Any] = [None] * len(self.parameters)
         self.buckets: list[Bucket] = []
         self._like = like
-        overlaps = self._compare()
-        if first_bytes is None:
-            first_bytes = _FIRST if overlaps else bucket_bytes
-        self._limits = min(first_bytes, bucket_bytes), bucket_bytes
-        self._slabs = self._allocate()
+        self._bytes = first_bytes, bucket_bytes
         self._bucket_of: list[Bucket] = []
-        self._settled = False
         self._counts: list[int] | None = [0] * len(self.parameters) if counts else None
+        self._begin_over()
+        self._arriving: trace.Interval | None = None
+
+    def _begin_over(self) -> None:
+        """Lay out the buckets over the communicator, as if there had been no pass."""
+        overlaps = self._compare()
+        first, limit = self._bytes
+        if first is None:
+            first = _FIRST if overlaps else limit
+        self._limits = min(first, limit), limit
+        self._slabs = self._allocate()
+        self._settled = False
+        if self._counts is not None:
+            self._counts = [0] * len(self.parameters)
         self._lay_out(range(len(self.parameters)))
         self.begun = False
         self._arrived: list[int] = []
         self._left: list[int] = []
         self._next = 0
         self._works: list[Work[Any]] = []
-        self._arriving: trace.Interval | None = None
+
+    def rebind(self, comm: Communicator) -> None:
+        """Go on over another communicator, with memory and buckets of its own.
+
+        What the gradients were is lost: whoever has them takes :attr:`views` anew, and calls
+        neither :meth:`ready` nor :meth:`finish` for a pass that had begun. A ``reduce`` with a
+        method ``rebind`` gets a communicator of its own, too; another one has to look for it.
+
+        Collective: every rank of ``comm`` calls it.
+
+        Raises:
+            MismatchError: the ranks' parameters differ.
+        """
+        self._trace_arrived()
+        for work in self._works:
+            with contextlib.suppress(CollectiveError):  # of the one before, which is broken
+                work.wait()
+        self.comm = comm
+        if isinstance(self._reduce, Rebindable):
+            self._reduce.rebind(comm.dup())
+        self._begin_over()
 
     # -- memory ---------------------------------------------------------------------------
 

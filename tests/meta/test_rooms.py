@@ -30,7 +30,7 @@ FLOORS = (
     {"tools"},
 )
 #: What users import by these names, and nobody in the house.
-FACADES = {"compression", "gradients", "profile"}
+FACADES = {"compression", "elastic", "gradients", "profile"}
 
 
 def _modules() -> dict[str, Path]:

@@ -1,0 +1,156 @@
+"""Training that goes on when ranks are lost: one generation of ranks after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    ExcludedError,
+    InvalidArgumentError,
+)
+
+from .elastic_state import State
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["Generation", "generations"]
+
+#: What says that ranks are lost, or that some other rank has found that they are.
+_LOSSES = (CommunicatorAbortedError, CollectiveTimeoutError)
+
+
+class Generation:
+    """The ranks between two losses: a context manager around what they do together.
+
+    Entered it is their communicator. An error in the body that says that ranks are lost ends the
+    body, and nothing else; any other one passes, and aborts the peers.
+
+    Attributes:
+        comm: connects the ranks.
+        error: what ended the body, if it was a loss.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.error: CollectiveError | None = None
+        self._entered = False
+
+    def __enter__(self) -> Communicator:
+        self._entered = True
+        return self.comm
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, _LOSSES) and not isinstance(error, ExcludedError):
+            self.error = error
+            return True
+        if error is not None and self.comm.generation:
+            # The first one is the program's, which has a ``with`` of its own around it.
+            self.comm.__exit__(kind, error, traceback)
+        return False
+
+    def survived(self) -> bool:
+        """Return whether no rank has met a loss in the body; the same on all that live.
+
+        Collective: every rank calls it after the body.
+        """
+        if not self._entered:
+            raise InvalidArgumentError(
+                "generations: the body has not entered the generation, so that nobody knows what "
+                "becomes of it. Write `for generation in generations(...):` and in it "
+                "`with generation as comm:`."
+            )
+        if self.error is not None:
+            # Whoever waits in a call, for this rank or another, is to come here, too.
+            with contextlib.suppress(CollectiveError):
+                self.comm.abort(f"a rank was lost: {self.error}")
+        if self.comm.size == 1:
+            return self.error is None
+        try:
+            return self.comm.agree(self.error is None)
+        except CollectiveTimeoutError as error:
+            # Somebody is silent; those who are not go on without it.
+            self.error = self.error or error
+            return False
+
+
+def generations(
+    comm: Communicator, state: State, *, min_ranks: int | None = None, timeout: float | None = None
+) -> Iterator[Generation]:
+    """Yield the ranks, and after each loss those that are left, with the state to go on from.
+
+    ::
+
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                while state.step < steps:
+                    ...                     # calls of comm, of a wrapped model
+                    state.step += 1
+                    state.commit()
+
+    Before the body runs, each time, the ranks have the same state (:meth:`State.sync`): that of the
+    last commit of whoever is furthest. The body ends by itself, on all ranks, and the loop with
+    it; or with an error that says that ranks are lost (``CommunicatorAbortedError``,
+    ``CollectiveTimeoutError``). Then the ranks that are left agree who they are
+    (:meth:`Communicator.shrink`), and the body runs again: also for one that had got to its end.
+
+    The communicator that was given is closed then; the last one stays open.
+
+    Collective: every rank calls it.
+
+    Args:
+        comm: connects the ranks.
+        state: what they go on from.
+        min_ranks: with fewer nobody goes on, by default ``COLLECTIVE_MIN_RANKS``, which
+            ``collective run --min-ranks`` sets.
+        timeout: seconds that agreeing on who is left may take, by default the communicator's.
+
+    Raises:
+        PeerLostError: fewer ranks than that are left; on all of them, so that the launcher may
+            start all again.
+        ExcludedError: the others went on without this rank.
+        CollectiveError: what ended the body, where nobody was lost and nothing was committed
+            since it began: it would end so again.
+    """
+    comm = _synced(comm, state, min_ranks, timeout)
+    while True:
+        generation, begun_at = Generation(comm), state.commits
+        yield generation
+        if generation.survived():
+            return
+        error = generation.error
+        following = comm.shrink(min_ranks=min_ranks, timeout=timeout)
+        lost = following.lost
+        comm = _synced(following, state, min_ranks, timeout)
+        if not lost and state.commits == begun_at:
+            raise error or CommunicatorAbortedError(
+                "generations: a peer's body ended with an error, and nobody was lost nor anything "
+                f"committed since the body began [rank {comm.rank} of {comm.size}]. It would end "
+                "so again; that rank's error says why it did."
+            )
+
+
+def _synced(
+    comm: Communicator, state: State, min_ranks: int | None, timeout: float | None
+) -> Communicator:
+    """Return the ranks that have got the state, of those of ``comm`` that are left."""
+    while True:
+        try:
+            state.sync(comm)
+        except _LOSSES as error:
+            if isinstance(error, ExcludedError):
+                raise
+        else:
+            return comm
+        comm = comm.shrink(min_ranks=min_ranks, timeout=timeout)

@@ -1,0 +1,327 @@
+"""What training has to have on every rank: kept in memory, gone back to, made equal again.
+
+A part of a state is kept as a *copy*: nested dicts, lists and tuples with plain data and arrays in
+them, which are the part's own no longer. Its *leaves* are named by the keys on the way to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from collective.communicator.objects import encode
+from collective.errors import InvalidArgumentError, MismatchError
+from collective.memory.arrays import is_array
+
+from .rebinding import Rebindable
+
+if TYPE_CHECKING:
+    from collective.communicator import Communicator
+
+__all__ = ["Kind", "State", "StateDict", "register"]
+
+Path = tuple[Any, ...]
+_DIGEST_BYTES = 16
+
+
+class Kind(NamedTuple):
+    """How objects of a class are kept.
+
+    Attributes:
+        copy: returns what an object is, as nested plain data and arrays; they may be the object's
+            own memory, for whoever asks copies them.
+        load: makes an object what a copy says, and returns it, or another in its place. The copy
+            is the object's from then on.
+    """
+
+    copy: Callable[[Any], Any]
+    load: Callable[[Any, Any], Any]
+
+
+@runtime_checkable
+class StateDict(Protocol):
+    """What has its state as a dict: modules, optimizers, schedulers, samplers of PyTorch."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state."""
+
+
+_registered: dict[type, Kind] = {}
+#: Adapters with kinds of their own, by the package whose classes those are for.
+_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
+
+
+def register(cls: type, copy: Callable[[Any], Any], load: Callable[[Any, Any], Any]) -> None:
+    """Have objects of ``cls``, and of classes derived from it, kept by two functions.
+
+    For parts of a :class:`State` that have neither ``state_dict()`` and ``load_state_dict()``, nor
+    are arrays or plain data.
+
+    Args:
+        copy, load: see :class:`Kind`.
+    """
+    _registered[cls] = Kind(copy, load)
+
+
+def _load_state_dict(part: StateDict, kept: Any) -> StateDict:
+    part.load_state_dict(kept)
+    return part
+
+
+def _load_array(part: Any, kept: Any) -> Any:
+    (part.detach() if hasattr(part, "detach") else part)[...] = kept
+    return part
+
+
+_STATE_DICT = Kind(lambda part: part.state_dict(), _load_state_dict)
+_ARRAY = Kind(lambda part: part, _load_array)
+_PLAIN = Kind(lambda part: part, lambda part, kept: kept)
+
+
+def _kind_of(part: Any) -> Kind:
+    for cls in type(part).__mro__:
+        names = cls.__module__.split(".")
+        root = names[2] if names[:2] == ["collective", "adapters"] else names[0]
+        if root in _ADAPTERS:
+            importlib.import_module(_ADAPTERS[root])
+        if cls in _registered:
+            return _registered[cls]
+    if isinstance(part, StateDict):
+        return _STATE_DICT
+    return _ARRAY if is_array(part) else _PLAIN
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def _mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a tree of the same containers with ``function`` of each leaf in its place."""
+    if isinstance(tree, dict) and tree:
+        made = copy.copy(tree)  # of its class, with what PyTorch keeps beside the entries
+        for key, value in tree.items():
+            made[key] = _mapped(value, function, (*path, key))
+        return made
+    if isinstance(tree, (list, tuple)) and tree and not hasattr(tree, "_fields"):
+        return type(tree)(_mapped(value, function, (*path, n)) for n, value in enumerate(tree))
+    return function(path, tree)
+
+
+def _leaves(tree: Any) -> dict[Path, Any]:
+    found: dict[Path, Any] = {}
+    _mapped(tree, found.setdefault)
+    return found
+
+
+def _copied(tree: Any) -> Any:
+    """Return a tree that shares no memory with this one."""
+
+    def leaf(_: Path, value: Any) -> Any:
+        if not is_array(value):
+            return copy.deepcopy(value)
+        if hasattr(value, "clone"):
+            return value.detach().clone()
+        return value.copy()
+
+    return _mapped(tree, leaf)
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(encode(value).data, digest_size=_DIGEST_BYTES).digest()
+
+
+# -- the state ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Commit:
+    """What the parts were at one time.
+
+    Attributes:
+        number: of the commit, from 0.
+        parts: a copy of each, by name.
+    """
+
+    number: int
+    parts: dict[str, Any]
+
+    def digests(self) -> dict[Path, bytes]:
+        """Return the digest of each leaf."""
+        return {path: _digest(value) for path, value in _leaves(self.parts).items()}
+
+
+class State:
+    """What training goes on from: parts by name, of which a copy is kept in memory.
+
+    A part is what has ``state_dict()`` and ``load_state_dict()`` (PyTorch's modules, optimizers and
+    schedulers, and our ``ShardedSampler``), a link, optimizer or iterator of Chainer's, an array,
+    or plain data; :func:`register` takes others. Parts are attributes: ``state.step += 1``.
+
+    What is to be the same on all ranks is a part, and nothing else: after a loss all ranks have the
+    parts of one of them.
+
+    The copy is on the device of what it is of, and costs as much memory as that.
+
+    Args:
+        comm: the ranks that have the state.
+        parts: by name. None may be called as a method of this class is.
+
+    Attributes:
+        comm: the ranks of now.
+        commits: how often :meth:`commit` was called by those that are furthest.
+
+    Raises:
+        InvalidArgumentError: a part is of no known kind, or its name is taken.
+    """
+
+    def __init__(self, comm: Communicator, /, **parts: Any) -> None:
+        for name in parts:
+            if name.startswith("_") or hasattr(State, name) or name in ("comm", "commits"):
+                raise InvalidArgumentError(
+                    f"State: a part called {name!r}, which is a name of the class's own. Choose "
+                    "another."
+                )
+        fields = {"comm": comm, "_parts": dict(parts)}
+        self.__dict__.update(fields)
+        self.__dict__["_kept"] = _Commit(0, self._copies({}))
+        for path, value in _leaves(self._kept.parts).items():
+            self._refuse_unknown(path, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._parts:
+            raise AttributeError(f"State has no part {name!r}; it has {list(self._parts)}.")
+        return self._parts[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._parts:
+            raise AttributeError(
+                f"State has no part {name!r}; it has {list(self._parts)}. Give it to State(), on "
+                "all ranks."
+            )
+        self._parts[name] = value
+
+    @property
+    def commits(self) -> int:
+        """How often :meth:`commit` was called by those that are furthest."""
+        number: int = self._kept.number
+        return number
+
+    def commit(self, **taken: int) -> None:
+        """Keep what the parts are now: where all ranks go on from after a loss.
+
+        Every rank calls it after the same step. It sends nothing.
+
+        Args:
+            taken: for samplers whose loader works ahead (``num_workers``), by the part's name: how
+                many samples of this iteration this rank has used, as
+                ``ShardedSampler.state_dict(taken)`` takes it.
+        """
+        strange = sorted(set(taken) - set(self._parts))
+        if strange:
+            raise InvalidArgumentError(
+                f"commit: no part {', '.join(strange)}; there are {', '.join(self._parts)}."
+            )
+        # In place only as a whole, whatever interrupts the copying.
+        self.__dict__["_kept"] = _Commit(self._kept.number + 1, self._copies(taken))
+
+    def restore(self) -> None:
+        """Make the parts what they were at the last :meth:`commit`, on this rank."""
+        for name, part in self._parts.items():
+            # Copied once more: what is loaded may be changed in place from now on.
+            self._parts[name] = _kind_of(part).load(part, _copied(self._kept.parts[name]))
+
+    def sync(self, comm: Communicator) -> None:
+        """Have the same parts on all ranks of ``comm``, and go on with that communicator.
+
+        All ranks go back to the last commit of the one that is furthest, the lowest of those.
+        Who has other values than that one gets them from it; after a plain loss nobody has, and
+        no part is sent. Parts with a method ``rebind`` are then bound to ``comm``.
+
+        Collective: every rank calls it, whatever it has, before it goes on.
+
+        Raises:
+            MismatchError: the ranks' states have other parts.
+            CollectiveError: of the calls; the state is as it was, or is what all have gone back to.
+        """
+        digests = self._kept.digests()
+        names = sorted(self._parts)
+        mine = [self._kept.number, _digest(sorted(digests.items(), key=repr)), names]
+        every: list[list[Any]] = comm.all_gather_object(mine)
+        for rank, (_, _, theirs) in enumerate(every):
+            if theirs != every[0][2]:
+                raise MismatchError(
+                    f"State: rank {rank} has parts {theirs}, rank 0 {every[0][2]} "
+                    f"[rank {comm.rank} of {comm.size}]. Make the same state on all ranks."
+                )
+        source = max(range(comm.size), key=lambda rank: (every[rank][0], -rank))
+        others = [rank for rank in range(comm.size) if every[rank][1] != every[source][1]]
+        kept = self._kept.parts
+        if others and comm.rank in (source, *others):
+            with comm.group([source, *others]) as group:
+                kept = self._from_first(group, digests)
+        self.__dict__["_kept"] = _Commit(every[source][0], kept)
+        self.__dict__["comm"] = comm
+        self.restore()
+        for name in names:
+            if isinstance(self._parts[name], Rebindable):
+                self._parts[name].rebind(comm)
+
+    def _from_first(self, group: Communicator, digests: dict[Path, bytes]) -> dict[str, Any]:
+        """Return the parts of the group's rank 0, of which only what differs is sent."""
+        every = [dict(each) for each in group.all_gather_object(list(digests.items()))]
+        here = _leaves(self._kept.parts)
+        paths = list(every[0])
+        missing = [
+            number
+            for number, path in enumerate(paths)
+            if any(theirs.get(path) != every[0][path] for theirs in every[1:])
+        ]
+        sent = None
+        if group.rank == 0:
+            numbers = iter(range(len(paths)))
+            outline = _mapped(self._kept.parts, lambda path, value: next(numbers))
+            sent = [_plain(outline), [here[paths[number]] for number in missing]]
+        outline, values = group.broadcast_object(sent)
+        if group.rank == 0:
+            kept: dict[str, Any] = self._kept.parts
+            return kept
+        found = dict(zip(missing, values))
+        received: dict[str, Any] = _mapped(
+            outline, lambda _, number: found[number] if number in found else here[paths[number]]
+        )
+        return received
+
+    def _copies(self, taken: Mapping[str, int]) -> dict[str, Any]:
+        return {name: _copied(self._copy(name, taken)) for name in self._parts}
+
+    def _copy(self, name: str, taken: Mapping[str, int]) -> Any:
+        part = self._parts[name]
+        return part.state_dict(taken[name]) if name in taken else _kind_of(part).copy(part)
+
+    def _refuse_unknown(self, path: Path, value: Any) -> None:
+        try:
+            encode(value)
+        except InvalidArgumentError as error:
+            name, *rest = path
+            where = f" (at {'.'.join(map(str, rest))})" if rest else ""
+            raise InvalidArgumentError(
+                f"State: part {name!r} holds a {type(value).__name__}{where}; plain data, arrays, "
+                "and what has state_dict() and load_state_dict() can be kept. For others call "
+                "elastic.register(cls, copy, load)."
+            ) from error
+
+
+def _plain(outline: Any) -> Any:
+    """Return an outline with dicts, lists and tuples of Python's own alone, to be sent."""
+    if isinstance(outline, dict):
+        return {key: _plain(value) for key, value in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        kind = tuple if isinstance(outline, tuple) else list
+        return kind(map(_plain, outline))
+    return outline

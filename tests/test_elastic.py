@@ -1,0 +1,316 @@
+"""`collective.elastic` without frameworks: what a state keeps, and who goes on with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective import elastic
+from collective.errors import InvalidArgumentError, MismatchError
+from collective.testing import RankPool, RanksFailedError
+
+LARGE = 1 << 17  # float64, so that its MiB stands out from what ranks say to each other
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(3, "threads", timeout=60.0) as pool:
+        yield pool
+
+
+def sizes_of_calls(comm: collective.Communicator) -> list[int]:
+    """Return what is filled with the sizes of ``comm``'s calls, and of groups made of it."""
+    found: list[int] = []
+    make = comm.group
+
+    def group(ranks):
+        child = make(ranks)
+        child.hook(lambda event: found.append(event.nbytes))
+        return child
+
+    comm.group = group
+    comm.hook(lambda event: found.append(event.nbytes))
+    return found
+
+
+# -- copies --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one():
+    with collective.init(size=1, rank=0) as comm:
+        yield comm
+
+
+def test_a_copy_is_nobodys_memory(one):
+    weights, nested = np.arange(3.0), {"a": [np.zeros(2), (1, 2)], "b": {}}
+    state = elastic.State(one, weights=weights, nested=nested, step=0)
+    for _ in range(2):  # what was restored may be changed as what was committed
+        weights += 1
+        state.nested["a"][0] += 1
+        state.nested["b"]["c"] = 1
+        state.step += 5
+        state.restore()
+        assert state.weights is weights
+        assert weights.tolist() == [0, 1, 2]
+        assert state.nested["a"][0].tolist() == [0, 0]
+        assert (state.nested["b"], state.step) == ({}, 0)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def test_a_kind_that_was_registered_holds_for_what_is_derived_from_it(one):
+    class Derived(Counter):
+        pass
+
+    def load(counter, kept):
+        counter.value = kept
+        return counter
+
+    elastic.register(Counter, lambda counter: counter.value, load)
+    counter = Derived()
+    state = elastic.State(one, counter=counter)
+    counter.value = 7
+    state.commit()
+    counter.value = 8
+    state.restore()
+    assert (state.counter, counter.value, state.commits) == (counter, 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"commit": 1}, "a part called 'commit'"),
+        ({"comm": 1}, "a part called 'comm'"),
+        ({"thing": {"x": [object()]}}, "part 'thing' holds a object (at x.0); plain data"),
+    ],
+)
+def test_parts_that_are_refused(one, parts: dict[str, Any], said: str):
+    with pytest.raises(InvalidArgumentError) as caught:
+        elastic.State(one, **parts)
+    assert said in str(caught.value)
+
+
+def test_a_part_that_is_not_there(one):
+    state = elastic.State(one, step=0)
+    with pytest.raises(AttributeError, match="no part 'stop'; it has"):
+        state.stop = 1
+    with pytest.raises(AttributeError, match="no part 'stop'; it has"):
+        _ = state.stop
+    with pytest.raises(InvalidArgumentError, match="no part sampler; there are step"):
+        state.commit(sampler=3)
+
+
+# -- sync ----------------------------------------------------------------------------
+
+
+def furthest(comm, commits: list[int]) -> tuple[int, float, int]:
+    state = elastic.State(comm, weights=np.zeros(2), step=0)
+    for _ in range(commits[comm.rank]):
+        state.weights[:] = comm.rank + 10 * state.commits
+        state.step += 1
+        state.commit()
+    state.weights[:] = -1  # of a step that nobody has committed
+    state.sync(comm)
+    return state.step, float(state.weights[0]), state.commits
+
+
+@pytest.mark.parametrize(
+    ("commits", "found"),
+    [
+        ([1, 2, 2], (2, 11.0, 2)),  # the lowest of those that are furthest, not rank 0
+        ([0, 0, 1], (1, 2.0, 1)),
+        ([2, 1, 1], (2, 10.0, 2)),
+        ([0, 0, 0], (0, 0.0, 0)),
+    ],
+)
+def test_all_go_back_to_whoever_is_furthest(ranks, commits, found):
+    assert ranks.run(furthest, commits) == [found] * 3
+
+
+def sent(comm, differ: list[int], large: bool) -> list[int]:
+    parts = {"weights": np.ones(LARGE), "buffers": np.ones(LARGE), "step": 3}
+    state = elastic.State(comm, **parts)
+    if comm.rank in differ:
+        state.weights[:] = comm.rank + 2 if large else 1
+        state.step = 3 if large else comm.rank
+        state.commit()
+        state.__dict__["_kept"].number = 0
+    found = sizes_of_calls(comm)
+    state.sync(comm)
+    expected = state.step, float(state.weights.sum()), float(state.buffers.sum())
+    assert comm.all_gather_object(expected) == [expected] * comm.size
+    return found
+
+
+def test_nothing_is_sent_to_whoever_has_it(ranks):
+    assert max(max(found) for found in ranks.run(sent, [], False)) < 4096
+
+
+def test_only_what_differs_is_sent_to_whom_it_differs_at(ranks):
+    found = ranks.run(sent, [2], True)
+    assert max(found[1]) < 4096
+    for rank in (0, 2):
+        assert 8 * LARGE <= max(found[rank]) < 8 * LARGE + 4096  # one of the two arrays
+
+
+def test_a_number_that_differs_takes_no_array_along(ranks):
+    assert max(max(found) for found in ranks.run(sent, [1, 2], False)) < 4096
+
+
+def other_parts(comm) -> None:
+    elastic.State(comm, **{f"step{comm.rank // 2}": 0}).sync(comm)
+
+
+def test_other_parts_on_another_rank(ranks):
+    with pytest.raises(RanksFailedError) as caught:
+        ranks.run(other_parts)
+    assert MismatchError.__name__ in str(caught.value)
+    assert "rank 2 has parts ['step1'], rank 0 ['step0']" in str(caught.value)
+
+
+def grown(comm) -> list[Any]:
+    """Structures that differ: an optimizer's before and after its first step, say."""
+    own = {} if comm.rank == 2 else {0: {"momentum": np.full(3, comm.rank + 1.0)}, "n": (1, None)}
+    state = elastic.State(comm, optimizer=own)
+    if comm.rank == 1:
+        state.commit()
+    state.sync(comm)
+    return [state.optimizer[0]["momentum"].tolist(), state.optimizer["n"]]
+
+
+def test_a_structure_is_sent_with_its_values(ranks):
+    assert ranks.run(grown) == [[[2.0] * 3, (1, None)]] * 3
+
+
+# -- generations ---------------------------------------------------------------------
+
+
+def trained(comm, losses: dict[int, int], min_ranks: int = 1) -> Any:
+    """Six steps, of which a rank is lost in ``losses[rank]``, by its first number."""
+    origin = comm.rank
+    state = elastic.State(comm, weights=np.zeros(2), step=0)
+    sizes = []
+    for generation in elastic.generations(comm, state, min_ranks=min_ranks):
+        with generation as comm:
+            sizes.append(comm.size)
+            while state.step < 6:
+                if losses.get(origin) == state.step:
+                    comm.close()
+                    return "lost"
+                state.weights += comm.all_reduce(np.full(2, 10.0**origin))
+                state.step += 1
+                state.commit()
+    return [*sizes, float(state.weights[0]), comm.all_gather_object(state.step)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "sizes"),
+    [
+        ({}, [3]),
+        ({2: 4}, [3, 2]),
+        ({0: 2}, [3, 2]),
+        ({0: 0, 1: 5}, [3, 2, 1]),
+        ({1: 3, 2: 3}, [3, 1]),  # or one after the other
+    ],
+)
+def test_the_rest_goes_on_and_each_step_counts_once(ranks, losses, sizes):
+    total = sum(losses.get(rank, 6) * 10.0**rank for rank in range(3))
+    for rank, found in enumerate(ranks.run(trained, losses)):
+        if rank in losses:
+            assert found == "lost"
+            continue
+        *had, weights, steps = found
+        assert weights == total
+        assert steps == [6] * sizes[-1]
+        assert (had[0], had[-1]) == (sizes[0], sizes[-1])
+        assert len(losses) == 2 or had == sizes
+
+
+def too_few(comm) -> Any:
+    try:
+        return trained(comm, {1: 3}, min_ranks=3)
+    except collective.PeerLostError as error:
+        return error.ranks
+
+
+def test_below_the_floor_all_get_the_error_that_starts_all_again(ranks):
+    assert ranks.run(too_few) == [(1,), "lost", (1,)]
+
+
+def ended(comm) -> list[int]:
+    state = elastic.State(comm, step=0)
+    steps = []
+    for generation in elastic.generations(comm, state):
+        with generation as comm:
+            steps.append(state.step)
+            if state.step == 0:
+                state.step = 1
+                state.commit()
+                if comm.rank == 0:
+                    raise collective.PeerLostError("found in the last call, by one rank alone")
+    return [*steps, comm.size]
+
+
+def test_nobody_ends_while_another_has_to_go_back(ranks):
+    assert ranks.run(ended) == [[0, 1, 3]] * 3
+
+
+def stuck(comm) -> str:
+    state = elastic.State(comm, step=0)
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                if comm.rank == 1:
+                    raise collective.CollectiveTimeoutError("of a call that never ends")
+                comm.barrier()
+    except collective.CollectiveError as error:
+        return type(error).__name__
+    return "through"
+
+
+def test_a_body_that_always_ends_so_is_not_run_for_ever(ranks):
+    names = ranks.run(stuck)
+    assert names[1] == "CollectiveTimeoutError"
+    assert "through" not in names
+
+
+def failing(comm) -> Any:
+    origin = comm.rank
+    state = elastic.State(comm, step=0)
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                if origin == 2:
+                    comm.close()
+                    return "lost"
+                comm.barrier()
+                if origin == 1:
+                    raise KeyError("the program's own")
+                comm.barrier()
+    except KeyError:
+        return "failed"
+    return comm.size
+
+
+def test_any_other_error_passes_and_its_rank_is_lost(ranks):
+    assert ranks.run(failing) == [1, "failed", "lost"]
+
+
+def careless(comm) -> str:
+    try:
+        for _ in elastic.generations(comm, elastic.State(comm)):
+            pass
+    except InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_a_body_that_does_not_enter_is_refused(ranks):
+    assert all("`with generation as comm:`" in text for text in ranks.run(careless))

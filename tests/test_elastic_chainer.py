@@ -1,0 +1,197 @@
+"""Chainer's training goes on after losses: with whose weights, over which samples."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("chainer") is None:
+    pytest.skip("chainer is not installed", allow_module_level=True)
+
+from collective import elastic
+from collective.adapters.chainer import (
+    ShardedIterator,
+    SyncBatchNormalization,
+    create_multi_node_optimizer,
+)
+from collective.errors import InvalidArgumentError, RankError
+from collective.testing import RankPool
+
+import chainer  # isort: skip
+import chainer.functions as F  # isort: skip
+import chainer.links as L  # isort: skip
+
+SAMPLES, BATCH, STEPS = 96, 4, 20
+#: Rank 2 is lost in step 2, and rank 0 in step 9, in the second epoch.
+LOSSES = {2: 2, 0: 9}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(3, "threads", timeout=60.0) as pool:
+        yield pool
+
+
+def made() -> tuple[Any, np.ndarray, np.ndarray]:
+    drawn = np.random.RandomState(3)
+    initial = chainer.initializers.LeCunNormal(rng=drawn)
+    link = chainer.Sequential(
+        L.Linear(8, 16, initialW=initial), F.tanh, L.Linear(16, 3, initialW=initial)
+    )
+    return link, drawn.rand(SAMPLES, 8).astype("f"), drawn.randint(0, 3, SAMPLES).astype("i")
+
+
+def set_up(link: Any, comm: Any) -> Any:
+    def in_rank_order(bucket):
+        array = bucket.array
+        inner = optimizer.comm
+        return inner.all_reduce(array, op="avg", out=array, order="rank", async_op=True)
+
+    optimizer = create_multi_node_optimizer(
+        chainer.optimizers.MomentumSGD(0.1), comm, reduce=in_rank_order
+    )
+    return optimizer.setup(link)
+
+
+def step(link: Any, optimizer: Any, inputs: np.ndarray, targets: np.ndarray) -> None:
+    optimizer.update(lambda: F.softmax_cross_entropy(link(inputs), targets))
+
+
+def outcome(link: Any) -> bytes:
+    arrays = [(p.array, p.update_rule.state["v"]) for _, p in sorted(link.namedparams())]
+    return b"".join(array.tobytes() for pair in arrays for array in pair)
+
+
+def elastically(comm) -> Any:
+    origin = comm.rank
+    link, inputs, targets = made()
+    optimizer = set_up(link, comm)
+    iterator = ShardedIterator(range(SAMPLES), BATCH, comm, seed=1)
+    state = elastic.State(comm, model=link, optimizer=optimizer, iterator=iterator, step=0)
+    taken = []
+    for generation in elastic.generations(comm, state):
+        with generation as comm:
+            del taken[state.step :]  # of a step that was undone
+            while state.step < STEPS:
+                epoch = iterator.epoch
+                batch = iterator.next()
+                if LOSSES.get(origin) == state.step:
+                    comm.close()
+                    return taken, b""
+                step(link, optimizer, inputs[batch], targets[batch])
+                taken.append((epoch, batch))
+                state.step += 1
+                state.commit()
+    return taken, outcome(link)
+
+
+def by_hand(comm) -> bytes:
+    """The same steps over groups of as many ranks, by arithmetic on the order of the samples."""
+    link, inputs, targets = made()
+    momenta = {name: np.zeros_like(p.array) for name, p in link.namedparams()}
+    orders = [np.random.default_rng((1, epoch)).permutation(SAMPLES) for epoch in range(3)]
+    samples, at, begun = np.concatenate(orders), 0, 0
+    for members, stop in (([0, 1, 2], 2), ([0, 1], 9), ([1], STEPS)):
+        if comm.rank not in members:
+            break
+        group = comm.group(members)
+        optimizer = set_up(link, group)
+        for name, parameter in link.namedparams():
+            parameter.update_rule._state = {"v": momenta[name].copy()}
+        for _ in range(begun, stop):
+            wide = samples[at : at + BATCH * len(members)]
+            mine = wide[members.index(comm.rank) :: len(members)]
+            step(link, optimizer, inputs[mine], targets[mine])
+            at += len(wide)
+        momenta = {name: p.update_rule.state["v"].copy() for name, p in link.namedparams()}
+        begun = stop
+    comm.barrier()  # who has nothing to do any more is there until the others are through
+    return outcome(link) if comm.rank in members else b""
+
+
+def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once(ranks):
+    found, expected = ranks.run(elastically), ranks.run(by_hand)
+    assert [bytes_ for _, bytes_ in found] == expected
+    assert expected[1] != b""
+    counted = collections.Counter(
+        int(index) for taken, _ in found for epoch, batch in taken for index in batch if epoch == 0
+    )
+    assert set(counted) == set(range(SAMPLES))
+
+
+@pytest.mark.parametrize("consumed", [0, 7, 24])
+def test_the_rest_of_an_epoch_is_shared_out_anew(consumed: int):
+    order = np.random.default_rng((5, 0)).permutation(25)
+    taken: list[int] = []
+    for rank in range(3):
+        iterator = ShardedIterator(range(25), 3, (rank, 4), seed=5, repeat=False)
+        iterator.reshard((rank, 3), consumed)
+        taken += [index for batch in iterator for index in batch]
+    assert sorted(taken) == sorted(order[consumed:])
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [(((3, 3), 0), RankError), (((0, 3), 25), InvalidArgumentError)]
+)
+def test_a_place_that_is_none_is_refused(where: Any, error: type[Exception]):
+    with pytest.raises(error):
+        ShardedIterator(range(25), 3, (0, 4)).reshard(*where)
+
+
+def back_to_the_start(comm) -> bool:
+    """Also before the first step, when the optimizer's rules have no state yet."""
+    link, inputs, targets = made()
+    optimizer = chainer.optimizers.Adam()
+    optimizer.setup(link)
+    state = elastic.State(comm, model=link, optimizer=optimizer)
+
+    def steps() -> bytes:
+        for _ in range(2):
+            step(link, optimizer, inputs, targets)
+            optimizer.hyperparam.alpha *= 0.5
+        return b"".join(p.array.tobytes() for _, p in sorted(link.namedparams()))
+
+    fresh = steps()
+    state.restore()
+    same = steps() == fresh
+    state.commit()
+    later = steps()
+    state.restore()
+    return same and steps() == later != fresh
+
+
+def test_what_is_restored_has_the_optimizers_bits_again(ranks):
+    assert ranks.run(back_to_the_start) == [True] * 3
+
+
+def over_others(comm) -> tuple[bool, list[float]]:
+    link = chainer.Sequential(L.Linear(2, 2, initialW=1), SyncBatchNormalization(2, comm))
+    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
+    group = comm.group([0, 2] if comm.rank != 1 else [1])
+    optimizer.rebind(group)
+    x = np.array([[1, 0], [0, 1], [1, 1]], "f") * (comm.rank + 1)
+    optimizer.update(lambda: F.sum(link(x) ** 2))
+    comm.barrier()
+    return link[1].comm is group, [float(p.grad.sum()) for _, p in sorted(link.namedparams())]
+
+
+def test_an_optimizer_goes_on_over_other_ranks(ranks):
+    (bound, first), (_, alone), (_, last) = ranks.run(over_others)
+    assert bound
+    assert first == last != alone
+
+
+def uninitialized(comm) -> str:
+    try:
+        elastic.State(comm, model=L.Linear(None, 3))
+    except InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_nobody_can_undo_are_refused(ranks):
+    assert all("/W" in text and "input sizes" in text for text in ranks.run(uninitialized))

@@ -1,0 +1,55 @@
+"""The examples of training that goes on: ranks are killed for real, rank 0 too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.launches import ROOT
+
+pytest.importorskip("mlxtend")
+
+DEADLINE_S = 200
+
+
+def run(backend: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "collective", "run", "-n", "4", "--min-ranks", "2", "--backend", backend]
+    options = ["--steps", "9", "--batch", "16", "--kill", "3@2", "--kill", "0@5", *arguments]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(
+        [warm.python(), *launch, str(ROOT / "examples" / example), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **threads},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("example", ["elastic.py", "elastic_chainer.py"])
+def test_the_rest_goes_on_with_the_same_weights_on_every_transport(
+    example: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    if "chainer" in example and importlib.util.find_spec("chainer") is None:
+        pytest.skip("chainer is not installed")
+    found = []
+    picture = tmp_path / "loss.png"
+    for backend, options in (("shm", ["--picture", str(picture)]), ("threads", [])):
+        done = run(backend, example, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2: lost rank 3;" in done.stdout
+        assert "step 5: lost rank 0;" in done.stdout
+        assert "9 steps, the last with 2 ranks" in done.stdout
+        assert "collective run: 2 of 4 ranks were lost:" in done.stderr
+        weights = re.search(r"weights are the same on all of them: (\w{16})", done.stdout)
+        assert weights is not None, done.stdout
+        found.append(weights[1])
+    assert found[0] == found[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,228 @@
+"""PyTorch's training goes on after losses: with whose weights, over which samples."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler
+
+from collective import elastic
+from collective.adapters.torch import (
+    DistributedDataParallel,
+    ShardedSampler,
+    SyncBatchNorm,
+)
+from collective.compression import Cast
+from collective.testing import RankPool
+
+SAMPLES, BATCH, STEPS = 96, 4, 20
+#: Rank 3 is lost in step 2, and rank 0 in step 12, in the second epoch.
+LOSSES = {3: 2, 0: 12}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4, "threads", timeout=60.0) as pool:
+        yield pool
+
+
+def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    own = torch.Generator().manual_seed(3)  # threads share the global one
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -0.3, 0.3, generator=own)
+    targets = torch.randint(0, 3, (SAMPLES,), generator=own)
+    return module, torch.randn(SAMPLES, 8, generator=own), targets
+
+
+def wrapped(module: nn.Module, comm: Any) -> DistributedDataParallel:
+    def in_rank_order(bucket):
+        array = bucket.array
+        return ddp.comm.all_reduce(array, op="avg", out=array, order="rank", async_op=True)
+
+    ddp = DistributedDataParallel(module, comm, reduce=in_rank_order)
+    return ddp
+
+
+def step(ddp: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(ddp(inputs), targets).backward()
+    optimizer.step()
+
+
+def outcome(module: nn.Module, optimizer: Any) -> bytes:
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in module.parameters()]
+    tensors = [*module.state_dict().values(), *momenta]
+    return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+
+
+def elastically(comm) -> Any:
+    origin = comm.rank
+    module, inputs, targets = made()
+    ddp = wrapped(module, comm)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    sampler = ShardedSampler(SAMPLES, comm, seed=1)
+    state = elastic.State(
+        comm, model=ddp, optimizer=optimizer, sampler=sampler, step=0, epoch=0, kept=0
+    )
+    taken = []
+    for generation in elastic.generations(comm, state):
+        with generation as comm:
+            del taken[state.step :]  # of a step that was undone
+            while state.step < STEPS:
+                sampler.set_epoch(state.epoch)
+                for batch in BatchSampler(sampler, BATCH, drop_last=False):
+                    if LOSSES.get(origin) == state.step:
+                        comm.close()
+                        return taken, b""
+                    step(ddp, optimizer, inputs[batch], targets[batch])
+                    taken.append((state.epoch, batch))
+                    state.step += 1
+                    state.commit()
+                    if state.step == STEPS:
+                        break
+                else:
+                    state.epoch += 1
+    return taken, outcome(module, optimizer)
+
+
+def by_hand(comm) -> bytes:
+    """The same steps over groups of as many ranks, by arithmetic on the order of the samples."""
+    module, inputs, targets = made()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    epoch, at, begun = 0, 0, 0
+    for members, stop in (([0, 1, 2, 3], 2), ([0, 1, 2], 12), ([1, 2], STEPS)):
+        if comm.rank not in members:
+            break
+        before, module = optimizer.state_dict(), copy.deepcopy(module)  # without hooks
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.load_state_dict(before)
+        group = comm.group(members)
+        ddp = wrapped(module, group)
+        for _ in range(begun, stop):
+            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1 + epoch))
+            wide = order[at : at + BATCH * len(members)]
+            mine = wide[members.index(comm.rank) :: len(members)]
+            step(ddp, optimizer, inputs[mine], targets[mine])
+            at += len(wide)
+            if at == SAMPLES:
+                epoch, at = epoch + 1, 0
+        begun = stop
+    comm.barrier()  # who has nothing to do any more is there until the others are through
+    return outcome(module, optimizer) if comm.rank in members else b""
+
+
+def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once(ranks):
+    found, expected = ranks.run(elastically), ranks.run(by_hand)
+    assert [bytes_ for _, bytes_ in found] == expected
+    assert expected[1] == expected[2] != b""
+    counted = collections.Counter(
+        (epoch, int(index)) for taken, _ in found for epoch, batch in taken for index in batch
+    )
+    for epoch in (0, 1):
+        assert [counted[epoch, index] for index in range(SAMPLES)] == [1] * SAMPLES
+    assert max(counted.values()) == 1
+
+
+def rebound(comm) -> list[float]:
+    """A wrapper goes on over a group in the middle of a backward pass that nobody ends."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), SyncBatchNorm(2, comm))
+    ddp = DistributedDataParallel(module, comm, reduce=Cast(comm.dup(), "float16"))
+    kept = ddp(torch.ones(3, 2) * comm.rank).sum()
+    ddp._gradients.ready(0)  # the first of several gradients, as a pass that broke off leaves it
+    group = comm.group([0, 2]) if comm.rank in (0, 2) else comm.group([1, 3])
+    ddp.rebind(group)
+    del kept
+    assert all(p.grad is None for p in ddp.parameters())
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) * (comm.rank + 1)
+    ddp(x).square().sum().backward()
+    assert module[1].comm is group
+    return [float(p.grad.sum()) for p in ddp.parameters()]
+
+
+def test_a_wrapper_goes_on_over_other_ranks(ranks):
+    found = ranks.run(rebound)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert found[0] != found[1]
+
+
+# -- the sampler ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [24, 25, 31])
+@pytest.mark.parametrize(
+    "options", [{}, {"padded": True}, {"drop_last": True}], ids=["exact", "padded", "drop_last"]
+)
+def test_the_rest_of_an_epoch_is_shared_out_anew(length: int, options: dict[str, bool]):
+    before = [ShardedSampler(length, (rank, 4), seed=5, **options) for rank in range(4)]
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(5)).tolist()
+    iterators = [iter(sampler) for sampler in before]
+    assert [next(each) for _ in range(2) for each in iterators] == order[:8]
+    after = [ShardedSampler(length, (rank, 4), seed=5, **options) for rank in range(3)]
+    for rank, sampler in enumerate(after):
+        sampler.reshard((rank, 3), 8)
+    rests = [list(sampler) for sampler in after]
+    rest = [index for row in zip(*rests) for index in row]
+    if options:
+        assert len({len(each) for each in rests}) == 1
+        left = length - 8
+        expected = left // 3 * 3 if "drop_last" in options else -(-left // 3) * 3
+        assert rest == (order + order)[8 : 8 + expected]
+    else:
+        assert sorted(index for each in rests for index in each) == sorted(order[8:])
+    # The next epoch is a whole one.
+    assert sum(len(list(sampler)) for sampler in after) >= length // 3 * 3
+
+
+def test_where_a_sampler_is_ends_with_the_epoch_on_all_ranks():
+    samplers = [ShardedSampler(25, (rank, 4)) for rank in range(4)]
+    for sampler in samplers:
+        list(sampler)
+    assert [sampler.state_dict()["taken"] for sampler in samplers] == [25] * 4
+
+
+def taken_ahead(comm) -> list[int]:
+    sampler = ShardedSampler(12, comm, shuffle=False)
+    state = elastic.State(comm, sampler=sampler)
+    iterator = iter(sampler)
+    for _ in range(3):  # a loader with workers has asked for more than was used
+        next(iterator)
+    state.commit(sampler=1)
+    state.restore()
+    return list(sampler)
+
+
+def test_a_loader_that_works_ahead_is_counted_for(ranks):
+    assert ranks.run(taken_ahead) == [[4 + rank, 8 + rank] for rank in range(4)]
+
+
+def rolled_back(comm) -> bool:
+    """Optimizers load what they are given without a copy, and change it in place."""
+    module, inputs, targets = made()
+    optimizer = torch.optim.Adam(module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state = elastic.State(comm, model=module, optimizer=optimizer, scheduler=scheduler)
+
+    def steps() -> bytes:
+        for _ in range(3):
+            step(module, optimizer, inputs, targets)
+            scheduler.step()
+        return b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+
+    fresh = steps()
+    state.restore()
+    same = steps() == fresh
+    state.commit()
+    later = steps()
+    state.restore()
+    return same and steps() == later != fresh
+
+
+def test_what_is_restored_has_the_optimizers_bits_again(ranks):
+    assert ranks.run(rolled_back) == [True] * 4
