@@ -7,7 +7,9 @@ the kind of array, on arguments or on the order of events is the same once more.
 
 from __future__ import annotations
 
-__all__ = ["BY_PLACE", "BY_SIZE", "OF_TWO"]
+from collective.testing import all_checks
+
+__all__ = ["BY_PLACE", "BY_SIZE", "OF_TWO", "SHRINKING", "all_but"]
 
 #: What depends on the number of ranks.
 BY_SIZE = tuple(
@@ -34,3 +36,11 @@ OF_TWO = (
     "check_broken_by_a_late_receiver",
     "check_late_peer",
 )
+#: All about going on after a loss: the decision is the same on any transport, and with processes
+#: each death is a new one.
+SHRINKING = tuple(n for n in all_checks() if n.startswith(("check_shrink", "check_agree")))
+
+
+def all_but(*names: str) -> list[str]:
+    """Return the names of all checks but some."""
+    return [name for name in all_checks() if name not in names]

@@ -66,7 +66,9 @@ class Loopback(Backend):
     """Ranks in one process; ``send`` copies and returns."""
 
     name = "loopback"
-    capabilities = Capabilities(in_process=True, any_source=True, detects_lost_peers=True)
+    capabilities = Capabilities(
+        in_process=True, any_source=True, detects_lost_peers=True, shrinks=True
+    )
     rendezvous: ClassVar[bool] = False
 
     def __init__(self, world: World, hub: _Hub) -> None:
@@ -85,8 +87,12 @@ class Loopback(Backend):
                 hub.wake_all()
             if len(hub.arrived) == world.size:
                 del _hubs[key]  # before anybody returns: the job may connect again
+        end = time.monotonic() + timeout
         with hub.lock:
-            if hub.woken[world.rank].wait_for(lambda: len(hub.arrived) == world.size, timeout):
+            while len(hub.arrived) < world.size and time.monotonic() < end:
+                hub.woken[world.rank].wait(0.05)
+                world.store.check()
+            if len(hub.arrived) == world.size:
                 return cls(world, hub)
             missing = sorted(set(range(world.size)) - hub.arrived)
         with _hubs_lock:
@@ -127,6 +133,9 @@ class Loopback(Backend):
             message.taken = True
             hub.woken[source].notify_all()
             return source
+
+    def lost(self) -> set[int]:
+        return self._hub.left - {self.rank}
 
     def abort(self, failure: Failure) -> None:
         with self._hub.lock:

@@ -8,7 +8,7 @@ from collective import native
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import BY_PLACE, BY_SIZE
+from tests.conformance_parts import BY_PLACE, BY_SIZE, SHRINKING
 from tests.loopback import Loopback, Rendezvous
 
 # One rank sends nothing, which one transport shows for all. Eight are more than cores; what default
@@ -25,6 +25,11 @@ def test_threads(check: Check) -> None:
 
 @parametrize_with_checks("threads", sizes=MANY, checks=BY_SIZE)
 def test_threads_of_8(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks("threads", sizes=(4,), checks=SHRINKING)
+def test_threads_of_4(check: Check) -> None:
     check()
 
 

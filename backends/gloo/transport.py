@@ -57,7 +57,9 @@ class GlooBackend(Messenger):
     """Ranks on any hosts; see the package's docstring."""
 
     name = "gloo"
-    capabilities = Capabilities(across_hosts=True, any_source=True, detects_lost_peers=True)
+    capabilities = Capabilities(
+        across_hosts=True, any_source=True, detects_lost_peers=True, shrinks=True
+    )
 
     def __init__(self, world: World, channel: Channel, listening: Any) -> None:
         super().__init__(channel)

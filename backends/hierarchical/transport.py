@@ -73,7 +73,9 @@ class HierarchicalBackend(TwoLevel, Monitored):
     """
 
     name = "hierarchical"
-    capabilities = Capabilities(across_hosts=True, symmetric_memory=True, detects_lost_peers=True)
+    capabilities = Capabilities(
+        across_hosts=True, symmetric_memory=True, detects_lost_peers=True, shrinks=True
+    )
     _inner: ShmBackend
 
     def __init__(
@@ -82,7 +84,9 @@ class HierarchicalBackend(TwoLevel, Monitored):
         self.rank = outer.rank
         self.size = outer.size
         able = outer.capabilities
-        self.capabilities = replace(type(self).capabilities, dtypes=able.dtypes, ops=able.ops)
+        self.capabilities = replace(
+            type(self).capabilities, dtypes=able.dtypes, ops=able.ops, shrinks=able.shrinks
+        )
         self.channel = outer.channel
         self._outer = outer
         self._inner = inner

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -70,6 +70,8 @@ class Monitoring(Protocol):
 
     @property
     def _lock(self) -> AbstractContextManager[Any, Any]: ...
+
+    def gone(self) -> set[int]: ...
 
     def _say(self, message: Message) -> None: ...
 
@@ -254,6 +256,12 @@ class Channel:
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         self.abort(Failure("aborted", self.rank, text))
         return BackendError(f"{where}: {error} [rank {self.rank}]", code=None)
+
+    def lost(self) -> set[int]:
+        """Return the ranks that have left, have ended or are cut off, as far as it is known."""
+        gone = self._monitor.gone()
+        lost = {rank for rank, member in enumerate(self.members) if member in gone}
+        return (lost | self.left) - {self.rank}
 
     # -- what a rank tells ----------------------------------------------------------------
 
@@ -490,6 +498,14 @@ class Monitored(Backend):
     """
 
     channel: Channel
+
+    @property
+    def meeting(self) -> str:  # type: ignore[override]  # an attribute elsewhere
+        """A text that follows from the secret of this meeting, and tells nothing of it."""
+        return self.channel.secret.key("meeting")[:8].hex()
+
+    def lost(self) -> Set[int]:
+        return self.channel.lost()
 
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder

@@ -33,6 +33,8 @@ __all__ = ["Hub", "disagreement"]
 # How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
 # code that holds the GIL may not answer at all.
 _CHECK_S = 0.5
+# How often it looks whether the roll call was given up.
+_ROLL_S = 1.0
 # How long the hub leaves what ranks wait in alone once it has looked.
 _LOOK_S = 0.2
 
@@ -90,6 +92,7 @@ class Hub:
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
         self._hosts: dict[int, str] = {}
+        self._processes: dict[int, str] = {}
         self._complete = False
         self._over = False
         self._checks: dict[str, _StallCheck] = {}
@@ -109,13 +112,17 @@ class Hub:
         self._server = Server(listening, key, self, tls)
         threading.Thread(target=self._server.run, name="collective-hub", daemon=True).start()
 
+    def give_up(self) -> None:
+        """End a roll call that rank 0 waits for no more."""
+        self._ends = -math.inf
+
     # -- for the server's thread ----------------------------------------------------------
 
     def pause(self) -> float | None:
         """Return how many seconds may pass until :meth:`turn` has something to do; None: any."""
         ends = [each.ends for each in self._checks.values()]
-        if not self._complete:
-            ends.append(self._ends)
+        if not self._complete:  # it may be given up at any time
+            ends.append(min(self._ends, time.monotonic() + _ROLL_S))
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def turn(self) -> bool:
@@ -142,6 +149,7 @@ class Hub:
             self._hear(link, message)
         else:
             check(message, ENROLMENT)
+            self._processes[message["rank"]] = str(message.get("process", ""))
             self._enrol(link, message["rank"], message["size"], message["host"])
 
     def gone(self, link: Link, why: str) -> None:
@@ -173,8 +181,9 @@ class Hub:
                 # that serves again, is to notice.
                 self._server.stop_listening()
                 hosts = [self._hosts[each] for each in range(self._size)]
-                complete = {"kind": "complete", "hosts": hosts, "session": self.session}
-                self._tell(range(self._size), complete)
+                processes = [self._processes[each] for each in range(self._size)]
+                about = {"hosts": hosts, "session": self.session, "processes": processes}
+                self._tell(range(self._size), {"kind": "complete", **about})
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, for everybody who has proved to be of this job."""

@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collective.contract.secret import Secret
@@ -28,6 +29,7 @@ from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
 from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
+from .process import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +43,8 @@ _KEY = "monitor"
 # How long the hub may take to conclude the roll call after its deadline.
 _ANSWER_S = 2.0
 _RETRY_S = 0.01
+# How often who waits for it looks whether the others will come at all.
+_LOOK_S = 0.1
 
 
 class Monitor:
@@ -50,16 +54,25 @@ class Monitor:
         rank, size: of the world.
         hosts: the name of every rank's host.
         secret: of this meeting of the ranks, and no other.
+        processes: that of every rank, as far as it is known.
         hub_gone: whether the hub's process has ended, or says what is wrong.
         channel: of the communicator of all ranks.
     """
 
-    def __init__(self, world: World, link: Link, hosts: list[str], secret: Secret) -> None:
+    def __init__(
+        self,
+        world: World,
+        link: Link,
+        hosts: list[str],
+        secret: Secret,
+        processes: Sequence[Process | None] = (),
+    ) -> None:
         self.rank = world.rank
         self.size = world.size
         self.hosts = hosts
         self.secret = secret
         self.hub_gone = False
+        self.processes = processes
         self._link: Link | None = link
         self._channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
         # What was said of communicators that this rank has not made yet.
@@ -91,11 +104,23 @@ class Monitor:
             world.store.set(_KEY, _published(world, hub.address, key))
             try:
                 return cls(world, *_join_own(world, hub, key, deadline))
+            except BaseException:
+                hub.give_up()
+                raise
             finally:
                 world.store.delete(_KEY)
         return cls(world, *_find(world, timeout, deadline))
 
     # -- for the channels -----------------------------------------------------------------
+
+    def gone(self) -> set[int]:
+        """Return the ranks that have ended, or are cut off, as far as it is known."""
+        with self._lock:
+            found = {*self._lost, *([0] if self.hub_gone else [])}
+        for rank, process in enumerate(self.processes):
+            if process is not None and rank not in found and process.has_ended():
+                found.add(rank)
+        return found - {self.rank}
 
     def _say(self, message: Message) -> None:
         link = self._link
@@ -151,8 +176,9 @@ class Monitor:
                 self._lose(0, why)
 
 
-# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret.
-_Joined = tuple[Link, list[str], Secret]
+# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret, and the
+# ranks' processes.
+_Joined = tuple[Link, list[str], Secret, "list[Process | None]"]
 
 
 def _derived(world: World) -> bytes | None:
@@ -231,10 +257,12 @@ def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
     """
     link = connect(address, key, max(0.001, deadline - time.monotonic()), world.tls)
     try:
-        link.send({"kind": "here", "rank": world.rank, "size": world.size, "host": world.host})
-        answer = link.expect(deadline - time.monotonic() + _ANSWER_S)
+        here = {"rank": world.rank, "size": world.size, "host": world.host}
+        link.send({"kind": "here", **here, "process": str(Process.own())})
+        answer = _answer(world, link, deadline)
         if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
-            return link, answer["hosts"], Secret(key).within(answer["session"])
+            processes = [Process.parse(text) for text in answer.get("processes", ())]
+            return link, answer["hosts"], Secret(key).within(answer["session"]), processes
         raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
     except ValueError as error:
         link.close()
@@ -242,6 +270,18 @@ def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
     except BaseException:
         link.close()
         raise
+
+
+def _answer(world: World, link: Link, deadline: float) -> Message:
+    """Return what the hub says, unless it is known meanwhile that the ranks will not meet."""
+    while True:
+        left = deadline - time.monotonic() + _ANSWER_S
+        try:
+            return link.expect(min(left, _LOOK_S))
+        except TimeoutError:
+            if left <= _LOOK_S:
+                raise
+        world.store.check()
 
 
 def _say_goodbye(link: Link) -> None:

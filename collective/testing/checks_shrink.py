@@ -67,6 +67,24 @@ def _losses(size: int) -> list[tuple[int, ...]]:
     return [*itertools.chain.from_iterable(found)]
 
 
+def _gather(comm: Communicator, marks: str, point: str = "here") -> None:
+    """Return when all ranks are here, without a message that an abort could still overtake.
+
+    Args:
+        marks: a directory in which each leaves a file.
+        point: where in the function that is.
+    """
+    Path(marks, f"{point}-{comm.rank}").touch()
+    _await(*(Path(marks, f"{point}-{rank}") for rank in range(comm.size)))
+
+
+def _run(factory: RankFactory, size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
+    """Run ``function(comm, marks, *args)`` on new ranks."""
+    with tempfile.TemporaryDirectory() as marks:
+        results: list[Any] = factory.run(size, function, marks, *args, fresh=True, **options)
+    return results
+
+
 def _sum(comm: Communicator, first: int) -> float:
     return float(comm.all_reduce(np.full(3, 2.0**first))[0])
 
@@ -105,7 +123,7 @@ def _survivors(
 ) -> dict[int, Any]:  # fmt: skip
     """Run ``function``, which ``victims`` do not survive, and return the others' results."""
     try:
-        results = factory.run(size, function, *args, fresh=True, faults=plan)
+        results = _run(factory, size, function, *args, faults=plan)
     except RanksFailedError as failure:
         if set(failure.errors) - set(victims):
             raise
@@ -116,25 +134,34 @@ def _survivors(
 # -- who is lost, and how ------------------------------------------------------------------
 
 
-def _ways(size: int) -> list[Case]:
-    return [
-        {"victims": victims, "how": how}
-        for victims in _losses(size)
-        for how in ("killed", "raises", "leaves")
-    ]
+def _killed(size: int) -> list[Case]:
+    return [{"victims": victims} for victims in _losses(size)]
 
 
-@check(_ways, at_least=2, needs=_shrinks)
-def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str) -> None:
-    """Whoever is lost, however, the others go on with each other and with nobody else."""
-    plan = [faults.kill(victim, at_call=2) for victim in victims] if how == "killed" else []
-    outcomes = _survivors(factory, size, victims, _lose, victims, how, plan=plan)
+@check(_killed, at_least=2, needs=_shrinks)
+def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...]) -> None:
+    """Whoever dies, the others go on with each other and with nobody else."""
+    plan = [faults.kill(victim, at_call=1) for victim in victims]
+    outcomes = _survivors(factory, size, victims, _lose, victims, "killed", plan=plan)
     _hold_generation(outcomes, size, victims)
 
 
-def _lose(comm: Communicator, victims: Sequence[int], how: str) -> _Generation | None:
+def _gone(size: int) -> list[Case]:
+    return [{"victims": v, "how": how} for v in _losses(size) for how in ("raises", "leaves")]
+
+
+@check(_gone, at_least=2, needs=_shrinks)
+def check_shrink_left(
+    factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str
+) -> None:
+    """Whoever raises, or leaves too early, the others go on as after a death."""
+    outcomes = _survivors(factory, size, victims, _lose, victims, how)
+    _hold_generation(outcomes, size, victims)
+
+
+def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> _Generation | None:
     first = comm.rank
-    comm.barrier()
+    _gather(comm, marks)
     if first in victims and how == "raises":
         raise _Trouble("out of luck")
     if first in victims and how == "leaves":
@@ -161,7 +188,7 @@ def check_shrink_when(
     factory: RankFactory, size: int, *, victims: tuple[int, ...], when: str
 ) -> None:
     """A rank may die in a call in the background, in shrink(), or once it is decided on."""
-    where = {"at_call": 2} if when == "async" else {"in_shrink": when}
+    where = {"at_call": 1} if when == "async" else {"in_shrink": when}
     plan = [faults.kill(victim, **where) for victim in victims]
     outcomes = _survivors(factory, size, victims, _lose_within, when, plan=plan)
     # If it has been decided on one that then died, it is decided once more.
@@ -169,9 +196,9 @@ def check_shrink_when(
     _hold_generation(outcomes, size, victims, numbers)
 
 
-def _lose_within(comm: Communicator, when: str) -> _Generation:
+def _lose_within(comm: Communicator, marks: str, when: str) -> _Generation:
     first = comm.rank
-    comm.barrier()
+    _gather(comm, marks)
     if when == "async":
         x = np.ones(1000)
         listen(lambda: comm.all_reduce(x, async_op=True).wait())
@@ -189,8 +216,9 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
     _hold_generation(outcomes, size, [lost])
 
 
-def _lose_in_the_middle(comm: Communicator) -> _Generation:
+def _lose_in_the_middle(comm: Communicator, marks: str) -> _Generation:
     first = comm.rank
+    _gather(comm, marks)
     x = np.ones(1 << 21, np.float32)
     listen(lambda: comm.all_reduce(x, out=x, op="max"))
     new, told = _next_of(comm, first)
@@ -209,10 +237,10 @@ def check_shrink_twice(factory: RankFactory, size: int) -> None:
         assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
 
 
-def _lose_twice(comm: Communicator) -> _Generation | None:
+def _lose_twice(comm: Communicator, marks: str) -> _Generation | None:
     first = comm.rank
     for victim in range(2):
-        comm.barrier()
+        _gather(comm, marks, f"turn {victim}")
         if first == victim:
             comm.close()
             return None
@@ -228,16 +256,14 @@ def _lose_twice(comm: Communicator) -> _Generation | None:
 @check(needs=_shrinks)
 def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
     """If nobody is lost it is the same ranks in a new generation, as often as one likes."""
-    for turn, outcomes in enumerate(
-        zip(*factory.run(size, _shrink_again, fresh=True), strict=True)
-    ):
+    for turn, outcomes in enumerate(zip(*_run(factory, size, _shrink_again), strict=True)):
         _hold_generation(dict(enumerate(outcomes)), size, (), (turn + 1,))
 
 
-def _shrink_again(comm: Communicator) -> list[_Generation]:
+def _shrink_again(comm: Communicator, marks: str) -> list[_Generation]:
     first, told = comm.rank, []
-    for _ in range(3):
-        comm.barrier()
+    for turn in range(3):
+        _gather(comm, marks, f"turn {turn}")
         comm, each = _next_of(comm, first)
         told.append(each)
     comm.close()
@@ -251,15 +277,15 @@ def _each(size: int) -> list[Case]:
 @check(_each, at_least=2, needs=_shrinks)
 def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> None:
     """A rank that one of the others excludes is told so, though it lives."""
-    outcomes = dict(enumerate(factory.run(size, _exclude, victim, fresh=True)))
+    outcomes = dict(enumerate(_run(factory, size, _exclude, victim)))
     excluded = outcomes.pop(victim)
     assert isinstance(excluded, ExcludedError), f"the excluded rank got {excluded!r}"
     _hold_generation(outcomes, size, (victim,))
 
 
-def _exclude(comm: Communicator, victim: int) -> _Generation | CollectiveError:
+def _exclude(comm: Communicator, marks: str, victim: int) -> _Generation | CollectiveError:
     first = comm.rank
-    comm.barrier()
+    _gather(comm, marks)
     somebody = (victim + 1) % comm.size
     try:
         new, told = _next_of(comm, first, exclude=[victim] if first == somebody else [])
@@ -276,8 +302,7 @@ def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> No
 
     What it does when it comes harms nobody.
     """
-    with tempfile.TemporaryDirectory() as marks:
-        outcomes = dict(enumerate(factory.run(size, _come_late, marks, fresh=True)))
+    outcomes = dict(enumerate(_run(factory, size, _come_late)))
     late = outcomes.pop(size - 1)
     assert [type(each) for each in late] == [ExcludedError] * 2, f"the late rank got {late}"
     _hold_generation(outcomes, size, (size - 1,))
@@ -285,11 +310,13 @@ def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> No
 
 def _come_late(comm: Communicator, marks: str) -> Any:
     first, last = comm.rank, comm.size - 1
-    pids = comm.all_gather_object(os.getpid())
+    Path(marks, f"pid-{first}").write_text(str(os.getpid()))
+    _gather(comm, marks)
+    late = Path(marks, "late")
     if first == last:
         if not comm.capabilities.in_process:
             os.kill(os.getpid(), signal.SIGSTOP)
-        _await(marks, last)
+        _await(*(Path(marks, f"gone-on-{rank}") for rank in range(last)))
         # More than once: it is the others' word, and stays it.
         heard = []
         for _ in range(2):
@@ -297,25 +324,26 @@ def _come_late(comm: Communicator, marks: str) -> Any:
                 comm.shrink()
             except CollectiveError as error:
                 heard.append(error)
-        Path(marks, "late").touch()
+        late.touch()
         return heard
+    pid = int(Path(marks, f"pid-{last}").read_text())
     if not comm.capabilities.in_process:
-        _await_stopped(pids[last])
+        _await_stopped(pid)
     new, told = _next_of(comm, first)
-    Path(marks, str(first)).touch()
+    Path(marks, f"gone-on-{first}").touch()
     if first == 0 and not comm.capabilities.in_process:
-        os.kill(pids[last], signal.SIGCONT)
-    while not new.agree(Path(marks, "late").exists()):
-        new.barrier()
+        os.kill(pid, signal.SIGCONT)
+    while not new.agree(late.exists()):
+        _sum(new, first)
     told = told._replace(total=_sum(new, first))
     new.close()
     return told
 
 
-def _await(marks: str, count: int) -> None:
+def _await(*paths: Path) -> None:
     end = time.monotonic() + _FAR_S
-    while len(os.listdir(marks)) < count and time.monotonic() < end:
-        time.sleep(0.002)
+    while not all(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _await_stopped(pid: int) -> None:
@@ -332,16 +360,16 @@ def _await_stopped(pid: int) -> None:
 @check(at_least=2, needs=_shrinks)
 def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
     """Ranks that are in a call when another shrinks are told to call shrink() too."""
-    outcomes = factory.run(size, _shrink_soundly, fresh=True)
+    outcomes = _run(factory, size, _shrink_soundly)
     for rank, (heard, _) in enumerate(outcomes[1:], start=1):
         what = f"rank {rank}, waiting in a call"
         hold(heard, CommunicatorAbortedError, what, "call shrink() too", rank=0)
     _hold_generation({rank: each[1] for rank, each in enumerate(outcomes)}, size, ())
 
 
-def _shrink_soundly(comm: Communicator) -> Any:
+def _shrink_soundly(comm: Communicator, marks: str) -> Any:
     first, heard = comm.rank, None
-    comm.barrier()
+    _gather(comm, marks)
     if first:
         heard = listen(comm.barrier)
     new, told = _next_of(comm, first)
@@ -360,8 +388,8 @@ def check_shrink_below_the_floor(factory: RankFactory, size: int) -> None:
         assert "min_ranks" in str(error), f"rank {rank}: {error}"
 
 
-def _shrink_below(comm: Communicator) -> CollectiveError | None:
-    comm.barrier()
+def _shrink_below(comm: Communicator, marks: str) -> CollectiveError | None:
+    _gather(comm, marks)
     if comm.rank == 1:
         comm.close()
         return None
@@ -375,16 +403,16 @@ def _shrink_below(comm: Communicator) -> CollectiveError | None:
 @check(at_least=2, needs=_shrinks)
 def check_shrink_closes_groups(factory: RankFactory, size: int) -> None:
     """The old communicator is closed with its groups; new ones are made of the new."""
-    for rank, (closed, total) in enumerate(factory.run(size, _shrink_with_groups, fresh=True)):
+    for rank, (closed, total) in enumerate(_run(factory, size, _shrink_with_groups)):
         assert closed == [CommunicatorClosedError] * 3, f"rank {rank}: old ones raise {closed}"
         assert total == 2.0**size - 1, f"rank {rank}: the new group adds up to {total}"
 
 
-def _shrink_with_groups(comm: Communicator) -> tuple[list[type], float]:
+def _shrink_with_groups(comm: Communicator, marks: str) -> tuple[list[type], float]:
     first = comm.rank
     child = comm.dup()
     grandchild = child.dup()
-    comm.barrier()  # or the abort of one would meet others that are still about to make it
+    _gather(comm, marks)
     new = comm.shrink()
     closed = []
     for old in (comm, child, grandchild):
@@ -398,10 +426,10 @@ def _shrink_with_groups(comm: Communicator) -> tuple[list[type], float]:
 
 @check(at_least=3, needs=_shrinks)
 def check_shrink_a_group(factory: RankFactory, size: int) -> None:
-    """A group can be shrunk by itself; what it was made of goes on."""
-    outcomes = factory.run(size, _shrink_group, fresh=True)
+    """A group can be shrunk by itself; what it was made of goes on, if it can be broken alone."""
+    outcomes = _run(factory, size, _shrink_group)
     for rank, (told, total) in enumerate(outcomes):
-        assert total == 2.0**size - 1, f"rank {rank}: all ranks add up to {total}"
+        assert total in (None, 2.0**size - 1), f"rank {rank}: all ranks add up to {total}"
         if rank:
             expected = _Generation(
                 rank - 1, size - 1, 1, tuple(range(size - 1)), frozenset(), 2.0**size - 2
@@ -409,13 +437,17 @@ def check_shrink_a_group(factory: RankFactory, size: int) -> None:
             assert told == expected, f"rank {rank} says {told} instead of {expected}"
 
 
-def _shrink_group(comm: Communicator) -> tuple[_Generation | None, float]:
+def _shrink_group(comm: Communicator, marks: str) -> tuple[_Generation | None, float | None]:
     told = None
-    if comm.rank:
-        group = comm.group(range(1, comm.size))
+    group = comm.group(range(1, comm.size)) if comm.rank else None
+    _gather(comm, marks)
+    if group is not None:
         new, told = _next_of(group, comm.rank)
         new.close()
-    return told, _sum(comm, comm.rank)
+    try:
+        return told, _sum(comm, comm.rank)
+    except CommunicatorAbortedError:  # its messages are the group's
+        return told, None
 
 
 # -- agreement -----------------------------------------------------------------------------
@@ -424,12 +456,12 @@ def _shrink_group(comm: Communicator) -> tuple[_Generation | None, float]:
 @check(needs=_shrinks)
 def check_agree(factory: RankFactory, size: int) -> None:
     """agree() is true if all say so, the same on all, and as often as one asks."""
-    for rank, answers in enumerate(factory.run(size, _agree, fresh=True)):
+    for rank, answers in enumerate(_run(factory, size, _agree)):
         expected = [True] + [False] * size + [True]
         assert answers == expected, f"rank {rank}: {answers} instead of {expected}"
 
 
-def _agree(comm: Communicator) -> list[bool]:
+def _agree(comm: Communicator, marks: str) -> list[bool]:
     asked = [True, *(comm.rank != other for other in range(comm.size)), True]
     return [comm.agree(flag) for flag in asked]
 
@@ -441,8 +473,8 @@ def check_agree_after_a_loss(factory: RankFactory, size: int, *, victim: int) ->
     assert set(outcomes.values()) == {(True, size == 2)}, f"the survivors agree on {outcomes}"
 
 
-def _agree_after_a_loss(comm: Communicator, victim: int) -> tuple[bool, bool] | None:
-    comm.barrier()
+def _agree_after_a_loss(comm: Communicator, marks: str, victim: int) -> tuple[bool, bool] | None:
+    _gather(comm, marks)
     if comm.rank == victim:
         comm.close()
         return None

@@ -70,7 +70,9 @@ FAULTS = [
         broken.Deaf, "check_killed_peer", {"call": "barrier"}, "instead of PeerLostError",
         "check_scan",
     ),
-    Fault(broken.Alone, "check_shrink", {"victims": (0,), "how": "leaves"}, "says", "check_scan"),
+    Fault(
+        broken.Alone, "check_shrink_left", {"victims": (0,), "how": "leaves"}, "says", "check_scan"
+    ),
     Fault(broken.Slandering, "check_shrink_of_nobody", {}, "ExcludedError", "check_scan"),
     Fault(
         broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not tell 'timed out'",

@@ -1,0 +1,65 @@
+"""How it is seen of a process of this host that it has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from collective.backends.peers.process import Process
+
+TELLING = "from collective.backends.peers.process import Process as P; print(P.own(), flush=True); "
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], Process]]:
+    """Another process, as it says itself."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TELLING + "input()"], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        found = Process.parse(running.stdout.readline().strip())
+        assert found is not None
+        yield running, found
+        running.kill()
+
+
+def test_one_that_runs_has_not_ended(other: tuple[subprocess.Popen[str], Process]) -> None:
+    assert not other[1].has_ended()
+
+
+def test_one_that_its_parent_has_not_looked_at_has_ended(
+    other: tuple[subprocess.Popen[str], Process],
+) -> None:
+    running, process = other
+    running.kill()
+    os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
+    assert process.has_ended()
+
+
+def test_one_that_is_gone_has_ended(other: tuple[subprocess.Popen[str], Process]) -> None:
+    running, process = other
+    running.kill()
+    running.wait()
+    assert process.has_ended()
+
+
+def test_another_of_the_same_number_is_not_it() -> None:
+    own = Process.own()
+    assert own is not None
+    assert own._replace(started=own.started - 1).has_ended()
+
+
+def test_nothing_is_known_of_other_hosts() -> None:
+    own = Process.own()
+    assert own is not None
+    assert not own._replace(host="another", pid=2**22 + 1).has_ended()
+
+
+@pytest.mark.parametrize("text", [None, "", "None", "host", "host 12", "host x-y", 7])
+def test_what_is_none_is_not_believed(text: object) -> None:
+    assert Process.parse(text) is None
