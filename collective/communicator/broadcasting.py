@@ -135,7 +135,7 @@ class Broadcasting(PieceCalls):
         planned = self._plan_of_broadcast(array, dtype, root)
         output: Output | None = None
         if self.rank != root or out is not None:
-            output = Output("broadcast", out, adapter, array.shape, dtype, array)
+            output = Output("broadcast", out, adapter, array.shape, dtype, array, template)
         if self.rank == root:
             buffer = self._input(array, dtype, output, out, x)
         else:

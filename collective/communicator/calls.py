@@ -206,10 +206,12 @@ class Calls:
         stream = self._backend.side_stream(device) if async_op else current
         if others:
             run = joined(stream, others, run)
+        if not async_op and self._lane.idle:
+            return run()
         enqueue = within(stream, run)
         if not async_op:
             # Between calls in the background that go through the host this one has its turn.
-            return run() if self._lane.idle else self._lane.submit(what, _with_site(enqueue)).wait()
+            return self._lane.submit(what, _with_site(enqueue)).wait()
         stream.wait(current.record())
         work = self._stream_work(what, stream, current, adapter)
         if self._lane.idle and self._backend.ready:
@@ -490,8 +492,8 @@ class Calls:
     @staticmethod
     def _input(array: Array, dtype: DType, output: Output | None, given: Any, x: Any) -> Buffer:
         """Return ``array`` as a buffer that overlaps the output not at all, or entirely."""
-        if output is not None and given is array and array.flags.carray:
-            return Buffer(output.flat, dtype)  # in place, of NumPy's
+        if output is not None and output.in_place:
+            return Buffer(output.flat, dtype)
         flat = array.ravel()
         if output is not None and given is not None:
             if given is x:

@@ -24,15 +24,27 @@ class Output:
         shape, dtype: the result's.
         near: an array of the call's, of the kind of memory that the transport works on. An
             ``out`` on a GPU takes results in host memory, too: they are copied there.
+        x: what the call was given, if ``near`` is how the transport has it.
 
     On a GPU an ``out`` may be on another stream than ``near``: the call waits for what is there,
     and what comes there later waits for the call.
 
     Attributes:
         flat: contiguous, of the result's length; what the transport writes to.
+        in_place: whether that is known to be the memory of ``near``.
     """
 
-    __slots__ = ("_adapter", "_apart", "_array", "_dtype", "_given", "_near", "_target", "flat")
+    __slots__ = (
+        "_adapter",
+        "_apart",
+        "_array",
+        "_dtype",
+        "_given",
+        "_near",
+        "_target",
+        "flat",
+        "in_place",
+    )
 
     def __init__(
         self,
@@ -42,8 +54,10 @@ class Output:
         shape: tuple[int, ...],
         dtype: DType,
         near: Any = None,
+        x: Any = None,
     ) -> None:
         self._given = out
+        self.in_place = False
         self._dtype = dtype
         self._adapter = adapter
         self._target: Any = None
@@ -57,9 +71,10 @@ class Output:
             )
             self.flat = self._array.ravel()
             return
-        if out is near and near.shape == shape and near.flags.carray:
+        if _is_view(near, out, x) and near.shape == shape and near.flags.carray:
             # In place, and what would be asked of it is known of the input.
             self._array, self._apart, self.flat = near, False, near.ravel()
+            self.in_place = True
             return
         array, found = adapter_of(out).output(out)
         if found is not dtype:
@@ -101,6 +116,12 @@ class Output:
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given
+
+
+def _is_view(near: Any, out: Any, x: Any) -> bool:
+    """Tell whether an array of the call's is known to be all of ``out``, where that is."""
+    # A view of a framework's array belongs to that, and not to a copy that stands for it.
+    return near is out or (out is x and type(near) is not np.ndarray and near.owner is x)
 
 
 def _like(array: Any, dtype: DType) -> Any:

@@ -95,7 +95,7 @@ class Reductions(Calls):
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
-        output = Output("all_reduce", out, adapter, shape, dtype, array)
+        output = Output("all_reduce", out, adapter, shape, dtype, array, x)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
 
@@ -152,7 +152,7 @@ class Reductions(Calls):
         output = None
         dst = None
         if self.rank == root:
-            output = Output("reduce", out, adapter, array.shape, dtype, array)
+            output = Output("reduce", out, adapter, array.shape, dtype, array, x)
         src = self._input(array, dtype, output, out, x)
         if output is not None:
             dst = src if src.array is output.flat else Buffer(output.flat, dtype)
@@ -205,7 +205,7 @@ class Reductions(Calls):
         planned = self._plan_of("scan", array, dtype, op, None)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
-        output = Output("scan", out, adapter, array.shape, dtype, array)
+        output = Output("scan", out, adapter, array.shape, dtype, array, x)
         src = self._input(array, dtype, output, out, x)
         dst = src if src.array is output.flat else Buffer(output.flat, dtype)
         seconds = self._seconds(timeout)
