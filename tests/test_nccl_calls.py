@@ -31,6 +31,7 @@ from gpu_programs import (
 )
 from nccl_places import Run, needs_compiler, pools
 
+from collective.memory.arrays import adapter_of
 from collective.memory.device_array import DeviceArray
 
 pytestmark = needs_compiler
@@ -212,6 +213,31 @@ def many_outs(comm: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_with_strides_and_repeated_calls(nccl: Run, kind: str) -> None:
     nccl(2, many_outs, kind, shared=True)
+
+
+def views_in_place(comm: Any, kind: str) -> int:
+    warm(comm)
+    with framework(comm, kind) as fw:
+        x = fw.of(np.ones(8, np.float32))
+        adapter: Any = adapter_of(x)
+        view, seen = adapter.view, []
+
+        def counting(given: Any) -> Any:
+            seen.append(given)
+            return view(given)
+
+        adapter.view = counting
+        try:
+            comm.all_reduce(x, out=x)
+        finally:
+            del adapter.view
+    settled(comm)
+    return len(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_in_place_views_its_array_once(nccl: Run, kind: str) -> None:
+    assert nccl(2, views_in_place, kind, shared=True) == [1, 1]
 
 
 # -- memory, groups, objects ----------------------------------------------------------------------
