@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launches import DEADLINE_S, ROOT, Launches, launches
+from tests.launches import DEADLINE_S, Launches, launches
 
 __all__ = ["launches"]  # a fixture
 
@@ -170,17 +170,6 @@ def test_a_program_that_is_none_has_no_traceback_of_ours(
     assert code == 1
     assert message in error
     assert "Traceback" not in error
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
-def test_doctor_runs_nothing_that_lies_in_the_working_directory(launches: Launches) -> None:
-    for name in ("json", "numpy", "torch"):
-        (launches.directory / f"{name}.py").write_text("open('ran', 'w')")
-    # As the installed command, whose working directory is not where it imports from.
-    command = [sys.executable, "-P", "-m", "collective", "doctor"]
-    environment = {**launches.environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=launches.directory, env=environment, capture_output=True)
-    assert not (launches.directory / "ran").exists()
 
 
 # -- signals ------------------------------------------------------------------------------------

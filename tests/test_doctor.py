@@ -12,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,15 @@ class Doctor:
         self.distribution(f"of-{name}", entry_points=points)
 
     def start(
-        self, *arguments: str, installed: bool = False, **variables: str
+        self,
+        *arguments: str,
+        installed: bool = False,
+        options: Sequence[str] = (),
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         environment = self.launches.environment(**variables)
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (self.packages, ROOT)))
-        python = [sys.executable, *(() if installed else ("-S",))]
+        python = [sys.executable, *(() if installed else ("-S",)), *options]
         return subprocess.run(
             [*python, "-m", "collective", "doctor", *arguments],
             cwd=self.launches.directory,
@@ -167,17 +171,19 @@ def test_it_tells_what_a_program_takes_and_what_works(healthy_run: dict[str, Any
     assert report["shared_memory"]["memory"] > 2**20
 
 
-def test_the_text_fits_the_screen_and_begins_with_what_matters(doctor: Doctor) -> None:
-    done = doctor.run(installed=True, COLUMNS="80")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+def test_the_text_fits_the_screen_and_begins_with_what_matters(
+    healthy_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = text(healthy_run)
+    lines = shown.splitlines()
     assert "ranks of one host take shm, of several hierarchical" in lines[0]
     assert lines[2] == "Transports"
-    assert re.search(r"^  shm +works$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  shm +works;", shown, re.MULTILINE)
     for title in ("Host", "MPI", "Network", "Across hosts", "Versions", "Settings"):
         assert title in lines
     data = "over gloo: not authenticated, not encrypted"
-    assert re.search(rf"^  data +{data}$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^  data +{data}$", shown, re.MULTILINE)
     # What cannot be broken, such as a path, may be longer.
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 2] == []
     assert [line for line in lines if line != line.rstrip()] == []
@@ -284,19 +290,21 @@ def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
     assert report["transports"]["shm"]["works"] is True
 
 
-def test_a_wrong_setting_is_shown(doctor: Doctor) -> None:
-    said = "the nearest is COLLECTIVE_BACKEND"
-    report = doctor.report(code=1, COLLECTIVE_BAKEND="shm")
-    assert said in report["settings"]["error"]
-    assert report["transports"]["shm"]["works"] is True
-    shown = text(report)
-    assert shown.splitlines()[0].endswith("a setting is wrong")
-    assert said in re.sub(r"\s+", " ", shown)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_nothing_is_run_that_lies_in_the_working_directory(doctor: Doctor) -> None:
+    for name in ("json", "numpy", "torch"):
+        (doctor.launches.directory / f"{name}.py").write_text("open('ran', 'w')")
+    # As the installed command, whose working directory is not where it imports from.
+    done = doctor.run(options=["-P"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  shm +works$", done.stdout, re.MULTILINE)
+    assert not (doctor.launches.directory / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
+        ("COLLECTIVE_BAKEND", "shm", "the nearest is COLLECTIVE_BACKEND"),
         ("COLLECTIVE_TIMEOUT", "soon", "it must be a number of seconds > 0"),
         ("RANK", "0", "launcher torchrun: WORLD_SIZE is not set"),
     ],
@@ -314,6 +322,9 @@ def test_every_wrong_setting_is_a_problem(
     assert said in told(report)
     assert report["choices"] == []
     assert report["exit_code"] == 1
+    shown = text(report)
+    assert shown.splitlines()[0].endswith("a setting is wrong")
+    assert said in re.sub(r"\s+", " ", shown)
 
 
 def test_a_wrong_interface_is_shown(sick_run: dict[str, Any]) -> None:
