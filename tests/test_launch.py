@@ -179,10 +179,18 @@ def test_consequence_that_ends_first_is_not_blamed(launches: Launches) -> None:
         if rank == 1:
             text = "Traceback (most recent call last):\\nKeyError: 'x'"
             die(PeerFailedError(f"all_reduce: rank 0 failed; its traceback:\\n{text}"))
+        import traceback
+        cause = KeyError("x")
         while not os.path.exists("died"):
             time.sleep(0.01)
-        time.sleep(0.3)  # rank 1 has ended by now
-        raise KeyError("x")
+        with open("arrived-1") as file:
+            other = f"/proc/{file.read()}"
+        # What is said and how it ends, at once: the launcher does not wait long for this.
+        sys.stderr.write("".join(traceback.format_exception(cause)))
+        sys.stderr.flush()
+        while os.path.exists(other):
+            time.sleep(0.001)
+        os._exit(1)
         """)
     done = launches.run("-n", "2", script)
     assert "collective run: rank 0 failed first (exit code 1)" in done.stderr

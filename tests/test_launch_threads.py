@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launches import NOISE_S, PROMISED_S, finish, launches  # noqa: F401
+from launches import DEADLINE_S, finish, launches  # noqa: F401
 
 BODY = "import collective\nimport numpy as np\ncomm = collective.init()\n"
 
@@ -157,37 +157,33 @@ def test_sys_exit_of_one_rank_is_not_hidden_by_what_the_others_raise(run):
 
 
 def test_a_rank_that_hangs_does_not_keep_the_others_failure_back(run):
-    began = time.monotonic()
-    done = run(
+    done = run(  # which gives up long before the other rank would end
         BODY + "import time\ncomm.barrier()\n"
         "if comm.rank == 0:\n    raise ValueError('first')\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
-    assert time.monotonic() - began < 20
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: first\n")
 
 
 def _await(path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + DEADLINE_S
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never appeared"
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("waits", ["comm.barrier()", "time.sleep(60)", "comm.recv(None, 1)"])
+@pytest.mark.parametrize("waits", ["comm.barrier()", "time.sleep(600)", "comm.recv(None, 1)"])
 def test_ctrl_c_ends_it_at_once(launches, waits):  # noqa: F811
     path = launches.directory / "program.py"
     path.write_text(
         BODY + "import time\nif comm.rank == 0:\n    open('here', 'w').close()\n"
-        f"    {waits}\nelse:\n    time.sleep(60)\n"
+        f"    {waits}\nelse:\n    time.sleep(600)\n"
     )
     process = launches.start("-n", "2", "--backend", "threads", str(path))
     _await(launches.directory / "here")
-    began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
     done = finish(process)
-    assert time.monotonic() - began < PROMISED_S + NOISE_S
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
     assert launches.living() == []
