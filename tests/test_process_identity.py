@@ -9,31 +9,33 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.backends.peers.process import Process
+from collective.backends.peers.process import RankProcess
 
-TELLING = "from collective.backends.peers.process import Process as P; print(P.own(), flush=True); "
+TELLING = (
+    "from collective.backends.peers.process import RankProcess as P; print(P.own(), flush=True); "
+)
 
 
 @pytest.fixture
-def other() -> Iterator[tuple[subprocess.Popen[str], Process]]:
+def other() -> Iterator[tuple[subprocess.Popen[str], RankProcess]]:
     """Another process, as it says itself."""
     with subprocess.Popen(
         [sys.executable, "-c", TELLING + "input()"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         assert running.stdout is not None
-        found = Process.parse(running.stdout.readline().strip())
+        found = RankProcess.parse(running.stdout.readline().strip())
         assert found is not None
         yield running, found
         running.kill()
 
 
-def test_one_that_runs_has_not_ended(other: tuple[subprocess.Popen[str], Process]) -> None:
+def test_one_that_runs_has_not_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
     assert not other[1].has_ended()
 
 
 def test_one_that_its_parent_has_not_looked_at_has_ended(
-    other: tuple[subprocess.Popen[str], Process],
+    other: tuple[subprocess.Popen[str], RankProcess],
 ) -> None:
     running, process = other
     running.kill()
@@ -41,7 +43,7 @@ def test_one_that_its_parent_has_not_looked_at_has_ended(
     assert process.has_ended()
 
 
-def test_one_that_is_gone_has_ended(other: tuple[subprocess.Popen[str], Process]) -> None:
+def test_one_that_is_gone_has_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
     running, process = other
     running.kill()
     running.wait()
@@ -49,17 +51,17 @@ def test_one_that_is_gone_has_ended(other: tuple[subprocess.Popen[str], Process]
 
 
 def test_another_of_the_same_number_is_not_it() -> None:
-    own = Process.own()
+    own = RankProcess.own()
     assert own is not None
     assert own._replace(started=own.started - 1).has_ended()
 
 
 def test_nothing_is_known_of_other_hosts() -> None:
-    own = Process.own()
+    own = RankProcess.own()
     assert own is not None
     assert not own._replace(host="another", pid=2**22 + 1).has_ended()
 
 
 @pytest.mark.parametrize("text", [None, "", "None", "host", "host 12", "host x-y", 7])
 def test_what_is_none_is_not_believed(text: object) -> None:
-    assert Process.parse(text) is None
+    assert RankProcess.parse(text) is None

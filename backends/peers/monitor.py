@@ -29,7 +29,7 @@ from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
 from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
-from .process import Process
+from .process import RankProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +65,7 @@ class Monitor:
         link: Link,
         hosts: list[str],
         secret: Secret,
-        processes: Sequence[Process | None] = (),
+        processes: Sequence[RankProcess | None] = (),
     ) -> None:
         self.rank = world.rank
         self.size = world.size
@@ -178,7 +178,7 @@ class Monitor:
 
 # What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret, and the
 # ranks' processes.
-_Joined = tuple[Link, list[str], Secret, "list[Process | None]"]
+_Joined = tuple[Link, list[str], Secret, "list[RankProcess | None]"]
 
 
 def _derived(world: World) -> bytes | None:
@@ -258,10 +258,10 @@ def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
     link = connect(address, key, max(0.001, deadline - time.monotonic()), world.tls)
     try:
         here = {"rank": world.rank, "size": world.size, "host": world.host}
-        link.send({"kind": "here", **here, "process": str(Process.own())})
+        link.send({"kind": "here", **here, "process": str(RankProcess.own())})
         answer = _answer(world, link, deadline)
         if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
-            processes = [Process.parse(text) for text in answer.get("processes", ())]
+            processes = [RankProcess.parse(text) for text in answer.get("processes", ())]
             return link, answer["hosts"], Secret(key).within(answer["session"]), processes
         raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
     except ValueError as error:

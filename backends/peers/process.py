@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Process"]
+__all__ = ["RankProcess"]
 
 # Fields of /proc/PID/stat behind the name, which may hold anything, in parentheses.
 _STATE, _STARTED = 0, 19
 
 
-class Process(NamedTuple):
+class RankProcess(NamedTuple):
     """A process of some host.
 
     Attributes:
@@ -32,13 +32,13 @@ class Process(NamedTuple):
     started: int
 
     @classmethod
-    def own(cls) -> Process | None:
+    def own(cls) -> RankProcess | None:
         """Return this process; None where nobody could look at it."""
         found = _state_of(os.getpid())
         return None if found is None else cls(_host(), os.getpid(), found[1])
 
     @classmethod
-    def parse(cls, text: object) -> Process | None:
+    def parse(cls, text: object) -> RankProcess | None:
         """Return the process that ``str`` has written; None if that is no such text."""
         host, _, numbers = str(text).rpartition(" ")
         pid, _, started = numbers.partition("-")

@@ -284,7 +284,7 @@ class Shrinking:
             local_rank=local_rank,
             local_size=local_size,
             job=self._key(),
-            store=_Meeting(self._store, self._key(), self._look),
+            store=_PrefixedStore(self._store, self._key(), self._look),
             secret=secret and secret.within("generation", self._key()),
         )
         patience = max(_CONNECT_GRACES * self._lineage.grace, _CONNECT_S)
@@ -330,7 +330,7 @@ class Shrinking:
         return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
 
 
-class _Meeting(Store):
+class _PrefixedStore(Store):
     """Where the ranks of one generation meet: keys of their own in the store of all."""
 
     def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:

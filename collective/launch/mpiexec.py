@@ -107,6 +107,6 @@ def _open_mpi(program: str) -> int:
             f"mpiexec: {program} --version failed: {error}. Install mpiexec together with its "
             f"library: {hint('mpi')}"
         ) from error
-    said = done.stdout + done.stderr
-    version = re.search(rb"Open MPI\D*(\d+)", said)
-    return int(version[1]) if version else int(b"Open MPI" in said)
+    text = done.stdout + done.stderr
+    version = re.search(rb"Open MPI\D*(\d+)", text)
+    return int(version[1]) if version else int(b"Open MPI" in text)

@@ -155,8 +155,8 @@ class _Program:
             self.failed.set()
         elif code:
             left = self.size - len(self.failures)
-            said = loss(rank, code, left, self.size, self.size - self.spare)
-            print(said, end="", file=sys.__stderr__, flush=True)
+            report = loss(rank, code, left, self.size, self.size - self.spare)
+            print(report, end="", file=sys.__stderr__, flush=True)
 
 
 def main(arguments: Sequence[str], spare: int = 0) -> int:
