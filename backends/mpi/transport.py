@@ -43,6 +43,12 @@ class MpiTransport(MpiMoves, MpiReductions):
 
     name = "mpi"
     launcher = "mpiexec"
+    # Open MPI goes on under --with-ft ulfm, and its MPI_Comm_shrink waits for each process that
+    # lives: one that is stopped, or excluded, would hold all others (docs/decisions.md).
+    why_not_shrink = (
+        "MPICH and Intel MPI end the job when a rank dies, and Open MPI, if started without "
+        "--with-ft ulfm; with it no use is made of it yet"
+    )
     capabilities = Capabilities(
         across_hosts=True,
         checks_calls=True,

@@ -95,8 +95,9 @@ def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., An
 class BroadcastStore(Store):
     """A store of one thing, on a transport that stands: rank 0 has it, and all others get it."""
 
-    def __init__(self, host: Backend, end: float) -> None:
+    def __init__(self, host: Backend, store: Store, end: float) -> None:
         self._host = host
+        self._store = store
         self._end = end
         self._received: bytes | None = None
 
@@ -124,7 +125,7 @@ class BroadcastStore(Store):
         """Do nothing: it is with those whom it was sent to."""
 
     def check(self) -> None:
-        """Do nothing: the transport itself notices who has gone."""
+        self._store.check()
 
 
 def breaker(host: Backend, channel: Channel) -> Callable[[], None]:

@@ -77,7 +77,7 @@ class NcclBackend(Collectives, Monitored):
     name = "nccl"
     enqueues = True
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}), across_hosts=True, detects_lost_peers=True
+        devices=frozenset({"cuda"}), across_hosts=True, detects_lost_peers=True, shrinks=True
     )
 
     def __init__(self, host: Backend, channel: Channel, meeting: Meeting, devices: str) -> None:
@@ -92,7 +92,6 @@ class NcclBackend(Collectives, Monitored):
             devices=places,
             symmetric_memory=able.symmetric_memory and "cpu" in places,
             detects_lost_peers=True,
-            shrinks=False,
         )
         monitored = isinstance(host, Monitored) and host.channel is channel
         self._plane = host
@@ -124,7 +123,7 @@ class NcclBackend(Collectives, Monitored):
             if isinstance(host, Monitored):
                 channel = host.channel
             else:
-                here = replace(world, store=BroadcastStore(host, end))
+                here = replace(world, store=BroadcastStore(host, world.store, end))
                 channel = Monitor.start(here, max(0.001, end - _now())).channel
             return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
         except BaseException:

@@ -250,10 +250,11 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
         if self._closed:
             self._backend.refuse_broken(what)
         if not self.capabilities.shrinks:
+            why = self._backend.why_not_shrink
             raise UnsupportedError(
-                f"{what}: backend {self.backend!r} cannot go on without a rank {self._who}. Use "
-                "COLLECTIVE_BACKEND=shm on one host, gloo or hierarchical on several; or start all "
-                "ranks again."
+                f"{what}: backend {self.backend!r} cannot go on without a rank"
+                f"{why and f': {why}'} {self._who}. Use COLLECTIVE_BACKEND=shm on one host, gloo "
+                "or hierarchical on several; or start all ranks again."
             )
         if self._lineage is None:
             raise UnsupportedError(

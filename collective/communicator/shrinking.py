@@ -277,6 +277,7 @@ class Shrinking:
 
     def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
         secret = self._root.secret
+        meeting = _PrefixedStore(self._store, self._key(), self._look)
         world = replace(
             self._root,
             rank=members.index(self._root.rank),
@@ -284,12 +285,15 @@ class Shrinking:
             local_rank=local_rank,
             local_size=local_size,
             job=self._key(),
-            store=_PrefixedStore(self._store, self._key(), self._look),
+            store=meeting,
             secret=secret and secret.within("generation", self._key()),
         )
         patience = max(_CONNECT_GRACES * self._lineage.grace, _CONNECT_S)
         left = self._end - time.monotonic()
-        return self._backend.reconnect(world, max(0.001, min(patience, left)))
+        try:
+            return self._backend.reconnect(world, max(0.001, min(patience, left)))
+        finally:
+            meeting.release()
 
     def _look(self) -> None:
         """Raise if those who were decided on will not all connect.
@@ -337,6 +341,10 @@ class _PrefixedStore(Store):
         self._store = store
         self._prefix = prefix
         self._look = look
+
+    def release(self) -> None:
+        """Look no more: a transport keeps its world, which is not to keep the last transport."""
+        self._look = lambda: None
 
     def __str__(self) -> str:
         return str(self._store)

@@ -102,6 +102,8 @@ class Backend(ABC):
     Attributes:
         name: the registered name.
         launcher: the program that has to start its ranks (``"mpiexec"``), or empty.
+        why_not_shrink: why its ranks cannot go on after a loss, for error texts; empty if there is
+            nothing to say.
         capabilities: what it can do.
         rank: this rank.
         size: how many ranks there are.
@@ -114,6 +116,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     launcher: ClassVar[str] = ""
+    why_not_shrink: ClassVar[str] = ""
     capabilities: Capabilities
     rank: int
     size: int

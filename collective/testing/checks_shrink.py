@@ -25,6 +25,7 @@ from collective.errors import (
     CommunicatorClosedError,
     ExcludedError,
     PeerLostError,
+    UnsupportedError,
 )
 from collective.launch.outcome import RanksFailedError
 
@@ -448,6 +449,27 @@ def _shrink_group(comm: Communicator, marks: str) -> tuple[_Generation | None, f
         return told, _sum(comm, comm.rank)
     except CommunicatorAbortedError:  # its messages are the group's
         return told, None
+
+
+def _stays(capabilities: Capabilities) -> str | None:
+    return "goes on after a loss" if capabilities.shrinks else None
+
+
+@check([{"call": call} for call in ("shrink", "agree")], needs=_stays)
+def check_shrink_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
+    """Where that cannot be it is refused, with a remedy, and nothing is broken by it."""
+    for rank, error in enumerate(factory.run(size, _refused, call)):
+        assert isinstance(error, UnsupportedError), f"rank {rank} got {error!r}"
+        assert "COLLECTIVE_BACKEND=" in str(error), f"rank {rank}: no remedy: {error}"
+
+
+def _refused(comm: Communicator, call: str) -> CollectiveError | None:
+    try:
+        getattr(comm, call)()
+    except CollectiveError as error:
+        comm.barrier()
+        return error
+    return None
 
 
 # -- agreement -----------------------------------------------------------------------------

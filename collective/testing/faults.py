@@ -116,6 +116,7 @@ class FaultyBackend(Backend):
         self.rank = inner.rank
         self.size = inner.size
         self.meeting = inner.meeting
+        self.why_not_shrink = inner.why_not_shrink  # type: ignore[misc]
         self.enqueues = inner.enqueues  # type: ignore[misc]
         self._inner = inner
         self._plan = [fault for fault in plan if fault.rank == inner.rank]

@@ -1,0 +1,215 @@
+"""shrink() and agree() beside what the public suite says: arguments, settings, leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective.communicator import Communicator
+from collective.contract.world import World
+from collective.errors import (
+    CommunicatorClosedError,
+    InvalidArgumentError,
+    PeerLostError,
+    RankError,
+    RendezvousError,
+    UnsupportedError,
+)
+from collective.start.file_store import FileStore
+from collective.start.memory_store import MemoryStore
+from collective.testing import run_ranks
+from tests.hosts import ROOT
+
+FAR_S = 30.0
+
+
+def alone(store: Any = None, **settings: Any) -> Communicator:
+    world = World(0, 1, 0, 1, "here", "none", "job", store or MemoryStore())
+    return collective.connect(world, "threads", **settings)
+
+
+def on_threads(
+    size: int, program: Callable[[Communicator], Any], store: Any = None,
+    hosts: str = "", **settings: Any,
+) -> list[Any]:  # fmt: skip
+    """Return what ``program`` returned or raised on each of some ranks that meet in ``store``."""
+    results: list[Any] = [None] * size
+    found = MemoryStore() if store is None else store
+    hosts = hosts or "a" * size
+
+    def run(rank: int) -> None:
+        local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+        world = World(rank, size, *local, hosts[rank], "none", "job", found)
+        try:
+            with collective.connect(world, "threads", timeout=FAR_S, **settings) as comm:
+                results[rank] = program(comm)
+        except collective.CollectiveError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FAR_S)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"exclude": [0]}, RankError),
+        ({"exclude": [1]}, RankError),
+        ({"min_ranks": 0}, InvalidArgumentError),
+        ({"min_ranks": True}, InvalidArgumentError),
+        ({"timeout": -1}, InvalidArgumentError),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_breaks_nothing(arguments: dict[str, Any], kind: type) -> None:
+    with alone() as comm:
+        with pytest.raises(kind):
+            comm.shrink(**arguments)
+        assert comm.all_reduce(np.ones(1))[0] == 1
+
+
+def test_a_closed_one_does_not_go_on() -> None:
+    comm = alone()
+    comm.close()
+    for call in (comm.shrink, comm.agree):
+        with pytest.raises(CommunicatorClosedError):
+            call()
+
+
+def test_one_of_unknown_descent_does_not_go_on() -> None:
+    with alone() as comm:
+        made = Communicator(comm._backend, local_rank=0, local_size=1, host="here", timeout=FAR_S)
+        with pytest.raises(UnsupportedError, match=r"Use collective\.init\(\)"):
+            made.shrink()
+
+
+def test_the_floor_may_be_a_setting() -> None:
+    def program(comm: Communicator) -> Any:
+        return comm.shrink() if comm.rank else None  # rank 0 leaves
+
+    found = on_threads(3, program, min_ranks=3)[1:]
+    assert [type(error) for error in found] == [PeerLostError] * 2
+
+
+def test_the_grace_may_be_a_setting() -> None:
+    released = threading.Event()
+
+    def program(comm: Communicator) -> Any:
+        if comm.rank == 1:
+            released.wait(FAR_S)
+            return None
+        with comm.shrink() as new:
+            released.set()
+            return new.size
+
+    assert on_threads(2, program, shrink_grace=0.01)[0] == 1
+
+
+def test_ranks_of_a_host_are_counted_anew() -> None:
+    def program(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            return None
+        with comm.shrink() as new:
+            return new.local_rank, new.local_size
+
+    assert on_threads(4, program, hosts="abab")[1:] == [(0, 2), (0, 1), (1, 2)]
+
+
+def test_two_communicators_of_one_store_do_not_mix() -> None:
+    def program(comm: Communicator) -> Any:
+        with comm.shrink() as new:
+            return new.origin
+
+    store = MemoryStore()
+    for _ in range(2):
+        assert on_threads(2, program, store) == [(0, 1)] * 2
+
+
+def test_a_store_that_is_gone_is_told(tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+    store = FileStore(tmp_path / "store")
+
+    def program(comm: Communicator) -> Any:
+        together.wait(FAR_S)
+        shutil.rmtree(store.directory, ignore_errors=True)
+        together.wait(FAR_S)
+        comm.shrink()
+
+    found = on_threads(2, program, store)
+    assert [type(error) for error in found] == [RendezvousError] * 2
+    assert "COLLECTIVE_STORE" in str(found[0])
+
+
+def test_hooks_are_told_of_the_next_generation() -> None:
+    heard = []
+
+    class Listening(collective.communicator.listener.Listener):  # type: ignore[name-defined]
+        def group(self, child: Any, ranks: Any) -> None:
+            heard.append((child.size, list(ranks)))
+
+    with alone() as comm:
+        comm.listen(Listening())
+        comm.shrink().close()
+    assert heard == [(1, [0])]
+
+
+def _many(comm: Communicator) -> list[tuple[int, int]]:
+    """Return how many descriptors and threads there are, generation after generation."""
+    found = []
+    comm.barrier()  # all have come out of init()
+    for _ in range(8):
+        comm = comm.shrink()
+        # Whoever is out of it first shrinks, and breaks it for the other.
+        with contextlib.suppress(collective.CommunicatorAbortedError):
+            comm.barrier()
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_generations_leave_nothing_open(backend: str) -> None:
+    if backend == "gloo":
+        pytest.importorskip("torch")
+    for counts in run_ranks(2, _many, backend=backend, timeout=FAR_S):
+        for each in zip(*counts, strict=True):
+            # Threads of the last one may take a moment to end; what is left would add up.
+            assert min(each[4:]) <= max(each[:4]), counts
+
+
+def test_the_next_generation_is_the_current_one(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import collective
+        first = collective.init()
+        if first.rank == 0:
+            first.close()
+        else:
+            second = collective.shrink()
+            assert collective.current() is second
+            assert second is not first
+            print("rank", collective.rank(), "of", collective.size())
+    """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "collective", "run", "-n", "3", "--backend", "threads", program],
+        capture_output=True, text=True, timeout=2 * FAR_S, cwd=ROOT,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == ["[1] rank 0 of 2", "[2] rank 1 of 2"], done.stderr
