@@ -33,6 +33,7 @@ from nccl_places import Run, needs_compiler, pools
 
 from collective.memory.arrays import adapter_of
 from collective.memory.device_array import DeviceArray
+from tests.meta.test_walks import walk
 
 pytestmark = needs_compiler
 
@@ -238,6 +239,26 @@ def views_in_place(comm: Any, kind: str) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_in_place_views_its_array_once(nccl: Run, kind: str) -> None:
     assert nccl(2, views_in_place, kind, shared=True) == [1, 1]
+
+
+def walk_in_place(comm: Any, kind: str) -> int:
+    """Return how many functions of ours a call takes, in which none is made for the first time."""
+    warm(comm)
+    stream = comm._backend.device.new_stream()
+    for event in [stream.record() for _ in range(20)]:
+        event.release()  # there are enough of them now
+    with framework(comm, kind) as fw:
+        x = fw.of(np.ones(8, np.float32))
+        counts = [walk(lambda: comm.all_reduce(x, out=x))[0] for _ in range(10)]
+    settled(comm)
+    return min(counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_in_place_walks_no_further(nccl: Run, kind: str) -> None:
+    # As in tests/meta/test_walks.py: what it takes today, to be lowered when it gets shorter.
+    ceiling = {"fake": 46, "device": 34, "torch": 38}[kind]
+    assert max(nccl(2, walk_in_place, kind, shared=True)) <= ceiling
 
 
 # -- memory, groups, objects ----------------------------------------------------------------------
