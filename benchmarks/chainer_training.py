@@ -126,7 +126,7 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
         comm.all_reduce(memory, op="avg", out=memory)
 
     steps[_FLOOR] = reduction_alone
-    found = _turns(comm, steps, *((3, 0.1) if quick else (15, 0.4)))
+    found = _turns(comm, steps, *((3, 0.03) if quick else (15, 0.4)))
     comm.close()
     return found
 

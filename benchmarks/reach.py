@@ -158,7 +158,7 @@ def _sit(
 def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds that ``mpi`` adds to a raw call."""
     found: dict[str, float] = {}
-    asked = overhead.OPERATIONS.split(), [8, 1024], options.quick
+    asked = overhead.OPERATIONS.split(), [8] if options.quick else [8, 1024], options.quick
     for vendor, path in peers.find(options).items():
         run = overhead.launch(path, 2, *asked)
         for each in run["records"]:

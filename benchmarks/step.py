@@ -217,7 +217,7 @@ def chainer_steps_under_mpi(_: Participant, asked: argparse.Namespace) -> dict[s
 
 def _turns(comm: Any, sides: dict[str, Step], asked: argparse.Namespace) -> dict[str, list[float]]:
     calls = {side: repeated(step) for side, step in sides.items()}
-    rounds, turn = (3, 0.1) if asked.quick else (15, 0.3)
+    rounds, turn = (3, 0.03) if asked.quick else (15, 0.3)
     return alternate(comm, calls, rounds, turn, warm=3, clock=_CLOCKS[asked.clock])
 
 

@@ -73,7 +73,7 @@ def rank(comm: Any, part: str, folder: Path, names: Sequence[str], quick: bool) 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    rounds, turn = (3, 0.1) if quick else (15, 0.4)
+    rounds, turn = (3, 0.03) if quick else (15, 0.4)
     found = {}
     for name in names:
         wrapped = _wrapped(part, comm, name)

@@ -56,8 +56,10 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The files that take longest, longest first: ``make test`` hands files out in this order, so that
 # none of them is left over when the others are done. The summary tells of one that is missing.
 SLOW = """
-    hierarchical mpi_conformance docs conformance mpi_failures faults nccl_conformance doctor
-    hosts examples benchmarks gloo_conformance mpi_cuda_aware torch_examples
+    mpi_conformance hierarchical benchmarks docs conformance doctor mpi_failures faults
+    gloo_conformance nccl_conformance chainermn_launch bench_command hosts parity_faults
+    mpi_cuda_aware chainer_transports examples fork broken_transports torch_transports
+    torch_examples
 """.split()
 
 

@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(broken.Platform, "all_reduce", "all_reduce(min)", ops=("sum", "min")),
     Fault(
-        broken.Hanging, "barrier", "RankHungError", 2, ("all_reduce", "barrier", "messages"), 1.5
+        broken.Hanging, "barrier", "RankHungError", 2, ("barrier", "messages"), 1.5
     ),
     Fault(
         broken.Crashing, "all_gather", "killed by signal 9", 2,
