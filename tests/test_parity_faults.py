@@ -98,9 +98,9 @@ def _release() -> Iterator[None]:
     broken.released.set()
 
 
-# What shows in the words of an error alone, after one or in how long it takes: parity looks at
-# results.
-UNSEEN = {"Laconic", "Forgiving", "Unwaking", "Ignoring"}
+# What shows in the words of an error alone, after one, when ranks go on without the lost, or in how
+# long it takes: parity looks at results.
+UNSEEN = {"Laconic", "Forgiving", "Unwaking", "Ignoring", "Alone", "Slandering"}
 
 
 def test_every_broken_transport_is_here() -> None:
