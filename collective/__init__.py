@@ -39,6 +39,7 @@ from collective.errors import (
     RankError,
     RendezvousError,
     ShapeError,
+    StateLostError,
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
@@ -75,6 +76,7 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
+    "StateLostError",
     "Status",
     "UnsupportedError",
     "Work",

@@ -8,6 +8,7 @@
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
     ├ MismatchError                          ranks disagree; raised on every rank
+    ├ StateLostError                         what only lost ranks had of a sharded state; names it
     ├ GradientError                          a backward pass did not bring each gradient once
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
     ├ BackendNotFoundError (LookupError)     lists the known names
@@ -47,6 +48,7 @@ __all__ = [
     "RankError",
     "RendezvousError",
     "ShapeError",
+    "StateLostError",
     "UnsupportedError",
 ]
 
@@ -95,6 +97,13 @@ class MismatchError(CollectiveError):
 
     Raised on every rank with the same text: which rank did what, and where in its
     program. Nothing was reduced or overwritten, and the communicator stays usable.
+    """
+
+
+class StateLostError(CollectiveError):
+    """Ranks are lost that had something of the training's state which no other rank has.
+
+    Raised on every rank that is left. All have to start again, from what is on disk.
     """
 
 

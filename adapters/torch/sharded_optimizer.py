@@ -7,13 +7,15 @@ the parameters, of which alone it keeps the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective.errors import InvalidArgumentError, MismatchError
+from collective.errors import InvalidArgumentError, MismatchError, StateLostError
 from collective.training import shards
+from collective.training.shard_copies import givers, shared_out, with_copies
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -34,6 +36,9 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         parameters: as for any optimizer: parameters or groups of them, the same on all ranks.
         optimizer: the class of what is spread.
         comm: connects the ranks.
+        copies: how many ranks have each share of the state at a
+            :meth:`collective.elastic.State.commit`: its own and those after it. With 1 a lost
+            rank's share is lost.
         defaults: what the class takes besides.
 
     Raises:
@@ -48,20 +53,31 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         parameters: Iterable[Any],
         optimizer: Callable[..., torch.optim.Optimizer],
         comm: Communicator,
+        *,
+        copies: int = 1,
         **defaults: Any,
     ) -> None:
+        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+            raise InvalidArgumentError(f"ShardedOptimizer: copies {copies!r}; 1 or more.")
         self._comm = comm
+        self._copies = copies
+        self._made = functools.partial(optimizer, **defaults)
+        self._has_state = False  # on any rank
         self._local: torch.optim.Optimizer | None = None
-        self._owners: dict[Any, int] = {}
-        self._loads = [0] * comm.size  # elements of each rank's share
         super().__init__(list(parameters), dict(defaults))
         self._agree()
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Give each parameter an owner, and make the optimizer of this rank's share."""
+        self._owners: dict[Any, int] = {}
+        self._loads = [0] * self._comm.size  # elements of each rank's share
         shares = [self._shared(group) for group in self.param_groups]
         # A class that wants at least one parameter gets one that it never sees a gradient of.
         self._nothing = torch.zeros(0, requires_grad=True)
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
-        self._local = optimizer(shares, **defaults)
+        self._local = self._made(shares)
         for group, local in zip(self.param_groups, self._local.param_groups):
             for key, value in local.items():
                 group.setdefault(key, value)
@@ -110,6 +126,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
             # Schedulers write to ours.
             local.update({key: value for key, value in group.items() if key != "params"})
         self._local.step()
+        self._has_state = True
         self._exchange()
         return loss
 
@@ -151,14 +168,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         }
         every = self._comm.all_gather_object(mine, pickle=True)
         state = {number: kept for part in every for number, kept in part.items()}
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [numbers[parameter] for parameter in group["params"]],
-            }
-            for group in self.param_groups
-        ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a whole state, of this class or the one that is spread, on any ranks.
@@ -188,6 +198,85 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
             if of_name[name] in places
         }
         self._local.load_state_dict(local)
+        self._has_state = bool(state_dict["state"])
+
+    # -- losses of ranks ------------------------------------------------------------------
+
+    def keep_shards(self) -> dict[str, Any]:
+        """Return this rank's share of the state and copies of others'; nobody's memory.
+
+        Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
+        """
+        assert self._local is not None
+        numbers = self._numbers()
+        share = {
+            numbers[parameter]: {key: _copy(value) for key, value in state.items()}
+            for parameter, state in self._local.state.items()
+            if parameter in numbers
+        }
+        return {
+            "held": with_copies(self._comm, share, self._copies),
+            "rank": self._comm.rank,
+            "size": self._comm.size,
+            "owners": [self._owners[parameter] for parameter in numbers],
+            "groups": self._groups(),
+            "has_state": self._has_state,
+        }
+
+    def restore_shards(self, kept: dict[str, Any]) -> None:
+        """Make this rank's share of the state what it was when it was kept."""
+        self._load(kept["held"][kept["rank"]], kept)
+
+    def regain_shards(self, comm: Communicator, kept: dict[str, Any]) -> None:
+        """Share out what the ranks of another communicator hold of the state.
+
+        Collective: every rank of ``comm`` calls it, as :meth:`collective.elastic.State.sync` does.
+
+        Raises:
+            StateLostError: the share of a lost rank is on no other; names its parameters.
+        """
+        giver = givers(comm, kept["held"])
+        lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
+        if lost and kept["has_state"]:
+            names = [self._name(number) for number in lost]
+            listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+            gone = sorted(set(range(kept["size"])) - set(giver))
+            raise StateLostError(
+                f"ShardedOptimizer: the state of {listed} was on ranks {gone} alone, which are "
+                f"lost [rank {comm.rank} of {comm.size}]. Pass copies={len(gone) + 1} or more to "
+                "outlive such a loss; now start all ranks again, from a checkpoint."
+            )
+        self._comm = comm
+        self._share_out()
+        owners = [self._owners[parameter] for parameter in self._numbers()]
+        self._load(shared_out(comm, kept["held"], giver, owners), kept)
+
+    def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
+        own = {
+            number: {key: _copy(value) for key, value in state.items()}
+            for number, state in states.items()
+        }
+        self.load_state_dict({"state": own, "param_groups": kept["groups"]})
+        self._has_state = kept["has_state"]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the groups as a state has them: parameters by their numbers."""
+        numbers = self._numbers()
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [numbers[parameter] for parameter in group["params"]],
+            }
+            for group in self.param_groups
+        ]
+
+    def _name(self, number: int) -> str:
+        """Return a parameter's name, where the optimizer was given names, or what tells it."""
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        if len(names) == len(self._owners):
+            return str(names[number])
+        parameter = list(self._numbers())[number]
+        return f"parameter {number} {list(parameter.shape)}"
 
     def _numbers(self) -> dict[Any, int]:
         every = [p for group in self.param_groups for p in group["params"]]
@@ -196,3 +285,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
 
 def _to_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

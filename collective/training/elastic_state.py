@@ -10,14 +10,15 @@ import copy
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from collective.communicator.objects import encode
-from collective.errors import InvalidArgumentError, MismatchError
+from collective.errors import InvalidArgumentError, MismatchError, StateLostError
 from collective.memory.arrays import is_array
 
 from .rebinding import Rebindable
+from .shard_copies import Sharded
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -145,11 +146,20 @@ class _Commit:
 
     Attributes:
         number: of the commit, from 0.
-        parts: a copy of each, by name.
+        parts: a copy of each that is the same on all ranks, by name.
+        generation: of the ranks over which the other parts are cut.
+        shards: what this rank holds of those, by name.
     """
 
     number: int
     parts: dict[str, Any]
+    generation: int = 0
+    shards: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> list[int]:
+        """What is greater for the later of two."""
+        return [self.number, self.generation]
 
     def digests(self) -> dict[Path, bytes]:
         """Return the digest of each leaf."""
@@ -187,9 +197,9 @@ class State:
                     f"State: a part called {name!r}, which is a name of the class's own. Choose "
                     "another."
                 )
-        fields = {"comm": comm, "_parts": dict(parts)}
-        self.__dict__.update(fields)
-        self.__dict__["_kept"] = _Commit(0, self._copies({}))
+        # Assignments go to parts.
+        self.__dict__.update({"comm": comm, "_parts": dict(parts), "_pending": None})
+        self._keep(0, self._copies({}), comm)
         for path, value in _leaves(self._kept.parts).items():
             self._refuse_unknown(path, value)
 
@@ -215,7 +225,8 @@ class State:
     def commit(self, **taken: int) -> None:
         """Keep what the parts are now: where all ranks go on from after a loss.
 
-        Every rank calls it after the same step. It sends nothing.
+        Every rank calls it after the same step. It sends nothing, unless a part is cut over the
+        ranks, as a ``ShardedOptimizer``: then it is collective.
 
         Args:
             taken: for samplers whose loader works ahead (``num_workers``), by the part's name: how
@@ -227,12 +238,34 @@ class State:
             raise InvalidArgumentError(
                 f"commit: no part {', '.join(strange)}; there are {', '.join(self._parts)}."
             )
-        # In place only as a whole, whatever interrupts the copying.
-        self.__dict__["_kept"] = _Commit(self._kept.number + 1, self._copies(taken))
+        self._keep(self._kept.number + 1, self._copies(taken), self.comm)
+
+    def _keep(self, number: int, parts: dict[str, Any], comm: Communicator) -> None:
+        """Put a commit in place: only as a whole, whatever interrupts it."""
+        shards = {name: part.keep_shards() for name, part in self._sharded()}
+        made = _Commit(number, parts, comm.generation, shards)
+        if shards:
+            # Where one rank has it in place, all others have it here, or in place: who goes on
+            # from it needs all shards.
+            self.__dict__["_pending"] = made
+            comm.barrier()
+        self.__dict__.update({"_kept": made, "_pending": None})
+
+    def _sharded(self) -> list[tuple[str, Sharded]]:
+        return [(name, self._parts[name]) for name in sorted(self._parts) if self._is_cut(name)]
+
+    def _is_cut(self, name: str) -> bool:
+        return isinstance(self._parts[name], Sharded)
 
     def restore(self) -> None:
         """Make the parts what they were at the last :meth:`commit`, on this rank."""
-        for name, part in self._parts.items():
+        for name, part in self._sharded():
+            part.restore_shards(self._kept.shards[name])
+        self._restore_parts()
+
+    def _restore_parts(self) -> None:
+        for name in self._kept.parts:
+            part = self._parts[name]
             # Copied once more: what is loaded may be changed in place from now on.
             self._parts[name] = _kind_of(part).load(part, _copied(self._kept.parts[name]))
 
@@ -247,8 +280,11 @@ class State:
 
         Raises:
             MismatchError: the ranks' states have other parts.
+            StateLostError: something of a part that is cut over the ranks was on lost ones alone.
             CollectiveError: of the calls; the state is as it was, or is what all have gone back to.
         """
+        if self._sharded():
+            self._take_latest(comm)
         digests = self._kept.digests()
         names = sorted(self._parts)
         mine = [self._kept.number, _digest(sorted(digests.items(), key=repr)), names]
@@ -265,12 +301,30 @@ class State:
         if others and comm.rank in (source, *others):
             with comm.group([source, *others]) as group:
                 kept = self._from_first(group, digests)
-        self.__dict__["_kept"] = _Commit(every[source][0], kept)
+        before = self._kept
+        self.__dict__["_kept"] = _Commit(every[source][0], kept, before.generation, before.shards)
+        self._restore_parts()
+        for name, part in self._sharded():
+            part.regain_shards(comm, before.shards[name])
+        self._keep(every[source][0], kept, comm)
         self.__dict__["comm"] = comm
-        self.restore()
         for name in names:
             if isinstance(self._parts[name], Rebindable):
                 self._parts[name].rebind(comm)
+
+    def _take_latest(self, comm: Communicator) -> None:
+        """Have in place the latest commit that some rank of ``comm`` has there."""
+        known = [each.version for each in (self._kept, self._pending) if each is not None]
+        every: list[list[list[int]]] = comm.all_gather_object(known)
+        latest = max(versions[0] for versions in every)
+        behind = [rank for rank, versions in enumerate(every) if latest not in versions]
+        if behind:
+            raise StateLostError(
+                f"State: ranks {behind} have nothing of commit {latest[0]}, and a part is cut over "
+                f"the ranks [rank {comm.rank} of {comm.size}]. Start all ranks again."
+            )
+        if self._kept.version != latest:
+            self.__dict__.update({"_kept": self._pending, "_pending": None})
 
     def _from_first(self, group: Communicator, digests: dict[Path, bytes]) -> dict[str, Any]:
         """Return the parts of the group's rank 0, of which only what differs is sent."""
@@ -298,7 +352,8 @@ class State:
         return received
 
     def _copies(self, taken: Mapping[str, int]) -> dict[str, Any]:
-        return {name: _copied(self._copy(name, taken)) for name in self._parts}
+        names = [name for name in self._parts if not self._is_cut(name)]
+        return {name: _copied(self._copy(name, taken)) for name in names}
 
     def _copy(self, name: str, taken: Mapping[str, int]) -> Any:
         part = self._parts[name]

@@ -1,0 +1,133 @@
+"""A state that is cut over the ranks outlives those of which others have copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import collective
+from collective import elastic
+from collective.adapters.torch import DistributedDataParallel, ShardedOptimizer
+from collective.errors import InvalidArgumentError, StateLostError
+from collective.testing import RankPool
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4, "threads", timeout=60.0) as pool:
+        yield pool
+
+
+def network() -> nn.Module:
+    own = torch.Generator().manual_seed(3)  # threads share the global one
+    made = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=own)
+    return made
+
+
+def trained(comm, losses: dict[int, int], copies: int, where: str = "step") -> Any:
+    """Train with a state of Adam's; with ``copies`` 0 it is whole on each rank."""
+    origin, network_ = comm.rank, network()
+    model = DistributedDataParallel(network_, comm)
+    parameters = model.parameters()
+    if copies:
+        optimizer: Any = ShardedOptimizer(
+            parameters, torch.optim.Adam, comm, lr=0.05, copies=copies
+        )
+    else:
+        optimizer = torch.optim.Adam(parameters, lr=0.05)
+    state = elastic.State(comm, model=model, optimizer=optimizer, step=0)
+    keep = getattr(optimizer, "keep_shards", None)
+
+    def keep_and_leave():
+        kept = keep()
+        if losses.get(origin) == state.step:
+            state.comm.close()
+        return kept
+
+    if where == "commit":
+        optimizer.keep_shards = keep_and_leave
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                while state.step < STEPS:
+                    if where == "step" and losses.get(origin) == state.step:
+                        comm.close()
+                        return None
+                    optimizer.zero_grad()
+                    model(torch.full((3, 5), 0.1 * (state.step + 1))).square().sum().backward()
+                    optimizer.step()
+                    state.step += 1
+                    state.commit()
+    except collective.CommunicatorClosedError:
+        return None
+    except StateLostError as error:
+        return str(error)
+    return b"".join(p.detach().numpy().tobytes() for p in network_.parameters())
+
+
+@pytest.mark.parametrize("where", ["step", "commit"])
+@pytest.mark.parametrize(
+    ("losses", "copies"),
+    [({}, 1), ({1: 3}, 2), ({0: 1, 2: 4}, 2), ({3: 2, 0: 2}, 3), ({0: 2, 2: 2}, 2)],
+)
+def test_a_loss_costs_nothing_of_which_there_is_a_copy(ranks, losses, copies, where):
+    found = ranks.run(trained, losses, copies, where)
+    # What is lost in a commit is the step before it.
+    undone = {rank: step - (where == "commit") for rank, step in losses.items()}
+    whole = ranks.run(trained, undone, 0)
+    assert [each is None for each in found] == [rank in losses for rank in range(4)]
+    assert found == whole
+
+
+@pytest.mark.parametrize(
+    ("losses", "copies", "gone"), [({1: 3}, 1, "[1]"), ({1: 3, 2: 3}, 2, "[1]")]
+)
+def test_what_only_lost_ranks_had_is_named(ranks, losses, copies, gone):
+    found = ranks.run(trained, losses, copies)
+    for rank, text in enumerate(found):
+        if rank not in losses:
+            assert isinstance(text, str), text
+            assert "ShardedOptimizer: the state of parameter " in text
+            assert f"was on ranks {gone} alone" in text
+
+
+def test_before_the_first_step_there_is_nothing_to_lose(ranks):
+    assert ranks.run(trained, {1: 0}, 1) == ranks.run(trained, {1: 0}, 0)
+
+
+def half_way(comm) -> Any:
+    """A rank meets a loss in the barrier of a commit that the others have got through."""
+    optimizer = ShardedOptimizer(network().parameters(), torch.optim.SGD, comm, lr=1.0)
+    state = elastic.State(comm, optimizer=optimizer, step=0)
+    pass_barrier = comm.barrier
+
+    def barrier():
+        pass_barrier()
+        if comm.rank == 2:
+            raise collective.PeerLostError("found in the barrier")
+
+    comm.barrier = barrier
+    state.step = 1
+    try:
+        state.commit()
+    except collective.PeerLostError:
+        assert state.commits == 0
+    comm.barrier = pass_barrier
+    state.sync(comm)
+    return state.step, state.commits
+
+
+def test_a_commit_that_some_rank_has_is_that_of_all(ranks):
+    assert ranks.run(half_way) == [(1, 1)] * 4
+
+
+def test_copies_that_are_none(ranks):
+    with collective.init(size=1, rank=0) as comm, pytest.raises(InvalidArgumentError, match="1 or"):
+        ShardedOptimizer(network().parameters(), torch.optim.SGD, comm, copies=0, lr=1.0)
