@@ -31,6 +31,7 @@ from gpu_programs import (
 )
 from nccl_places import Run, needs_compiler, pools
 
+from collective import native
 from collective.memory.arrays import adapter_of
 from collective.memory.device_array import DeviceArray
 from tests.meta.test_walks import walk
@@ -254,6 +255,7 @@ def walk_in_place(comm: Any, kind: str) -> int:
     return min(counts)
 
 
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_in_place_walks_no_further(nccl: Run, kind: str) -> None:
     # As in tests/meta/test_walks.py: what it takes today, to be lowered when it gets shorter.
