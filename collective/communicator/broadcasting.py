@@ -43,11 +43,6 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Barrier.
         """
-        door = self._door
-        if door is not None:
-            done = door.barrier(self, None, None, None, None, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         planned = self._plan_of_barrier()
         seconds = self._seconds(timeout)
 
@@ -95,11 +90,6 @@ class Broadcasting(PieceCalls):
         See Also:
             MPI_Bcast, ncclBroadcast.
         """
-        door = self._door_of_pieces
-        if door is not None:
-            done = door.broadcast(self, x, out, None, None, root, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         root = self._rank("broadcast", "root", root)
         seconds = self._seconds(timeout)
         template = out if x is None and out is not None else x

@@ -114,8 +114,9 @@ class Calls:
     def _open_door(self) -> None:
         """Let C make plain calls, or not: when somebody listens, or every call will be refused.
 
-        The methods ask it first. It records a call, runs its plan, and leaves all else to them.
-        What moves pieces goes this way where the transport compares calls by itself.
+        It records a call, runs its plan, and leaves all else to the methods of Python's; see
+        :func:`collective.native.methods`. What moves pieces goes this way where the transport
+        compares calls by itself.
         """
         shut = self._agree_first or self._listeners or self._closed or self._broken is not None
         queue = self._lane.queue
@@ -124,6 +125,17 @@ class Calls:
             self._door = native.door(self.recorder.ring, queue, self.rank, self.size)
         apart = self._agree_sizes or self._enqueues
         self._door_of_pieces = None if apart else self._door
+        self._door_of_scatter = self._door_of_pieces if self._scatters_at_once else None
+
+    @property
+    def _scatters_at_once(self) -> bool:
+        """Whether the root's call is made before it is known to all; the same on all ranks.
+
+        That pays where ranks share memory and see by themselves when calls differ. These have no
+        arrays of GPUs.
+        """
+        shared = self.capabilities.symmetric_memory and "cuda" not in self.capabilities.devices
+        return shared and not (self._agree_sizes or self._agree_first or self._enqueues)
 
     def _find_plan(
         self, what: str, x: Any, op: Any, order: str | None, root: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import time
@@ -9,10 +10,11 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from collective import native
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
@@ -55,7 +57,20 @@ _PLANNED = (
 )  # fmt: skip
 
 
-class Communicator(Reductions, Exchanging, ObjectCalls):
+if TYPE_CHECKING:
+
+    class _Methods:
+        """What is in front of the methods is called as they are."""
+
+else:
+    _Methods = native.methods(
+        Reductions.all_reduce, Reductions.reduce, Reductions.scan, Reductions.reduce_scatter,
+        ObjectCalls.broadcast, ObjectCalls.scatter, ObjectCalls.all_gather, ObjectCalls.gather,
+        Exchanging.all_to_all, ObjectCalls.barrier,
+    )  # fmt: skip
+
+
+class Communicator(_Methods, Reductions, Exchanging, ObjectCalls):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -517,7 +532,12 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
             raise InvalidArgumentError("plan: async_op is given when the call is made.")
         x = args[0] if args else options.get("x")
         refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
-        prepared: PreparedCall = getattr(self, operation)(*args, **options, async_op=PREPARE)
+        method = getattr(self, operation)
+        prepared: PreparedCall = method(*args, **options, async_op=PREPARE)
+        whole = options.get("out") is not None or operation == "barrier"
+        if whole and self._door is not None and options.get("timeout") is None:
+            # C remembers what it has found out, too, and needs nothing of Python.
+            prepared.replace(functools.partial(method, *args, **options))
         return prepared
 
     # -- in C ---------------------------------------------------------------------------
@@ -527,6 +547,8 @@ class Communicator(Reductions, Exchanging, ObjectCalls):
     ) -> Planned | None:
         if what == "barrier":
             return self._plan_of_barrier()
+        if what == "scan" and op == "avg":
+            return None  # it is refused
         view = self._view(what, x)
         if what == "broadcast":
             assert root is not None

@@ -60,11 +60,6 @@ class Exchanging(PieceCalls):
         See Also:
             MPI_Alltoallv, ncclAlltoAll.
         """
-        door = self._door_of_pieces
-        if door is not None:
-            done = door.all_to_all(self, x, out, counts, axis or None, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         return self._exchange(x, counts, axis, out, timeout, async_op)
 
     def _exchange(

@@ -61,11 +61,6 @@ class Gathering(PieceCalls):
         See Also:
             MPI_Gatherv.
         """
-        door = self._door_of_pieces
-        if door is not None:
-            done = door.gather(self, x, out, counts, axis or None, root, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         root = self._rank("gather", "root", root)
         out = out if self.rank == root else None
         return self._collect("gather", x, root, counts, axis, out, timeout, async_op)
@@ -96,11 +91,6 @@ class Gathering(PieceCalls):
         See Also:
             MPI_Allgatherv, ncclAllGather.
         """
-        door = self._door_of_pieces
-        if door is not None:
-            done = door.all_gather(self, x, out, counts, axis or None, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         return self._collect("all_gather", x, None, counts, axis, out, timeout, async_op)
 
     def _collect(

@@ -82,11 +82,6 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        door = self._door
-        if door is not None:
-            done = door.all_reduce(self, x, out, op, order, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
         adapter, array, dtype = self._view("all_reduce", x)
@@ -134,11 +129,6 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce, ncclReduce.
         """
-        door = self._door
-        if door is not None:
-            done = door.reduce(self, x, out, op, order, root, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         root = self._rank("reduce", "root", root)
         if self.rank != root:
             out = None
@@ -190,11 +180,6 @@ class Reductions(Calls):
         See Also:
             MPI_Scan.
         """
-        door = self._door if op != "avg" else None
-        if door is not None:
-            done = door.scan(self, x, out, op, None, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         if as_op(op).name == "avg":
             raise InvalidArgumentError(
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
@@ -248,11 +233,6 @@ class Reductions(Calls):
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
         """
-        door = self._door
-        if door is not None and not axis and counts is None:
-            done = door.reduce_scatter(self, x, out, op, order, None, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             # Each leaf is cut by itself; what a rank gets of all leaves is one message.
             return self._tree_reduce_scatter(x, op, counts, axis, out, order, timeout, async_op)

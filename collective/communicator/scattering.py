@@ -65,11 +65,6 @@ class Scattering(PieceCalls):
         See Also:
             MPI_Scatterv.
         """
-        door = self._door_of_pieces if self._scatters_at_once else None
-        if door is not None and (x is None or self.rank == root):
-            done = door.scatter(self, x, out, counts, axis or None, root, timeout, async_op)
-            if done is not NotImplemented:
-                return done
         return self._scatter(x, root, counts, axis, out, like, timeout, async_op)
 
     def _scatter(
@@ -148,16 +143,6 @@ class Scattering(PieceCalls):
             return found
 
         return self._go(what, run, async_op, *self._near(leaves))
-
-    @property
-    def _scatters_at_once(self) -> bool:
-        """Whether the root's call is made before it is known to all; the same on all ranks.
-
-        That pays where ranks share memory and see by themselves when calls differ. These have no
-        arrays of GPUs.
-        """
-        shared = self.capabilities.symmetric_memory and "cuda" not in self.capabilities.devices
-        return shared and not (self._agree_sizes or self._agree_first or self._enqueues)
 
     def _scatter_request(
         self, root: int, axis: int, leaves: Sequence[Leaf], nesting: Any, counts: Any

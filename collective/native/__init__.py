@@ -13,6 +13,7 @@ flight recorder tells, and ``door.c`` makes plain calls of communicators without
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from ._core import Door, Ring, Shared
 
-__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold", "messages", "ring",
-           "see_tensors", "shared", "status", "switch"]  # fmt: skip
+__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold", "messages",
+           "methods", "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 4
+PROTOCOL = 5
 
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
@@ -106,9 +107,7 @@ def status() -> str:
 def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
     """Return the way in C from a communicator's methods to a transport's plans.
 
-    Its methods are called before anything is done, with the communicator and the arguments. They
-    make calls on plain arrays, or return ``NotImplemented``: then nothing has been done, and the
-    call is made as without C.
+    It makes calls on plain arrays; all others are made as without C. See :func:`methods`.
 
     Args:
         ring: where calls are recorded, of :func:`ring`.
@@ -123,6 +122,40 @@ def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
         return None
     made: Door = extension.Door(ring, queue, rank, size)
     return made
+
+
+def methods(*functions: Callable[..., Any]) -> type:
+    """Return a class to be derived from first, with a method in C in front of each function.
+
+    A method makes its call through the door that an attribute of the object is, ``_door``,
+    ``_door_of_pieces`` or ``_door_of_scatter`` by operation, or else calls the function: Python's
+    frame, the sorting of its arguments and the search for who called it are spared where C makes
+    the call. It has the function's docstring and signature.
+
+    Args:
+        functions: the methods all_reduce, reduce, scan, reduce_scatter, broadcast, scatter,
+            all_gather, gather, all_to_all and barrier, all of them; once in a process.
+
+    Returns:
+        An empty class where there is no C.
+    """
+    extension, _ = _load()
+    if extension is None:
+        return type("Methods", (), {"__doc__": methods.__doc__})
+    made: type = extension.make_methods(
+        {each.__name__: each for each in functions},
+        {each.__name__: f"{each.__name__}{_text_signature(each)}\n--\n\n{inspect.getdoc(each)}"
+         for each in functions},
+    )  # fmt: skip
+    return made
+
+
+def _text_signature(function: Callable[..., Any]) -> str:
+    """Return a signature as inspect reads it from a docstring: without annotations."""
+    signature = inspect.signature(function)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    return text.replace("(self", "($self", 1)
 
 
 def fold(op: str, dtype: int, reference: _Function) -> _Function:

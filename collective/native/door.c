@@ -1,8 +1,12 @@
 /* The type Door: from a communicator's method to a transport's plan, without Python in between.
 
-   It makes calls on plain arrays with plain arguments, and leaves all others to Python: then its
-   methods return NotImplemented, and nothing has been done. Whether it makes a call is each rank's
-   own affair, as Python and it run the same plan of the same request. */
+   It makes calls on plain arrays with plain arguments, and leaves all others to Python: then it has
+   done nothing. Whether it makes a call is each rank's own affair, as Python and it run the same
+   plan of the same request.
+
+   A communicator has a door, or several, as attributes: what is open to one operation may be shut
+   to another. In front of the methods in Python are methods in C of the same names, of a base class
+   of the communicator's: each asks its door, and calls the other one if that does not do. */
 
 #include "python.h"
 
@@ -11,11 +15,19 @@
 /* How the shape of a result follows from that of x. */
 enum shape { SAME, CUT, JOINED, EXCHANGED, NONE };
 
+/* What a call may be given, by name. */
+enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS };
+static const char *const argument_names[ARGUMENTS] = {
+    "x", "out", "op", "order", "root", "timeout", "async_op", "counts", "axis"};
+#define BIT(argument) (1u << (argument))
+
 struct operation {
     const char *name;
     enum shape shape;
     enum { EVERYBODY, AT_ROOT, FROM_ROOT } who; /* gets a result */
     int folds;
+    unsigned takes; /* bits of arguments */
+    enum { OF_ALL, OF_PIECES, OF_SCATTER, DOORS } door;
 };
 
 /* A call is found by what is known here. A Request has its digest from Python, and that takes many
@@ -37,7 +49,9 @@ typedef struct {
     struct prepared table[PREPARED];
 } Door;
 
-static PyObject *name_timeout, *name_run_plan;
+static PyObject *name_timeout, *name_run_plan, *name_sum, *zero;
+static PyObject *argument_objects[ARGUMENTS], *door_names[DOORS];
+static PyTypeObject *door_type;
 
 /* One call, as its arguments say. */
 struct call {
@@ -97,19 +111,20 @@ static int find_output(const Door *door, struct call *call)
 }
 
 /* Reads the arguments. Returns 1, 0 if the call is not for C, or -1 with an exception. */
-static int read_call(const Door *door, struct call *call, PyObject *const *args, Py_ssize_t count)
+static int read_call(const Door *door, struct call *call, PyObject *const *given)
 {
-    if (count != 8 || args[6] != Py_None || args[7] != Py_False || PyList_Size(door->queue) != 0)
+    if (given[TIMEOUT] != Py_None || given[ASYNC] != Py_False || given[COUNTS] != Py_None
+        || given[AXIS] != zero || PyList_Size(door->queue) != 0)
         return 0;
-    call->comm = args[0], call->x = args[1], call->out = args[2], call->op = args[3];
-    call->order = args[4], call->root_object = args[5];
+    call->x = given[X], call->out = given[OUT], call->op = given[OP];
+    call->order = given[ORDER], call->root_object = given[ROOT];
     if (call->order != Py_None) {
         if (!PyUnicode_CheckExact(call->order)
             || PyUnicode_CompareWithASCIIString(call->order, "rank") != 0)
             return 0;
         call->ordered = 1;
     }
-    if (call->operation->folds ? !PyUnicode_CheckExact(call->op) : call->op != Py_None)
+    if (call->operation->folds && !PyUnicode_CheckExact(call->op))
         return 0;
     call->root = -1;
     if (call->operation->who != EVERYBODY) {
@@ -127,8 +142,12 @@ static int read_call(const Door *door, struct call *call, PyObject *const *args,
     }
     int is_root = call->root == door->rank, scatters = call->operation->shape == CUT
                                                        && call->operation->who == FROM_ROOT;
-    if (call->operation->who == FROM_ROOT && call->x == Py_None && !is_root)
-        call->x = call->out;
+    if (call->operation->who == FROM_ROOT && !is_root) {
+        if (call->x == Py_None)
+            call->x = call->out;
+        else if (scatters)
+            return 0;
+    }
     if (!view_array(call->x, &call->views[0]))
         return 0;
     call->src = &call->views[0];
@@ -250,38 +269,132 @@ static PyObject *make(Door *door, struct call *call)
     return done;
 }
 
-static PyObject *enter(PyObject *self, const struct operation *operation, PyObject *const *args,
-                       Py_ssize_t count)
+/* -- the methods ---------------------------------------------------------------------------- */
+
+/* Puts arguments by name where they belong; returns whether C knows all of them. */
+static int sort_arguments(const struct operation *operation, PyObject *const *args,
+                          Py_ssize_t count, PyObject *names, PyObject **given)
 {
-    struct call call = {.operation = operation};
-    int plain = read_call((Door *)self, &call, args, count);
-    PyObject *done = plain > 0 ? make((Door *)self, &call)
-                     : plain < 0 ? NULL : Py_NewRef(Py_NotImplemented);
-    Py_XDECREF(call.result);
+    Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
+    if (count > (operation->takes & BIT(X) ? 1 : 0))
+        return 0;
+    if (count)
+        given[X] = args[0];
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        int which = 0;
+        /* Names that are written in a program are interned, and so the same objects. */
+        while (which < ARGUMENTS && name != argument_objects[which])
+            which++;
+        if (which == ARGUMENTS || !(operation->takes & BIT(which)) || (which == X && count))
+            return 0;
+        given[which] = args[count + i];
+    }
+    return 1;
+}
+
+/* What makes the calls that C does not, by operation: functions of Python's. */
+#define OPERATIONS_WITH_A_METHOD 10
+static PyObject *functions[OPERATIONS_WITH_A_METHOD];
+static const struct operation operations[OPERATIONS_WITH_A_METHOD];
+
+static PyObject *call_python(PyObject *comm, PyObject *function, PyObject *const *args,
+                             Py_ssize_t count, PyObject *names)
+{
+    PyObject *positional = PyTuple_New(count + 1), *named = names ? PyDict_New() : NULL;
+    PyObject *done = NULL;
+    int failed = positional == NULL || (names != NULL && named == NULL);
+    for (Py_ssize_t i = 0; !failed && i <= count; i++)
+        failed = PyTuple_SetItem(positional, i, Py_NewRef(i ? args[i - 1] : comm));
+    for (Py_ssize_t i = 0; named != NULL && !failed && i < PyTuple_Size(names); i++)
+        failed = PyDict_SetItem(named, PyTuple_GetItem(names, i), args[count + i]);
+    if (!failed)
+        done = PyObject_Call(function, positional, named);
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
     return done;
 }
 
-#define OPERATION(name, shape, who, folds)                                                        \
-    static PyObject *door_##name(PyObject *self, PyObject *const *args, Py_ssize_t count)         \
-    {                                                                                             \
-        static const struct operation operation = {#name, shape, who, folds};                     \
-        return enter(self, &operation, args, count);                                              \
+/* Makes a call: through the door if that is open and it does, else in Python. */
+static PyObject *method(PyObject *comm, const struct operation *operation, PyObject *const *args,
+                        Py_ssize_t count, PyObject *names)
+{
+    PyObject *given[ARGUMENTS] = {
+        Py_None, Py_None, operation->folds ? name_sum : Py_None, Py_None,
+        operation->who == EVERYBODY ? Py_None : zero, Py_None, Py_False, Py_None, zero};
+    PyObject *door = PyObject_GetAttr(comm, door_names[operation->door]), *done = NULL;
+    struct call call = {.operation = operation, .comm = comm};
+    if (door == NULL)
+        return NULL;
+    int plain = Py_TYPE(door) == door_type && sort_arguments(operation, args, count, names, given)
+                ? read_call((Door *)door, &call, given) : 0;
+    if (plain > 0)
+        done = make((Door *)door, &call);
+    Py_DECREF(door);
+    Py_XDECREF(call.result);
+    if (plain == 0 || done == Py_NotImplemented) {
+        Py_XDECREF(done);
+        done = call_python(comm, functions[operation - operations], args, count, names);
     }
-OPERATION(all_reduce, SAME, EVERYBODY, 1)
-OPERATION(reduce, SAME, AT_ROOT, 1)
-OPERATION(scan, SAME, EVERYBODY, 1)
-OPERATION(reduce_scatter, CUT, EVERYBODY, 1)
-OPERATION(broadcast, SAME, FROM_ROOT, 0)
-OPERATION(scatter, CUT, FROM_ROOT, 0)
-OPERATION(all_gather, JOINED, EVERYBODY, 0)
-OPERATION(gather, JOINED, AT_ROOT, 0)
-OPERATION(all_to_all, EXCHANGED, EVERYBODY, 0)
-OPERATION(barrier, NONE, EVERYBODY, 0)
+    return done;
+}
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))door_##name, METH_FASTCALL, NULL}
-static PyMethodDef door_methods[] = {
-    METHOD(all_reduce), METHOD(reduce), METHOD(scan), METHOD(reduce_scatter), METHOD(broadcast), METHOD(scatter),
-    METHOD(all_gather), METHOD(gather), METHOD(all_to_all), METHOD(barrier), {NULL, NULL, 0, NULL}};
+#define ALWAYS (BIT(TIMEOUT) | BIT(ASYNC))
+#define ARRAYS (ALWAYS | BIT(X) | BIT(OUT))
+#define PIECES (ARRAYS | BIT(COUNTS) | BIT(AXIS))
+static const struct operation operations[OPERATIONS_WITH_A_METHOD] = {
+    {"all_reduce", SAME, EVERYBODY, 1, ARRAYS | BIT(OP) | BIT(ORDER), OF_ALL},
+    {"reduce", SAME, AT_ROOT, 1, ARRAYS | BIT(ROOT) | BIT(OP) | BIT(ORDER), OF_ALL},
+    {"scan", SAME, EVERYBODY, 1, ARRAYS | BIT(OP), OF_ALL},
+    {"reduce_scatter", CUT, EVERYBODY, 1, PIECES | BIT(OP) | BIT(ORDER), OF_ALL},
+    {"broadcast", SAME, FROM_ROOT, 0, ARRAYS | BIT(ROOT), OF_PIECES},
+    {"scatter", CUT, FROM_ROOT, 0, PIECES | BIT(ROOT), OF_SCATTER},
+    {"all_gather", JOINED, EVERYBODY, 0, PIECES, OF_PIECES},
+    {"gather", JOINED, AT_ROOT, 0, PIECES | BIT(ROOT), OF_PIECES},
+    {"all_to_all", EXCHANGED, EVERYBODY, 0, PIECES, OF_PIECES},
+    {"barrier", NONE, EVERYBODY, 0, ALWAYS, OF_ALL}};
+
+#define METHOD(number)                                                                            \
+    static PyObject *method_##number(PyObject *self, PyObject *const *args, Py_ssize_t count,     \
+                                     PyObject *names)                                             \
+    {                                                                                             \
+        return method(self, operations + number, args, count, names);                             \
+    }
+METHOD(0) METHOD(1) METHOD(2) METHOD(3) METHOD(4)
+METHOD(5) METHOD(6) METHOD(7) METHOD(8) METHOD(9)
+
+#define ENTRY(number)                                                                             \
+    {NULL, (PyCFunction)(void (*)(void))method_##number, METH_FASTCALL | METH_KEYWORDS, NULL}
+static PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
+                                ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), {NULL, NULL, 0, NULL}};
+
+/* make_methods(functions, docs): a class with a method in front of each of these functions; made
+   once. */
+static PyObject *make_methods(PyObject *module, PyObject *args)
+{
+    static PyType_Slot slots[] = {{Py_tp_methods, methods}, {0, NULL}};
+    static PyType_Spec spec = {"collective.native._core.Methods", 0, 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+    PyObject *given, *docs;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &given, &PyDict_Type, &docs))
+        return NULL;
+    for (int i = 0; i < OPERATIONS_WITH_A_METHOD; i++) {
+        const char *name = operations[i].name;
+        PyObject *function = PyDict_GetItemString(given, name);
+        PyObject *doc = PyDict_GetItemString(docs, name);
+        if (function == NULL || doc == NULL || functions[i] != NULL) {
+            PyErr_Format(PyExc_ValueError, "make_methods: %s is missing, or was made before", name);
+            return NULL;
+        }
+        methods[i].ml_name = name;
+        methods[i].ml_doc = PyUnicode_AsUTF8AndSize(Py_NewRef(doc), NULL); /* for good */
+        functions[i] = Py_NewRef(function);
+        if (methods[i].ml_doc == NULL)
+            return NULL;
+    }
+    return PyType_FromSpec(&spec);
+}
 
 static int door_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
@@ -329,19 +442,30 @@ static void door_dealloc(PyObject *object)
 
 static PyType_Slot door_slots[] = {
     {Py_tp_init, door_init},         {Py_tp_new, PyType_GenericNew},
-    {Py_tp_dealloc, door_dealloc},   {Py_tp_methods, door_methods},
-    {Py_tp_traverse, door_traverse}, {Py_tp_clear, door_clear},
-    {0, NULL}};
+    {Py_tp_dealloc, door_dealloc},   {Py_tp_traverse, door_traverse},
+    {Py_tp_clear, door_clear},       {0, NULL}};
 
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};
 
 int add_door(PyObject *module)
 {
+    static PyMethodDef functions_of_module[] = {
+        {"make_methods", make_methods, METH_VARARGS,
+         "make_methods(functions, docs, /)\n--\n\n"
+         "Return a class with methods in front of these functions."},
+        {NULL, NULL, 0, NULL}};
+    static const char *const doors[DOORS] = {"_door", "_door_of_pieces", "_door_of_scatter"};
     name_timeout = PyUnicode_InternFromString("timeout");
     name_run_plan = PyUnicode_InternFromString("_run_plan");
-    PyObject *type = PyType_FromSpec(&door_spec);
-    int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-    Py_XDECREF(type);
-    return failed;
+    name_sum = PyUnicode_InternFromString("sum");
+    zero = PyLong_FromLong(0);
+    for (int i = 0; i < ARGUMENTS; i++)
+        argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
+    for (int i = 0; i < DOORS; i++)
+        door_names[i] = PyUnicode_InternFromString(doors[i]);
+    door_type = (PyTypeObject *)PyType_FromSpec(&door_spec);
+    return door_type == NULL || PyModule_AddType(module, door_type) < 0
+                   || PyModule_AddFunctions(module, functions_of_module) < 0
+               ? -1 : 0;
 }

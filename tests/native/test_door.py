@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +17,13 @@ import pytest
 import collective
 from collective import native
 from collective.communicator import Communicator
-from collective.errors import CommunicatorClosedError, InvalidArgumentError, MismatchError
+from collective.communicator.reductions import Reductions
+from collective.errors import (
+    CollectiveError,
+    CommunicatorClosedError,
+    InvalidArgumentError,
+    MismatchError,
+)
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
 
@@ -113,13 +122,23 @@ def test_results_are_those_of_python(pool: RankPool, name: str, by_python: tuple
     assert pool.run(_made, name, by_python) == pool.run(_made, name, (0, 1))
 
 
-def _taken(comm: Communicator, *arguments: Any) -> bool:
+def _taken(comm: Communicator, *arguments: Any, **options: Any) -> bool:
     """Return whether C makes an all-reduce; it must have done nothing where not."""
-    door, before = comm._door, comm.recorder.started
-    assert door is not None
-    taken = door.all_reduce(comm, *arguments) is not NotImplemented
-    assert comm.recorder.started == before + taken
-    return taken
+    before, seen = comm.recorder.started, []
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Reductions.all_reduce.__code__:
+            seen.append(comm.recorder.started - before)
+
+    sys.setprofile(see)
+    try:
+        comm.all_reduce(*arguments, **options)
+    except (CollectiveError, TypeError):
+        pass  # what Python says is tested elsewhere
+    finally:
+        sys.setprofile(None)
+    assert seen in ([], [0])
+    return not seen
 
 
 def _read_only() -> Array:
@@ -129,39 +148,73 @@ def _read_only() -> Array:
 
 
 @pytest.mark.parametrize(
-    ("taken", "arguments"),
+    ("taken", "x", "options"),
     [
-        pytest.param(True, (_x(), None, "sum", None, None, None, False), id="plain"),
-        pytest.param(True, (_x(), None, "sum", "rank", None, None, False), id="rank-order"),
-        pytest.param(True, (_read_only(), None, "sum", None, None, None, False), id="read-only"),
-        pytest.param(False, (_x(), _read_only(), "sum", None, None, None, False), id="out-r/o"),
-        pytest.param(False, (_x(), _x()[1:], "sum", None, None, None, False), id="out-shape"),
-        pytest.param(False, (_x(), np.zeros(8), "sum", None, None, None, False), id="out-dtype"),
-        pytest.param(False, (_x().view(Own), None, "sum", None, None, None, False), id="subclass"),
-        pytest.param(False, (_strided(0), None, "sum", None, None, None, False), id="strides"),
-        pytest.param(False, ([1.0], None, "sum", None, None, None, False), id="list"),
-        pytest.param(False, (_x(), None, None, None, None, None, False), id="no-op"),
-        pytest.param(False, (_x(), None, "sum", "any", None, None, False), id="other-order"),
-        pytest.param(False, (_x(), None, "sum", None, None, 9.0, False), id="timeout"),
-        pytest.param(False, (_x(), None, "sum", None, None, None, True), id="async"),
-        pytest.param(False, (_x(), None, "sum", None, None, None, 0), id="async-0"),
-        pytest.param(False, (_x(),), id="too-few"),
+        pytest.param(True, _x(), {}, id="plain"),
+        pytest.param(True, _x(), {"op": "max", "out": _x(), "timeout": None}, id="named"),
+        pytest.param(True, _x(), {"order": "rank"}, id="rank-order"),
+        pytest.param(True, _read_only(), {}, id="read-only"),
+        pytest.param(False, _x(), {"out": _read_only()}, id="out-r/o"),
+        pytest.param(False, _x(), {"out": _x()[1:]}, id="out-shape"),
+        pytest.param(False, _x(), {"out": np.zeros(8)}, id="out-dtype"),
+        pytest.param(False, _x().view(Own), {}, id="subclass"),
+        pytest.param(False, _strided(0), {}, id="strides"),
+        pytest.param(False, [1.0], {}, id="list"),
+        pytest.param(False, _x(), {"op": None}, id="no-op"),
+        pytest.param(False, _x(), {"order": "any"}, id="other-order"),
+        pytest.param(False, _x(), {"timeout": 9.0}, id="timeout"),
+        pytest.param(False, _x(), {"async_op": True}, id="async"),
+        pytest.param(False, _x(), {"async_op": 0}, id="async-0"),
     ],
 )
-def test_what_is_not_plain_is_left_to_python(taken: bool, arguments: tuple[Any, ...]) -> None:
+def test_what_is_not_plain_is_left_to_python(taken: bool, x: Any, options: dict[str, Any]) -> None:
     with collective.init(size=1, rank=0) as comm:
-        assert _taken(comm, *arguments) is taken
+        assert _taken(comm, x, **options) is taken
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        pytest.param((), {}, "missing 1 required positional argument: 'x'", id="none"),
+        pytest.param((_x(), "sum"), {}, "takes 2 positional arguments but 3", id="two"),
+        pytest.param((_x(),), {"root": 0}, "unexpected keyword argument 'root'", id="another's"),
+        pytest.param((_x(),), {"x": _x()}, "multiple values for argument 'x'", id="twice"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_as_by_python(
+    arguments: tuple[Any, ...], options: dict[str, Any], said: str
+) -> None:
+    with collective.init(size=1, rank=0) as comm, pytest.raises(TypeError, match=said):
+        comm.all_reduce(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", [each for each in CALLS if " " not in each])
+def test_methods_in_c_have_the_docstrings_and_arguments_of_those_in_python(name: str) -> None:
+    methods = Communicator.__mro__[1]
+    in_front = getattr(Communicator, name)
+    assert in_front is getattr(methods, name)
+    function = getattr(super(methods, Communicator), name)
+    assert inspect.getdoc(in_front) == inspect.getdoc(function)
+    assert [(each.name, each.default) for each in _parameters(in_front)] == [
+        (each.name, each.default) for each in _parameters(function)
+    ]
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
 
 
 def test_a_call_waits_for_those_in_the_background() -> None:
     with collective.init(size=1, rank=0) as comm:
-        works = []
+        taken = []
         lane: Any = comm._lane
         lane.queue.append(("as if it ran", None))
-        works.append(_taken(comm, _x(), None, "sum", None, None, None, False))
+        submit = mock.patch.object(lane, "submit", side_effect=CollectiveError("in its turn"))
+        with submit:
+            taken.append(_taken(comm, _x()))
         lane.queue.clear()
-        works.append(_taken(comm, _x(), None, "sum", None, None, None, False))
-        assert works == [False, True]
+        taken.append(_taken(comm, _x()))
+        assert taken == [False, True]
 
 
 def test_errors_are_those_of_python() -> None:
