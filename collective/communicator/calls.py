@@ -126,6 +126,8 @@ class Calls:
         apart = self._agree_sizes or self._enqueues
         self._door_of_pieces = None if apart else self._door
         self._door_of_scatter = self._door_of_pieces if self._scatters_at_once else None
+        heard = self._listeners or self._closed
+        self._door_of_messages = None if heard else self._backend.exchange
 
     @property
     def _scatters_at_once(self) -> bool:

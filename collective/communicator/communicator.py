@@ -66,7 +66,7 @@ else:
     _Methods = native.methods(
         Reductions.all_reduce, Reductions.reduce, Reductions.scan, Reductions.reduce_scatter,
         ObjectCalls.broadcast, ObjectCalls.scatter, ObjectCalls.all_gather, ObjectCalls.gather,
-        Exchanging.all_to_all, ObjectCalls.barrier,
+        Exchanging.all_to_all, ObjectCalls.barrier, ObjectCalls.send, ObjectCalls.recv,
     )  # fmt: skip
 
 

@@ -273,8 +273,8 @@ class MessageCalls(Calls):
             What that does: ``NotImplemented``, too, where somebody listens, or messages that come
             first are still in the background.
         """
-        exchange = self._backend.exchange
-        if exchange is None or self._listeners or (self._lanes and not self._free(dst, src, tag)):
+        exchange = self._door_of_messages
+        if exchange is None or (self._lanes and not self._free(dst, src, tag)):
             return NotImplemented
         seconds = self.timeout if timeout is None else self._seconds(timeout)
         try:

@@ -128,13 +128,14 @@ def methods(*functions: Callable[..., Any]) -> type:
     """Return a class to be derived from first, with a method in C in front of each function.
 
     A method makes its call through the door that an attribute of the object is, ``_door``,
-    ``_door_of_pieces`` or ``_door_of_scatter`` by operation, or else calls the function: Python's
+    ``_door_of_pieces`` or ``_door_of_scatter`` by operation, ``_door_of_messages``; or else
+    calls the function: Python's
     frame, the sorting of its arguments and the search for who called it are spared where C makes
     the call. It has the function's docstring and signature.
 
     Args:
         functions: the methods all_reduce, reduce, scan, reduce_scatter, broadcast, scatter,
-            all_gather, gather, all_to_all and barrier, all of them; once in a process.
+            all_gather, gather, all_to_all, barrier, send and recv, all of them; once in a process.
 
     Returns:
         An empty class where there is no C.

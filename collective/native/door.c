@@ -49,7 +49,8 @@ typedef struct {
     struct prepared table[PREPARED];
 } Door;
 
-static PyObject *name_timeout, *name_run_plan, *name_sum, *zero;
+static PyObject *name_timeout, *name_run_plan, *name_sum, *name_tag, *name_exchange, *name_lanes;
+static PyObject *zero, *nobody;
 static PyObject *argument_objects[ARGUMENTS], *door_names[DOORS];
 static PyTypeObject *door_type;
 
@@ -294,9 +295,9 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
 }
 
 /* What makes the calls that C does not, by operation: functions of Python's. */
-#define OPERATIONS_WITH_A_METHOD 10
-static PyObject *functions[OPERATIONS_WITH_A_METHOD];
-static const struct operation operations[OPERATIONS_WITH_A_METHOD];
+enum { SEND = 10, RECV, METHODS };
+static PyObject *functions[METHODS];
+static const struct operation operations[SEND];
 
 static PyObject *call_python(PyObject *comm, PyObject *function, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
@@ -342,7 +343,7 @@ static PyObject *method(PyObject *comm, const struct operation *operation, PyObj
 #define ALWAYS (BIT(TIMEOUT) | BIT(ASYNC))
 #define ARRAYS (ALWAYS | BIT(X) | BIT(OUT))
 #define PIECES (ARRAYS | BIT(COUNTS) | BIT(AXIS))
-static const struct operation operations[OPERATIONS_WITH_A_METHOD] = {
+static const struct operation operations[SEND] = {
     {"all_reduce", SAME, EVERYBODY, 1, ARRAYS | BIT(OP) | BIT(ORDER), OF_ALL},
     {"reduce", SAME, AT_ROOT, 1, ARRAYS | BIT(ROOT) | BIT(OP) | BIT(ORDER), OF_ALL},
     {"scan", SAME, EVERYBODY, 1, ARRAYS | BIT(OP), OF_ALL},
@@ -363,10 +364,69 @@ static const struct operation operations[OPERATIONS_WITH_A_METHOD] = {
 METHOD(0) METHOD(1) METHOD(2) METHOD(3) METHOD(4)
 METHOD(5) METHOD(6) METHOD(7) METHOD(8) METHOD(9)
 
+/* Has Python note that a message has failed. The exception stays. */
+static void note_failure(PyObject *comm)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    Py_XDECREF(PyObject_CallMethod(comm, "_note_failure", "O", error));
+    PyErr_Restore(type, error, trace); /* instead of what noting it has raised, if anything */
+}
+
+/* Sends or receives an array of which nothing but a tag is said, by the transport's own function,
+   if nothing is in the background; see Calls._open_door. */
+static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ssize_t count,
+                         PyObject *names)
+{
+    int tagged = names != NULL && PyTuple_Size(names) == 1
+                 && PyTuple_GetItem(names, 0) == name_tag;
+    PyObject *exchange = PyObject_GetAttr(comm, name_exchange);
+    PyObject *lanes = exchange ? PyObject_GetAttr(comm, name_lanes) : NULL;
+    PyObject *seconds = lanes ? PyObject_GetAttr(comm, name_timeout) : NULL, *done = NULL;
+    if (seconds != NULL) {
+        if (exchange == Py_None || count != 2 || (names != NULL && !tagged) || args[0] == Py_None
+            || PyDict_Size(lanes) != 0) {
+            done = Py_NewRef(Py_NotImplemented);
+        } else {
+            PyObject *tag = tagged ? args[2] : zero;
+            done = which == SEND
+                ? PyObject_CallFunctionObjArgs(exchange, args[0], args[1], Py_None, nobody, tag,
+                                               seconds, Py_True, NULL)
+                : PyObject_CallFunctionObjArgs(exchange, Py_None, nobody, args[0], args[1], tag,
+                                               seconds, Py_True, NULL);
+            if (done == NULL)
+                note_failure(comm);
+        }
+    }
+    Py_XDECREF(exchange);
+    Py_XDECREF(lanes);
+    Py_XDECREF(seconds);
+    if (done == NULL)
+        return NULL;
+    Py_DECREF(done);
+    if (done == Py_NotImplemented)
+        return call_python(comm, functions[which], args, count, names);
+    return Py_NewRef(which == SEND ? Py_None : args[0]);
+}
+
+static PyObject *method_send(PyObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *names)
+{
+    return message(self, SEND, args, count, names);
+}
+
+static PyObject *method_recv(PyObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *names)
+{
+    return message(self, RECV, args, count, names);
+}
+
 #define ENTRY(number)                                                                             \
     {NULL, (PyCFunction)(void (*)(void))method_##number, METH_FASTCALL | METH_KEYWORDS, NULL}
 static PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
-                                ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), {NULL, NULL, 0, NULL}};
+                                ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(send), ENTRY(recv),
+                                {NULL, NULL, 0, NULL}};
 
 /* make_methods(functions, docs): a class with a method in front of each of these functions; made
    once. */
@@ -379,8 +439,8 @@ static PyObject *make_methods(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &given, &PyDict_Type, &docs))
         return NULL;
-    for (int i = 0; i < OPERATIONS_WITH_A_METHOD; i++) {
-        const char *name = operations[i].name;
+    for (int i = 0; i < METHODS; i++) {
+        const char *name = i == SEND ? "send" : i == RECV ? "recv" : operations[i].name;
         PyObject *function = PyDict_GetItemString(given, name);
         PyObject *doc = PyDict_GetItemString(docs, name);
         if (function == NULL || doc == NULL || functions[i] != NULL) {
@@ -459,7 +519,11 @@ int add_door(PyObject *module)
     name_timeout = PyUnicode_InternFromString("timeout");
     name_run_plan = PyUnicode_InternFromString("_run_plan");
     name_sum = PyUnicode_InternFromString("sum");
+    name_tag = PyUnicode_InternFromString("tag");
+    name_exchange = PyUnicode_InternFromString("_door_of_messages");
+    name_lanes = PyUnicode_InternFromString("_lanes");
     zero = PyLong_FromLong(0);
+    nobody = PyLong_FromLong(-2);
     for (int i = 0; i < ARGUMENTS; i++)
         argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
     for (int i = 0; i < DOORS; i++)
