@@ -24,7 +24,7 @@ from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedE
 
 from . import faults
 from .checks import Case, RankFactory, check
-from .heard import Heard, hold, listen
+from .heard import Heard, Trouble, hold, listen
 from .samples import LARGE, assert_same
 
 _Call = Callable[[Communicator, Any], Any]
@@ -178,10 +178,6 @@ def _until_heard(heard: str, count: int) -> None:
         time.sleep(0.005)
 
 
-class _Trouble(Exception):
-    """What a rank's own code raises in these checks."""
-
-
 @check([{"call": call} for call in ("barrier", "all_reduce", "recv")], at_least=2)
 def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A rank whose code raises is PeerFailedError with its traceback on all others."""
@@ -189,14 +185,14 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     try:
         _after_abort(factory, size, _failed_peer, call)
     except RanksFailedError as failure:
-        if set(failure.errors) != {victim} or not isinstance(failure.cause, _Trouble):
+        if set(failure.errors) != {victim} or not isinstance(failure.cause, Trouble):
             raise
         heard = failure.results
     else:
         raise AssertionError(f"rank {victim} was to raise and did not")
     for rank, outcome in heard.items():
         what = f"rank {rank} in {call} with rank {victim}, which raised"
-        hold(outcome, PeerFailedError, what, "_Trouble", "lost the keys", rank=victim)
+        hold(outcome, PeerFailedError, what, "Trouble", "lost the keys", rank=victim)
         assert outcome.error.rank == victim, f"{what}: .rank is {outcome.error.rank}"
         assert "in _failed_peer" in outcome.error.traceback, f"{what}: {outcome.error.traceback!r}"
 
@@ -204,7 +200,7 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
 def _failed_peer(comm: Communicator, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         time.sleep(0.05)
-        raise _Trouble("lost the keys")
+        raise Trouble("lost the keys")
     return listen(lambda: _CALLS[call](comm, np.ones(3)))
 
 

@@ -32,17 +32,13 @@ from collective.launch.outcome import RanksFailedError
 from . import faults
 from .checks import Case, RankFactory, check
 from .faults import Fault
-from .heard import hold, listen
+from .heard import Trouble, hold, listen
 
 # How long a rank waits for a file of another's, at most.
 _FAR_S = 20.0
 
 
-class _Trouble(Exception):
-    """What a rank's own code raises in these checks."""
-
-
-class _Generation(NamedTuple):
+class _Survivor(NamedTuple):
     """A rank's communicator, as it says itself, and the sum of those who are in it."""
 
     rank: int
@@ -90,10 +86,10 @@ def _sum(comm: Communicator, first: int) -> float:
     return float(comm.all_reduce(np.full(3, 2.0**first))[0])
 
 
-def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, _Generation]:
+def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, _Survivor]:
     new = comm.shrink(**options)
-    told = _Generation(new.rank, new.size, new.generation, new.origin, new.lost, _sum(new, first))
-    return new, told
+    seen = _Survivor(new.rank, new.size, new.generation, new.origin, new.lost, _sum(new, first))
+    return new, seen
 
 
 def _hold_generation(
@@ -108,11 +104,13 @@ def _hold_generation(
     left = tuple(rank for rank in range(size) if rank not in victims)
     total = sum(2.0**rank for rank in left)
     assert sorted(outcomes) == list(left), f"ranks {sorted(outcomes)} went on instead of {left}"
-    said = {outcome.generation for outcome in outcomes.values()}
-    assert len(said) == 1, f"the survivors are in generations {said}"
-    assert said <= set(numbers), f"the survivors are in generation {said}, not of {numbers}"
+    generations = {outcome.generation for outcome in outcomes.values()}
+    assert len(generations) == 1, f"the survivors are in generations {generations}"
+    assert generations <= set(numbers), (
+        f"the survivors are in generation {generations}, not of {numbers}"
+    )
     for rank, outcome in outcomes.items():
-        expected = _Generation(
+        expected = _Survivor(
             left.index(rank), len(left), outcome.generation, left, frozenset(victims), total
         )
         assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
@@ -160,18 +158,18 @@ def check_shrink_left(
     _hold_generation(outcomes, size, victims)
 
 
-def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> _Generation | None:
+def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> _Survivor | None:
     first = comm.rank
     _gather(comm, marks)
     if first in victims and how == "raises":
-        raise _Trouble("out of luck")
+        raise Trouble("out of luck")
     if first in victims and how == "leaves":
         comm.close()
         return None
     listen(lambda: _sum(comm, first))
-    new, told = _next_of(comm, first)
+    new, seen = _next_of(comm, first)
     new.close()
-    return told
+    return seen
 
 
 def _moments(size: int) -> list[Case]:
@@ -197,15 +195,15 @@ def check_shrink_when(
     _hold_generation(outcomes, size, victims, numbers)
 
 
-def _lose_within(comm: Communicator, marks: str, when: str) -> _Generation:
+def _lose_within(comm: Communicator, marks: str, when: str) -> _Survivor:
     first = comm.rank
     _gather(comm, marks)
     if when == "async":
         x = np.ones(1000)
         listen(lambda: comm.all_reduce(x, async_op=True).wait())
-    new, told = _next_of(comm, first)
+    new, seen = _next_of(comm, first)
     new.close()
-    return told
+    return seen
 
 
 @check([{"victim": "first"}, {"victim": "last"}], at_least=2, needs=_killable)
@@ -217,14 +215,14 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
     _hold_generation(outcomes, size, [lost])
 
 
-def _lose_in_the_middle(comm: Communicator, marks: str) -> _Generation:
+def _lose_in_the_middle(comm: Communicator, marks: str) -> _Survivor:
     first = comm.rank
     _gather(comm, marks)
     x = np.ones(1 << 21, np.float32)
     listen(lambda: comm.all_reduce(x, out=x, op="max"))
-    new, told = _next_of(comm, first)
+    new, seen = _next_of(comm, first)
     new.close()
-    return told
+    return seen
 
 
 @check(at_least=3, needs=_shrinks)
@@ -234,11 +232,11 @@ def check_shrink_twice(factory: RankFactory, size: int) -> None:
     for rank, outcome in outcomes.items():
         left = tuple(range(2, size))
         total = sum(2.0**each for each in left)
-        expected = _Generation(rank - 2, size - 2, 2, left, frozenset({0}), total)
+        expected = _Survivor(rank - 2, size - 2, 2, left, frozenset({0}), total)
         assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
 
 
-def _lose_twice(comm: Communicator, marks: str) -> _Generation | None:
+def _lose_twice(comm: Communicator, marks: str) -> _Survivor | None:
     first = comm.rank
     for victim in range(2):
         _gather(comm, marks, f"turn {victim}")
@@ -246,9 +244,9 @@ def _lose_twice(comm: Communicator, marks: str) -> _Generation | None:
             comm.close()
             return None
         listen(comm.barrier)
-        comm, told = _next_of(comm, first)
+        comm, seen = _next_of(comm, first)
     comm.close()
-    return told
+    return seen
 
 
 # -- nobody is lost, or not by itself ------------------------------------------------------
@@ -261,14 +259,14 @@ def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
         _hold_generation(dict(enumerate(outcomes)), size, (), (turn + 1,))
 
 
-def _shrink_again(comm: Communicator, marks: str) -> list[_Generation]:
-    first, told = comm.rank, []
+def _shrink_again(comm: Communicator, marks: str) -> list[_Survivor]:
+    first, seen = comm.rank, []
     for turn in range(3):
         _gather(comm, marks, f"turn {turn}")
         comm, each = _next_of(comm, first)
-        told.append(each)
+        seen.append(each)
     comm.close()
-    return told
+    return seen
 
 
 def _each(size: int) -> list[Case]:
@@ -284,16 +282,16 @@ def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> Non
     _hold_generation(outcomes, size, (victim,))
 
 
-def _exclude(comm: Communicator, marks: str, victim: int) -> _Generation | CollectiveError:
+def _exclude(comm: Communicator, marks: str, victim: int) -> _Survivor | CollectiveError:
     first = comm.rank
     _gather(comm, marks)
     somebody = (victim + 1) % comm.size
     try:
-        new, told = _next_of(comm, first, exclude=[victim] if first == somebody else [])
+        new, seen = _next_of(comm, first, exclude=[victim] if first == somebody else [])
     except ExcludedError as error:
         return error
     new.close()
-    return told
+    return seen
 
 
 # The grace is waited for.
@@ -330,15 +328,15 @@ def _come_late(comm: Communicator, marks: str) -> Any:
     pid = int(Path(marks, f"pid-{last}").read_text())
     if not comm.capabilities.in_process:
         _await_stopped(pid)
-    new, told = _next_of(comm, first)
+    new, seen = _next_of(comm, first)
     Path(marks, f"gone-on-{first}").touch()
     if first == 0 and not comm.capabilities.in_process:
         os.kill(pid, signal.SIGCONT)
     while not new.agree(late.exists()):
         _sum(new, first)
-    told = told._replace(total=_sum(new, first))
+    seen = seen._replace(total=_sum(new, first))
     new.close()
-    return told
+    return seen
 
 
 def _await(*paths: Path) -> None:
@@ -373,9 +371,9 @@ def _shrink_soundly(comm: Communicator, marks: str) -> Any:
     _gather(comm, marks)
     if first:
         heard = listen(comm.barrier)
-    new, told = _next_of(comm, first)
+    new, seen = _next_of(comm, first)
     new.close()
-    return heard, told
+    return heard, seen
 
 
 @check(at_least=3, needs=_shrinks)
@@ -429,26 +427,26 @@ def _shrink_with_groups(comm: Communicator, marks: str) -> tuple[list[type], flo
 def check_shrink_a_group(factory: RankFactory, size: int) -> None:
     """A group can be shrunk by itself; what it was made of goes on, if it can be broken alone."""
     outcomes = _run(factory, size, _shrink_group)
-    for rank, (told, total) in enumerate(outcomes):
+    for rank, (seen, total) in enumerate(outcomes):
         assert total in (None, 2.0**size - 1), f"rank {rank}: all ranks add up to {total}"
         if rank:
-            expected = _Generation(
+            expected = _Survivor(
                 rank - 1, size - 1, 1, tuple(range(size - 1)), frozenset(), 2.0**size - 2
             )
-            assert told == expected, f"rank {rank} says {told} instead of {expected}"
+            assert seen == expected, f"rank {rank} says {seen} instead of {expected}"
 
 
-def _shrink_group(comm: Communicator, marks: str) -> tuple[_Generation | None, float | None]:
-    told = None
+def _shrink_group(comm: Communicator, marks: str) -> tuple[_Survivor | None, float | None]:
+    seen = None
     group = comm.group(range(1, comm.size)) if comm.rank else None
     _gather(comm, marks)
     if group is not None:
-        new, told = _next_of(group, comm.rank)
+        new, seen = _next_of(group, comm.rank)
         new.close()
     try:
-        return told, _sum(comm, comm.rank)
+        return seen, _sum(comm, comm.rank)
     except CommunicatorAbortedError:  # its messages are the group's
-        return told, None
+        return seen, None
 
 
 def _stays(capabilities: Capabilities) -> str | None:

@@ -10,12 +10,16 @@ from typing import Any
 
 from collective.errors import CollectiveError
 
-__all__ = ["Heard", "hold", "listen"]
+__all__ = ["Heard", "Trouble", "hold", "listen"]
 
 # The promise is two seconds; the rest is what a busy machine may add. Together less than a call's
 # deadline, at which another error is heard.
 _PROMISED_S = 2.0
 _NOISE_S = 8.0
+
+
+class Trouble(Exception):
+    """What a rank's own code raises, where the others are to hear of it."""
 
 
 @dataclass
