@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -314,3 +315,32 @@ def careless(comm) -> str:
 
 def test_a_body_that_does_not_enter_is_refused(ranks):
     assert all("`with generation as comm:`" in text for text in ranks.run(careless))
+
+
+AWAKE = threading.Event()
+
+
+def silent(comm) -> Any:
+    origin = comm.rank
+    state = elastic.State(comm, step=0)
+    try:
+        for generation in elastic.generations(comm, state, timeout=2.0):
+            with generation as comm:
+                if comm.generation == 0:
+                    if origin == 2:
+                        AWAKE.wait(60)
+                        comm.barrier()
+                    raise collective.CollectiveTimeoutError("rank 2 did not come")
+                state.step += 1
+                state.commit()
+    except collective.ExcludedError:
+        return "excluded"
+    finally:
+        if origin == 1:
+            AWAKE.set()
+    return [state.step, comm.size]
+
+
+def test_who_is_silent_is_left_behind_and_learns_it(ranks):
+    AWAKE.clear()
+    assert ranks.run(silent) == [[1, 2], [1, 2], "excluded"]

@@ -37,8 +37,9 @@ class Generation:
         error: what ended the body, if it was a loss.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
         self.comm = comm
+        self._timeout = timeout
         self.error: CollectiveError | None = None
         self._entered = False
 
@@ -78,7 +79,7 @@ class Generation:
         if self.comm.size == 1:
             return self.error is None
         try:
-            return self.comm.agree(self.error is None)
+            return self.comm.agree(self.error is None, timeout=self._timeout)
         except CollectiveTimeoutError as error:
             # Somebody is silent; those who are not go on without it.
             self.error = self.error or error
@@ -114,7 +115,9 @@ def generations(
         state: what they go on from.
         min_ranks: with fewer nobody goes on, by default ``COLLECTIVE_MIN_RANKS``, which
             ``collective run --min-ranks`` sets.
-        timeout: seconds that agreeing on who is left may take, by default the communicator's.
+        timeout: seconds that ranks which live have to come to the end of the body when another
+            has, or has met a loss; by default the communicator's. Who is silent for longer, and
+            for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left behind.
 
     Raises:
         PeerLostError: fewer ranks than that are left; on all of them, so that the launcher may
@@ -123,16 +126,16 @@ def generations(
         CollectiveError: what ended the body, where nobody was lost and nothing was committed
             since it began: it would end so again.
     """
-    comm = _synced(comm, state, min_ranks, timeout)
+    comm = _synced(comm, state, min_ranks)
     while True:
-        generation, begun_at = Generation(comm), state.commits
+        generation, begun_at = Generation(comm, timeout), state.commits
         yield generation
         if generation.survived():
             return
         error = generation.error
-        following = comm.shrink(min_ranks=min_ranks, timeout=timeout)
+        following = comm.shrink(min_ranks=min_ranks)
         lost = following.lost
-        comm = _synced(following, state, min_ranks, timeout)
+        comm = _synced(following, state, min_ranks)
         if not lost and state.commits == begun_at:
             raise error or CommunicatorAbortedError(
                 "generations: a peer's body ended with an error, and nobody was lost nor anything "
@@ -141,9 +144,7 @@ def generations(
             )
 
 
-def _synced(
-    comm: Communicator, state: State, min_ranks: int | None, timeout: float | None
-) -> Communicator:
+def _synced(comm: Communicator, state: State, min_ranks: int | None) -> Communicator:
     """Return the ranks that have got the state, of those of ``comm`` that are left."""
     while True:
         try:
@@ -153,4 +154,4 @@ def _synced(
                 raise
         else:
             return comm
-        comm = comm.shrink(min_ranks=min_ranks, timeout=timeout)
+        comm = comm.shrink(min_ranks=min_ranks)
