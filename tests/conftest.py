@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -9,7 +10,6 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from collective.testing import preload
@@ -23,9 +23,12 @@ for _name in list(os.environ):
     if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
 
-# An example takes as long as the machine is busy.
-hypothesis.settings.register_profile("busy", deadline=None)
-hypothesis.settings.load_profile("busy")
+# An example takes as long as the machine is busy. Where tests/gpu runs it need not be installed.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("busy", deadline=None)
+    settings.load_profile("busy")
 
 # A thread of OpenMP that waits for others spins by default, on cores that other tests need.
 os.environ["OMP_WAIT_POLICY"] = "passive"
