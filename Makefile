@@ -108,6 +108,7 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak calls --backend shm --size 4 --turns $(CALLS)
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
+	$(BIN)/python -m tests.soak elastic --kills $(KILLS)
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
 	--calls $(THREADS)
 

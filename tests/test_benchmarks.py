@@ -42,6 +42,14 @@ def line(shown: str, what: str) -> str:
     return next(line for line in lines if line.startswith(what))
 
 
+def test_going_on_after_a_loss(tmp_path: Path) -> None:
+    found = tmp_path / "elastic.json"
+    command = ["--quick", "--backends", "shm", "--restarts", 0, "--json", found]
+    shown = run("elastic.py", *command)
+    assert "shm, rank 0 of 3" in shown
+    assert [len(each) for each in json.loads(found.read_text())["elastic"].values()] == [3, 3]
+
+
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "not there" in run("peers.py", "--mpi-envs", tmp_path)
 

@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="among the listeners is torch's store")
 
 from collective.testing import run_ranks
 from tests.soak.calls import soak
+from tests.soak.elastic import lives
 from tests.soak.messages import TARGETS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
@@ -23,6 +24,12 @@ def test_random_calls() -> None:
     made, again = run_ranks(2, soak, 7, 300, 60.0)
     assert made == again
     assert sum(made.values()) == 300
+
+
+def test_random_losses() -> None:
+    found = lives(["shm"], 1, 7, 60.0)
+    assert found.problems == []
+    assert found.kills.total() == 3
 
 
 @pytest.mark.parametrize("target", QUICK)

@@ -85,6 +85,12 @@ def test_what_is_put_again_does_not_win(opener: Opener) -> None:
     assert values == [b"first"] * 3
 
 
+def test_any_bytes_may_win(opener: Opener) -> None:
+    store, value = opener(), bytes(range(256))
+    assert store.put_if_absent("key", value) == value
+    assert store.try_get("key") == value
+
+
 def test_what_was_set_stays(opener: Opener) -> None:
     store = opener()
     store.set("key", b"set before")

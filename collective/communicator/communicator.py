@@ -652,8 +652,9 @@ class Communicator(_Methods, Reductions, Exchanging, ObjectCalls):
         for lane in (self._lane, *self._lanes.values()):
             lane.close(seconds)
         self._closed = True
-        # What was prepared would go on calling the transport.
+        # What was prepared would go on calling the transport, and the frames of an error keep it.
         self._plans.clear()
+        self._broken = None
         self._open_door()
         for listener in self._listeners:
             listener.close()

@@ -192,7 +192,11 @@ class Shrinking:
                 self._number += 1
                 continue
             if len(members) > 1:
-                self._store.set(self._key(self._root.rank), _STANDS)
+                try:
+                    self._store.set(self._key(self._root.rank), _STANDS)
+                except BaseException:
+                    backend.close()
+                    raise
             lineage = replace(
                 self._lineage,
                 origin=members,

@@ -5,6 +5,7 @@
     python -m tests.soak calls --backend shm --size 4 --turns 1000000
     python -m tests.soak kills --runs 200
     python -m tests.soak messages --mutations 100000
+    python -m tests.soak elastic --kills 200
 
 Each prints what it did, and ends with 1 if anything was wrong. Not part of the tests: they take
 hours on a small machine; ``--seconds`` ends a part early, and the seed, which is printed, goes on
@@ -26,6 +27,7 @@ from tests.mpi_launches import VENDORS, launch_of
 from tests.pretended import Pairs
 
 from .calls import soak
+from .elastic import lives
 from .findings import Findings
 from .kills import kills
 from .messages import TARGETS
@@ -55,6 +57,10 @@ def main(arguments: Sequence[str]) -> int:
     part.add_argument("--target", choices=TARGETS, action="append", help="all by default")
     part.add_argument("--mutations", type=int, default=100_000)
     part.set_defaults(run=_messages)
+    part = parts.add_parser("elastic", help="random kills of ranks that go on without")
+    part.add_argument("--backend", default="shm,gloo,hierarchical")
+    part.add_argument("--kills", type=int, default=200)
+    part.set_defaults(run=_elastic)
     for part in parts.choices.values():
         part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
         part.add_argument("--seconds", type=float, default=float("inf"))
@@ -107,6 +113,20 @@ def _kills(options: argparse.Namespace) -> int:
     print(", ".join(f"{count} {whom}" for whom, count in found.runs.most_common()))
     if found.segments:
         print("left in /dev/shm by MPI libraries:", *sorted(found.segments))
+    return 1 if found.problems else 0
+
+
+def _elastic(options: argparse.Namespace) -> int:
+    since = time.monotonic()
+    found = lives(options.backend.split(","), options.kills, options.seed, options.seconds)
+    for problem in found.problems:
+        print(problem)
+    print(
+        f"{found.kills.total()} ranks killed, {found.generations} generations, {found.calls} sums; "
+        f"{len(found.problems)} problems; the next generation added up {found.longest_s:.2f} s "
+        f"after an error at most; {time.monotonic() - since:.0f} s"
+    )
+    print(", ".join(f"{count} {how}" for how, count in found.kills.most_common()))
     return 1 if found.problems else 0
 
 

@@ -1,0 +1,178 @@
+"""How long it takes to go on after a loss: ``python benchmarks/elastic.py``.
+
+Ranks add up in a loop until one of them kills itself (SIGKILL). What is measured is the time from
+then to the end of the first right ``all_reduce`` of the next generation, on the last of the others:
+that they notice, agree, connect anew and add up. The clock is the host's, which all processes share
+(CLOCK_MONOTONIC).
+
+Beside it stands ``torchrun --max-restarts 1`` over Gloo, which ends all ranks and starts them
+again: from the kill to the end of the first ``all_reduce`` of those, among which the killed one is
+again. A restart that does not work is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import CollectiveError
+from collective.start.choice import installed
+from collective.testing import RankPool, RanksFailedError, preload
+from collective.tools.show import Progress, add_outputs, count, print_table, write
+
+_OURS = ("shm", "gloo", "hierarchical")
+_RIVAL = "torchrun, all started again"
+_RESTART_S = 120.0
+_RESTARTED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+marks = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank, victim = dist.get_rank(), int(sys.argv[2])
+x = torch.ones(1000)
+dist.all_reduce(x)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if rank == victim:
+        (marks / "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(x.fill_(1))
+assert x[0] == dist.get_world_size()
+(marks / f"again-{rank}").write_text(str(time.monotonic()))
+dist.destroy_process_group()
+"""
+
+
+def _go_on(comm: Communicator, victim: int, marks: str) -> float:
+    """Return when the first sum of the next generation was there."""
+    x = np.ones(1000)
+    comm.all_reduce(x)
+    if comm.rank == victim:
+        Path(marks, "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            comm.all_reduce(x)
+    except CollectiveError:
+        comm = comm.shrink()
+    total = comm.all_reduce(x)
+    there = time.monotonic()
+    assert (total == comm.size).all()
+    comm.close()
+    return there
+
+
+def _ours(pool: RankPool, victim: int) -> float:
+    """Return the seconds from the kill to the last survivor's sum."""
+    with tempfile.TemporaryDirectory() as marks:
+        try:
+            pool.run(_go_on, victim, marks)
+        except RanksFailedError as failure:
+            if set(failure.errors) != {victim}:
+                raise
+            return max(failure.results.values()) - _killed(marks)
+    raise RuntimeError("the victim was not killed")
+
+
+def _torchruns(size: int, victim: int) -> float | None:
+    """Return the seconds from the kill to the last sum of those that were started again.
+
+    None if torchrun gave up.
+    """
+    with tempfile.TemporaryDirectory() as marks:
+        program = Path(marks, "program.py")
+        program.write_text(_RESTARTED)
+        words = ["--standalone", "--max-restarts", "1", "--nproc-per-node", str(size)]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words, program, marks, str(victim)],
+            check=False, timeout=_RESTART_S, stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if done.returncode:
+            return None
+        again = [float(path.read_text()) for path in Path(marks).glob("again-*")]
+        assert len(again) == size
+        return max(again) - _killed(marks)
+
+
+def _killed(marks: str) -> float:
+    return float(Path(marks, "killed").read_text())
+
+
+def measured(
+    backends: Sequence[str], size: int, turns: int, restarts: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every turn, by who went on and which rank was killed."""
+    progress = Progress()
+    found: dict[str, list[float | None]] = {}
+    for backend in backends:
+        if backend != "shm":
+            preload(["torch.distributed"])  # what processes import is none of it
+        for victim in (size - 1, 0):
+            name = f"{backend}, rank {victim} of {size}"
+            with RankPool(size, backend) as pool:
+                for turn in range(turns):
+                    progress.show(f"{name}: {turn + 1} of {turns}")
+                    found.setdefault(name, []).append(_ours(pool, victim))
+    if restarts and installed("torch"):
+        for victim in (size - 1, 0):
+            name = f"{_RIVAL}, rank {victim} of {size}"
+            progress.show(name)
+            found[name] = [_torchruns(size, victim) for _ in range(restarts)]
+    progress.clear()
+    return found
+
+
+def show(found: dict[str, list[float | None]], markdown: bool = False) -> None:
+    """Print the table."""
+    rows = [
+        [name, *_figures([each for each in seconds if each is not None]), str(len(seconds))]
+        for name, seconds in found.items()
+    ]
+    header = ["who goes on", "median ms", "least", "most", "of"]
+    print_table("From a kill to the first sum without the dead", header, rows, markdown)
+
+
+def _figures(seconds: Sequence[float]) -> list[str]:
+    if not seconds:
+        return ["failed", "", ""]
+    figures = statistics.median(seconds), min(seconds), max(seconds)
+    return [f"{1e3 * each:.0f}" for each in figures]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description="Measure how long it takes to go on after a loss.")
+    parser.add_argument("-n", type=count, default=3, metavar="N", help="ranks (default: 3)")
+    parser.add_argument("--backends", default="shm,gloo", help=f"of {','.join(_OURS)}")
+    parser.add_argument("--turns", type=count, default=20, help="kills of each (default: 20)")
+    parser.add_argument("--restarts", type=int, default=3, help="by torchrun, 0 for none")
+    parser.add_argument("--quick", action="store_true", help="3 kills of each, one restart")
+    add_outputs(parser)
+    options = parser.parse_args(arguments)
+    if options.n < 2:
+        parser.error("-n: one has to die, and one to go on: 2 at least")
+    turns, restarts = (3, min(1, options.restarts)) if options.quick else (
+        options.turns, options.restarts
+    )  # fmt: skip
+    found = measured(options.backends.split(","), options.n, turns, restarts)
+    show(found, options.markdown)
+    write(options.json, {"elastic": found, "ranks": options.n})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
