@@ -160,8 +160,10 @@ def back_to_the_start(comm) -> bool:
     same = steps() == fresh
     state.commit()
     later = steps()
-    state.restore()
-    return same and steps() == later != fresh
+    for _ in range(2):  # the first of which would spoil a copy that was not copied
+        state.restore()
+        same = same and steps() == later != fresh
+    return same
 
 
 def test_what_is_restored_has_the_optimizers_bits_again(ranks):
