@@ -52,8 +52,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (30, 12), "again": (1, 1), "out": (0, 0)}),
-        ("gloo", {"first": (64, 18), "again": (18, 7), "out": (17, 7)}),
+        ("shm", {"first": (29, 12), "again": (1, 1), "out": (0, 0)}),
+        ("gloo", {"first": (63, 18), "again": (17, 6), "out": (16, 6)}),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:
