@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import collective
 from collective import elastic
+from collective.backends.threads import ThreadsBackend
 from collective.errors import InvalidArgumentError, MismatchError
 from collective.testing import RankPool, RanksFailedError
 
@@ -344,3 +346,28 @@ def silent(comm) -> Any:
 def test_who_is_silent_is_left_behind_and_learns_it(ranks):
     AWAKE.clear()
     assert ranks.run(silent) == [[1, 2], [1, 2], "excluded"]
+
+
+class Lasting(ThreadsBackend):
+    """A transport that cannot go on without a rank."""
+
+    capabilities = replace(ThreadsBackend.capabilities, shrinks=False)
+
+
+def once(comm, loss: bool) -> Any:
+    state = elastic.State(comm, step=0)
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                if loss:
+                    raise collective.PeerLostError("as it is", (1,))
+                state.step += 1
+    except collective.PeerLostError as error:
+        return str(error)
+    return state.step
+
+
+@pytest.mark.parametrize(("loss", "found"), [(False, 1), (True, "as it is")])
+def test_what_cannot_shrink_runs_once(loss, found):
+    with RankPool(2, Lasting, timeout=60.0) as pool:
+        assert pool.run(once, loss) == [found] * 2

@@ -104,8 +104,12 @@ def test_before_the_first_step_there_is_nothing_to_lose(ranks):
 
 def half_way(comm) -> Any:
     """A rank meets a loss in the barrier of a commit that the others have got through."""
-    optimizer = ShardedOptimizer(network().parameters(), torch.optim.SGD, comm, lr=1.0)
+    parameters = list(network().parameters())
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, comm, lr=1.0, momentum=0.9)
     state = elastic.State(comm, optimizer=optimizer, step=0)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     pass_barrier = comm.barrier
 
     def barrier():
@@ -121,11 +125,11 @@ def half_way(comm) -> Any:
         assert state.commits == 0
     comm.barrier = pass_barrier
     state.sync(comm)
-    return state.step, state.commits
+    return state.step, state.commits, sorted(optimizer.state_dict()["state"])
 
 
 def test_a_commit_that_some_rank_has_is_that_of_all(ranks):
-    assert ranks.run(half_way) == [(1, 1)] * 4
+    assert ranks.run(half_way) == [(1, 1, [0, 1, 2, 3, 4, 5])] * 4
 
 
 def test_copies_that_are_none(ranks):

@@ -21,7 +21,7 @@ from collective.training.rebinding import Rebindable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .names import with_prefix, without_prefix
-from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in
+from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
 from .sparse import all_reduce_sparse, empty_sparse
 
 if TYPE_CHECKING:
@@ -105,15 +105,15 @@ class DistributedDataParallel(nn.Module):
         self._sync = True  # whether gradients of the next forward pass are reduced
         self._attendance: Attendance | None = None  # inside of join()
         self._passes = self._new_passes()
-        self._gradients.moved = _weakly(self._point)
+        self._gradients.moved = weakly(self._point)
         dense = dense_weights(module, self._trained)
-        self._in_buckets = InBuckets(dense, _weakly(self._target)) if dense else None
+        self._in_buckets = InBuckets(dense, weakly(self._target)) if dense else None
         self._written: set[int] = set()  # gradients in their place that have not arrived yet
         weak = weakref.ref(self)
         untyped: Any
         for number, untyped in enumerate(self._trained):
             untyped.register_post_accumulate_grad_hook(_hook(weak, number))
-        sparse_arrived = _weakly(self._sparse_arrived)
+        sparse_arrived = weakly(self._sparse_arrived)
         for untyped in self._sparse:
             untyped.register_post_accumulate_grad_hook(sparse_arrived)
         untyped = self
@@ -179,7 +179,7 @@ class DistributedDataParallel(nn.Module):
                 each.rebind(comm)
 
     def _new_passes(self) -> Passes:
-        return Passes(_weakly(self._refuse_broken), _weakly(self._reached), _weakly(self._ended))
+        return Passes(weakly(self._refuse_broken), weakly(self._reached), weakly(self._ended))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -387,17 +387,6 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -
     """Give every rank some tensors of ``root``, those of one type in one message."""
     if tensors:
         comm.broadcast(tensors, root=root, out=tensors)
-
-
-def _weakly(method: Any) -> Callable[..., Any]:
-    """Return a call of ``method`` that does not keep its object alive, as hooks would."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = weak()
-        return None if found is None else found(*args)
-
-    return call
 
 
 def _hook(

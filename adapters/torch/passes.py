@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-__all__ = ["BackwardPass", "ForwardPass", "Passes", "leaves_behind", "tensors_in"]
+__all__ = ["BackwardPass", "ForwardPass", "Passes", "leaves_behind", "tensors_in", "weakly"]
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -219,3 +219,14 @@ def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         for each in dataclasses.fields(outputs):
             yield from tensors_in(getattr(outputs, each.name))
+
+
+def weakly(method: Any) -> Callable[..., Any]:
+    """Return a call of ``method`` that does not keep its object alive, as hooks would."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = weak()
+        return None if found is None else found(*args)
+
+    return call

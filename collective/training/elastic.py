@@ -53,7 +53,11 @@ class Generation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if isinstance(error, _LOSSES) and not isinstance(error, ExcludedError):
+        if (
+            isinstance(error, _LOSSES)
+            and not isinstance(error, ExcludedError)
+            and self.comm.capabilities.shrinks
+        ):
             self.error = error
             return True
         if error is not None and self.comm.generation:
@@ -76,7 +80,7 @@ class Generation:
             # Whoever waits in a call, for this rank or another, is to come here, too.
             with contextlib.suppress(CollectiveError):
                 self.comm.abort(f"a rank was lost: {self.error}")
-        if self.comm.size == 1:
+        if self.comm.size == 1 or not self.comm.capabilities.shrinks:
             return self.error is None
         try:
             return self.comm.agree(self.error is None, timeout=self._timeout)
@@ -106,7 +110,8 @@ def generations(
     ``CollectiveTimeoutError``). Then the ranks that are left agree who they are
     (:meth:`Communicator.shrink`), and the body runs again: also for one that had got to its end.
 
-    The communicator that was given is closed then; the last one stays open.
+    The communicator that was given is closed then; the last one stays open. On a transport that
+    cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss is its error.
 
     Collective: every rank calls it.
 
@@ -150,7 +155,7 @@ def _synced(comm: Communicator, state: State, min_ranks: int | None) -> Communic
         try:
             state.sync(comm)
         except _LOSSES as error:
-            if isinstance(error, ExcludedError):
+            if isinstance(error, ExcludedError) or not comm.capabilities.shrinks:
                 raise
         else:
             return comm
