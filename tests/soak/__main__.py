@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from collective.testing import RankPool, RanksFailedError
+from collective.testing import RankPool, RanksFailedError, preload
 from tests.mpi_launches import VENDORS, launch_of
 from tests.pretended import Pairs
 
@@ -117,6 +117,7 @@ def _kills(options: argparse.Namespace) -> int:
 
 
 def _elastic(options: argparse.Namespace) -> int:
+    preload(["torch.distributed"])  # every job begins with new processes
     since = time.monotonic()
     found = lives(options.backend.split(","), options.kills, options.seed, options.seconds)
     for problem in found.problems:

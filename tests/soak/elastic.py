@@ -30,6 +30,8 @@ __all__ = ["Lives", "lives"]
 SIZE = 4
 # A rank that hangs is shown with its stack, after that.
 _JOB_S = 90.0
+# How long what is ending may take to.
+_SETTLE_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -61,7 +63,7 @@ class _Life:
     calls: int
     longest_s: float
     open: list[int]
-    threads: list[int]
+    threads: list[int]  # beyond one of each name
 
 
 def lives(transports: Sequence[str], kills: int, seed: int, seconds: float) -> Lives:
@@ -74,16 +76,21 @@ def lives(transports: Sequence[str], kills: int, seed: int, seconds: float) -> L
     found, since, turn = Lives(), time.monotonic(), 0
     while found.kills.total() < kills and time.monotonic() - since < seconds:
         name = transports[turn % len(transports)]
-        before = set(os.listdir(_SHARED_MEMORY))
+        before = _shared_memory()
         try:
             _job(name, seed + turn, found)
         except AssertionError as error:
             found.problems.append(f"{name}, seed {seed + turn}: {error}")
             found.kills["a job that failed"] += SIZE - 1
-        if left := set(os.listdir(_SHARED_MEMORY)) - before:
+        if left := _shared_memory() - before:
             found.problems.append(f"{name}, seed {seed + turn}: {sorted(left)} in /dev/shm")
         turn += 1
     return found
+
+
+def _shared_memory() -> set[str]:
+    """Return what there is of ours: others of this machine may be running MPI."""
+    return {name for name in os.listdir(_SHARED_MEMORY) if "collective" in name}
 
 
 def _job(transport: str, seed: int, found: Lives) -> None:
@@ -117,8 +124,8 @@ def _live(comm: Communicator, seed: int) -> _Life:
     comm.barrier()  # or somebody would die in another's init()
     while True:
         gc.collect()  # an error holds frames, and they what they had open, in a circle
+        life.threads.append(_threads_too_many())
         life.open.append(len(os.listdir("/proc/self/fd")))
-        life.threads.append(threading.active_count())
         life.generations += 1
         if comm.size == 1:
             comm.close()
@@ -137,6 +144,19 @@ def _live(comm: Communicator, seed: int) -> _Life:
         before = comm.size
         comm = comm.shrink(timeout=_JOB_S / 2)
         life.kills[f"{before - comm.size} at once"] += before - comm.size
+
+
+def _threads_too_many() -> int:
+    """Return how many threads there are beyond one of each name, when those are over that end.
+
+    Rank 0 of a generation has a hub, whose thread ends once it has heard of the last that left.
+    """
+    end = time.monotonic() + _SETTLE_S
+    while True:
+        names = [thread.name for thread in threading.enumerate()]
+        if len(names) == len(set(names)) or time.monotonic() > end:
+            return len(names) - len(set(names))
+        time.sleep(0.01)
 
 
 def _die_after(seconds: float) -> None:
