@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
 from typing import Any
@@ -106,6 +107,7 @@ def test_a_part_that_is_not_there(one):
         state.stop = 1
     with pytest.raises(AttributeError, match="no part 'stop'; it has"):
         _ = state.stop
+    assert copy.copy(state).step == 0  # while a copy is made there are no parts to look for
     with pytest.raises(InvalidArgumentError, match="no part sampler; there are step"):
         state.commit(sampler=3)
 

@@ -204,7 +204,9 @@ class State:
             self._refuse_unknown(path, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._parts:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._parts:
             raise AttributeError(f"State has no part {name!r}; it has {list(self._parts)}.")
         return self._parts[name]
 
