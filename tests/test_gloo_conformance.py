@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import BY_SIZE, SHRINKING, all_but
+from tests.conformance_parts import BY_SIZE, OF_TWO, all_but
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
 
-@parametrize_with_checks("gloo", sizes=(2,), checks=all_but(*SHRINKING))
+@parametrize_with_checks("gloo", sizes=(2,), checks=OF_TWO)
 def test_gloo_of_2(check: Callable[[], None]) -> None:
     check()
 

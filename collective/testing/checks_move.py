@@ -1,4 +1,4 @@
-"""Checks of the calls that move: every root, dtype, size and layout, even and uneven."""
+"""Checks of the calls that move: every root, every dtype, size and layout, even and uneven."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .samples import (
     SHAPES,
     Array,
     assert_same,
+    dtypes_at,
     dtypes_of,
     laid_out,
     plain,
@@ -43,7 +44,7 @@ def check_broadcast(factory: RankFactory, size: int, *, root: int) -> None:
 
 
 def _broadcast(comm: Communicator, root: int) -> None:
-    for dtype in dtypes_of(comm.capabilities.dtypes):
+    for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in SHAPES:
             wanted = values(dtype, shape, root, 30)
             what = f"broadcast(root={root}) of {dtype}{list(shape)}"
@@ -65,7 +66,7 @@ def check_scatter(factory: RankFactory, size: int, *, root: int) -> None:
 
 
 def _scatter(comm: Communicator, root: int) -> None:
-    for dtype in dtypes_of(comm.capabilities.dtypes):
+    for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in _ROWS:
             whole = values(dtype, shape, root, 33)
             part = list(regions(shape[0], comm.size))[comm.rank]
@@ -112,7 +113,7 @@ def _gather(comm: Communicator, root: int) -> None:
             assert found is None, f"{what}: rank {comm.rank} got {found!r}"
 
     ranks = range(comm.size)
-    for dtype in dtypes_of(comm.capabilities.dtypes):
+    for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in SHAPES:
             hold([values(dtype, shape, r, 36) for r in ranks], f"of {dtype}{list(shape)}")
     sizes = _sizes(comm.size)

@@ -18,6 +18,7 @@ from .samples import (
     Array,
     assert_close,
     assert_same,
+    dtypes_at,
     dtypes_of,
     expected,
     laid_out,
@@ -148,13 +149,16 @@ def _in_place(comm: Communicator) -> None:
 
 @check(roots)
 def check_reduce(factory: RankFactory, size: int, *, root: int) -> None:
-    """A reduce gives the root the fold and the others nothing: every op, dtype and size."""
+    """A reduce gives the root the fold and the others nothing: every op and size, of some dtypes.
+
+    Each dtype is reduced to some root.
+    """
     factory.run(size, _reduce, root)
 
 
 def _reduce(comm: Communicator, root: int) -> None:
     for op in OPS:
-        for dtype in _can(comm, op):
+        for dtype in dtypes_at(root, comm, _can(comm, op)):
             for shape in ((0,), (), (7,), (1001,)):
                 inputs = [values(dtype, shape, rank, 8, op) for rank in range(comm.size)]
                 found = comm.reduce(inputs[comm.rank], root=root, op=op)

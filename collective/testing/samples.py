@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from collective.communicator import Communicator
 from collective.memory.dtypes import BY_NAME
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "assert_close",
     "assert_same",
     "bfloat16",
+    "dtypes_at",
     "dtypes_of",
     "expected",
     "has",
@@ -82,6 +84,15 @@ def dtypes_of(names: frozenset[str], kinds: str = "biufc") -> list[str]:
     if "bfloat16" in found and not (has("ml_dtypes") or has("torch")):
         found.remove("bfloat16")
     return found
+
+
+def dtypes_at(root: int, comm: Communicator, names: Sequence[str]) -> Sequence[str]:
+    """Return those of ``names`` for which calls with this root are made: each dtype has some root.
+
+    How elements are folded or moved does not depend on who gets them, nor whom they go to on what
+    they are: every dtype with every root would be the same again, as many times as there are ranks.
+    """
+    return names[root % max(1, len(names)) :: comm.size]
 
 
 def values(
