@@ -91,7 +91,8 @@ class Loopback(Backend):
         with hub.lock:
             while len(hub.arrived) < world.size and time.monotonic() < end:
                 hub.woken[world.rank].wait(0.05)
-                world.store.check()
+                if world.store is not None:  # runs of this module have none
+                    world.store.check()
             if len(hub.arrived) == world.size:
                 return cls(world, hub)
             missing = sorted(set(range(world.size)) - hub.arrived)
