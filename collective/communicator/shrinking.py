@@ -48,7 +48,10 @@ _LOOK_S = 0.02
 # What a rank's note becomes when it stands in the generation that was decided on.
 _STANDS = b'{"connected": true}'
 #: What a rank meets on the way that is an affair of its peers, and not of its own.
-_OF_PEERS = (RendezvousError, CommunicatorAbortedError, CollectiveTimeoutError, BackendError)
+_OF_PEERS = (
+    RendezvousError, CommunicatorAbortedError, CollectiveTimeoutError, BackendError,
+    ConnectionError, ProcessLookupError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
