@@ -83,7 +83,8 @@ def _ours(pool: RankPool, victim: int) -> float:
         except RanksFailedError as failure:
             if set(failure.errors) != {victim}:
                 raise
-            return max(failure.results.values()) - _killed(marks)
+            last: float = max(failure.results.values())
+            return last - _killed(marks)
     raise RuntimeError("the victim was not killed")
 
 
@@ -114,7 +115,7 @@ def _killed(marks: str) -> float:
 
 def measured(
     backends: Sequence[str], size: int, turns: int, restarts: int
-) -> dict[str, list[float]]:
+) -> dict[str, list[float | None]]:
     """Return the seconds of every turn, by who went on and which rank was killed."""
     progress = Progress()
     found: dict[str, list[float | None]] = {}
