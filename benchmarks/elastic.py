@@ -52,6 +52,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dist.all_reduce(x.fill_(1))
 assert x[0] == dist.get_world_size()
 (marks / f"again-{rank}").write_text(str(time.monotonic()))
+time.sleep(1)  # whoever leaves at once may break a call that others are still in
 dist.destroy_process_group()
 """
 

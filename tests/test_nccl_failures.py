@@ -32,6 +32,7 @@ from collective.errors import (
     PeerLostError,
 )
 from collective.request import Request
+from collective.start.memory_store import MemoryStore
 from collective.testing import RankDiedError, RanksFailedError
 
 pytestmark = needs_compiler
@@ -458,11 +459,11 @@ def test_a_deadline_in_a_version_that_blocks() -> None:
 
 def as_threads(comm: Any) -> None:
     """Be three ranks in one process, with a GPU each."""
-    job = f"threads-{os.getpid()}-{time.monotonic_ns()}"
+    job, store = f"threads-{os.getpid()}-{time.monotonic_ns()}", MemoryStore()
 
     def world(rank: int) -> World:
         options = {"host": "threads", "device": str(rank)}
-        return World(rank, 3, rank, 3, "here", "none", job, store=None, options=options)  # type: ignore[arg-type]
+        return World(rank, 3, rank, 3, "here", "none", job, store=store, options=options)
 
     received = threading.Barrier(3)  # the failure must not come between the others' messages
 
@@ -496,7 +497,7 @@ def dropped(comm: Any) -> None:
     """A transport that is not closed leaves no thread."""
     job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
     options = {"host": "threads"}
-    world = World(0, 1, 0, 1, "here", "none", job, store=None, options=options)  # type: ignore[arg-type]
+    world = World(0, 1, 0, 1, "here", "none", job, store=MemoryStore(), options=options)
     backend = NcclBackend.connect(world, FAR)
     adds(Place(backend))
     del backend
