@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import os
 import re
+import stat
 import sys
+import termios
 import threading
 import time
 import warnings
@@ -303,7 +307,20 @@ def _abandon() -> None:
             "job is aborted instead.\n"
         )
         sys.stderr.flush()
+        _wait_until_read(2)
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
+
+
+def _wait_until_read(descriptor: int) -> None:
+    """Wait until the launcher has read what is in a pipe to it: an abort would have it dropped."""
+    unread = array.array("i", [0])
+    deadline = time.monotonic() + _END_S
+    while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < deadline:
+        fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+        if not unread[0]:
+            time.sleep(_SETTLE_S)  # and until it has passed it on
+            return
+        time.sleep(0.001)
 
 
 def _say_goodbye() -> bool:
