@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from digits import read
-from elastic_report import die, lost_of, parser, report
+from elastic_report import die, marked, parser, report
 
 import collective
 from collective import elastic
@@ -85,9 +85,7 @@ def train(comm: collective.Communicator, options: Any) -> None:
     for generation in elastic.generations(comm, state):
         with generation as comm:
             if comm.lost:
-                known = [rank for ranks in marks.values() for rank in ranks]
-                new = [rank for rank in lost_of(comm, size) if rank not in known]
-                marks = {**marks, state.step: new}
+                marks = marked(marks, state.step, comm, size)
             while state.step < options.steps:
                 batch = chainer.dataset.concat_examples(iterator.next())
                 optimizer.update(loss_of, *batch)

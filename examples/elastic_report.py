@@ -47,9 +47,12 @@ def die(comm: collective.Communicator) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lost_of(comm: collective.Communicator, size: int) -> list[int]:
-    """Return which of the ``size`` ranks that there were at first are lost."""
-    return sorted(set(range(size)) - set(comm.origin))
+def marked(
+    marks: Mapping[int, list[int]], step: int, comm: collective.Communicator, size: int
+) -> Mapping[int, list[int]]:
+    """Return the marks, and at this step those who were lost since, of ``size`` ranks at first."""
+    known = {rank for ranks in marks.values() for rank in ranks}
+    return {**marks, step: sorted(set(range(size)) - set(comm.origin) - known)}
 
 
 def report(

@@ -32,7 +32,7 @@ _LOOKS, _LOOKS_CROWDED = 4000, 50
 # Up to here calls are made in C, and ordinary memory is staged. What is longer has the kernel read
 # a peer's memory, where it does: one copy instead of two, which pays as soon as the caches do not
 # hold both: of what only moves from 8 MiB on (16 MiB take 1.1 ms instead of 1.8), of what
-# is folded from 16 MiB on, and earlier where the cores share no cache (benchmarks/native.py). Each
+# is folded from 16 MiB on, and earlier where the cores share no cache (docs/decisions.md). Each
 # block of what is staged may cost a time slice where ranks don't have a core each.
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 _STAGED_BYTES, _STAGED_BYTES_CROWDED = 32 << 20, 1 << 20

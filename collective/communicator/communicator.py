@@ -217,17 +217,24 @@ class Communicator(_Methods, Reductions, Exchanging, ObjectCalls):
         self._shut(seconds)
         return made
 
-    def _next(self, backend: Backend, lineage: Lineage) -> Communicator:
+    def _alike(
+        self, backend: Backend, local_rank: int, local_size: int, lineage: Lineage | None = None
+    ) -> Communicator:
+        """Return a communicator over another transport, for the rest as this one is."""
         made = type(self)(
             backend,
-            local_rank=lineage.local_rank,
-            local_size=lineage.local_size,
+            local_rank=local_rank,
+            local_size=local_size,
             host=self.host,
             timeout=self.timeout,
             check=self._check,
             lineage=lineage,
         )
         made._open = self._open
+        return made
+
+    def _next(self, backend: Backend, lineage: Lineage) -> Communicator:
+        made = self._alike(backend, lineage.local_rank, lineage.local_size, lineage)
         made._store, self._store = self._store, None
         made._succession = self._succession
         members = [rank for rank in range(self.size) if rank not in lineage.lost]
@@ -430,15 +437,7 @@ class Communicator(_Methods, Reductions, Exchanging, ObjectCalls):
         return child
 
     def _child(self, backend: Backend, members: Sequence[int]) -> Communicator:
-        child = type(self)(
-            backend,
-            local_rank=backend.rank,
-            local_size=backend.size,
-            host=self.host,
-            timeout=self.timeout,
-            check=self._check,
-        )
-        child._open = self._open
+        child = self._alike(backend, backend.rank, backend.size)
         child._membership = Membership(child, self._membership, members)
         if self._lineage is not None:
             child._lineage = self._lineage.group(backend, members, child._membership.name)

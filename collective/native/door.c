@@ -223,19 +223,26 @@ static struct prepared *prepare(Door *door, const struct call *call)
     return p->planned ? p : NULL;
 }
 
-/* Has Python say what a failure means, and go on where ranks may differ: what that returns. */
-static PyObject *recover(const struct call *call)
+/* Takes the exception that was raised, with its traceback. */
+static PyObject *take_error(void)
 {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     if (trace != NULL)
         PyException_SetTraceback(error, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return error;
+}
+
+/* Has Python say what a failure means, and go on where ranks may differ: what that returns. */
+static PyObject *recover(const struct call *call)
+{
+    PyObject *error = take_error();
     PyObject *done = PyObject_CallMethod(call->comm, "_recover", "sOOOO", call->operation->name,
                                          call->x, call->out, call->root_object, error);
-    Py_XDECREF(type);
     Py_XDECREF(error);
-    Py_XDECREF(trace);
     return done;
 }
 
@@ -364,14 +371,15 @@ static const struct operation operations[SEND] = {
 METHOD(0) METHOD(1) METHOD(2) METHOD(3) METHOD(4)
 METHOD(5) METHOD(6) METHOD(7) METHOD(8) METHOD(9)
 
-/* Has Python note that a message has failed. The exception stays. */
+/* Has Python note that a message has failed, and raises the exception again. */
 static void note_failure(PyObject *comm)
 {
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    Py_XDECREF(PyObject_CallMethod(comm, "_note_failure", "O", error));
-    PyErr_Restore(type, error, trace); /* instead of what noting it has raised, if anything */
+    PyObject *error = take_error(), *noted = PyObject_CallMethod(comm, "_note_failure", "O", error);
+    if (noted != NULL) /* or what noting it has raised stands */
+        PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), Py_NewRef(error),
+                      PyException_GetTraceback(error));
+    Py_XDECREF(noted);
+    Py_XDECREF(error);
 }
 
 /* Sends or receives an array of which nothing but a tag is said, by the transport's own function,

@@ -10,7 +10,7 @@ typedef struct {
     PyObject_HEAD
     struct shared shared;
     Py_buffer memory; /* keeps the control segment */
-    PyObject *host;   /* what Python does: wait(), differ(), fail(), note() */
+    PyObject *callbacks; /* what Python does: wait(), differ(), fail(), note() */
     /* Of the call that runs: */
     PyObject *request, *seconds;
     PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
@@ -36,8 +36,8 @@ static PyTypeObject *plan_type;
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
-    PyObject *done = PyObject_CallMethod(self->host, "wait", "OOinK", self->request, self->seconds,
-                                         rank, offset, (unsigned long long)value);
+    PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinK", self->request,
+                                         self->seconds, rank, offset, (unsigned long long)value);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -66,23 +66,23 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
 
 /* -- Shared --------------------------------------------------------------------------------- */
 
-/* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, host) */
+/* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks) */
 static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
     Shared *self = (Shared *)object;
     struct shared *s = &self->shared;
-    PyObject *memory, *host;
+    PyObject *memory, *callbacks;
     Py_ssize_t lines, areas, area_bytes, least_long;
-    if (self->host != NULL || keywords != NULL) {
+    if (self->callbacks != NULL || keywords != NULL) {
         PyErr_SetString(PyExc_TypeError, "Shared: made once, without keywords");
         return -1;
     }
     if (!PyArg_ParseTuple(args, "OiinnnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
-                          &area_bytes, &least_long, &s->looks, &host)
+                          &area_bytes, &least_long, &s->looks, &callbacks)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    Py_INCREF(host);
-    self->host = host;
+    Py_INCREF(callbacks);
+    self->callbacks = callbacks;
     /* Areas hold two blocks of a piece for each other rank, of any type. */
     Py_ssize_t most = self->memory.len, size = s->size;
     if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
@@ -121,7 +121,7 @@ static void release(PyObject *object)
 static void shared_dealloc(PyObject *object)
 {
     Shared *self = (Shared *)object;
-    Py_XDECREF(self->host);
+    Py_XDECREF(self->callbacks);
     if (self->memory.obj != NULL)
         PyBuffer_Release(&self->memory);
     for (int i = 0; i < SEGMENTS; i++)
@@ -281,9 +281,9 @@ static int give_up(Shared *self, int failed)
 {
     PyObject *done = NULL;
     if (failed == DIFFERENT)
-        done = PyObject_CallMethod(self->host, "differ", "OO", self->request, self->seconds);
+        done = PyObject_CallMethod(self->callbacks, "differ", "OO", self->request, self->seconds);
     else if (failed == BROKEN)
-        done = PyObject_CallMethod(self->host, "fail", "O", self->request);
+        done = PyObject_CallMethod(self->callbacks, "fail", "O", self->request);
     if (done != NULL)
         PyErr_SetString(PyExc_SystemError, "a call in C that has failed was taken for right");
     Py_XDECREF(done);
@@ -293,7 +293,7 @@ static int give_up(Shared *self, int failed)
 /* Has a peer that wonders find what this rank does, if that is no longer in its notes. */
 static int note(Plan *self)
 {
-    PyObject *number = PyObject_CallMethod(self->over->host, "note", "O", self->request);
+    PyObject *number = PyObject_CallMethod(self->over->callbacks, "note", "O", self->request);
     self->noted = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
     Py_XDECREF(number);
     return number == NULL ? -1 : 0;

@@ -185,7 +185,7 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
    lines stay in the nearest cache. What is longer goes behind the last one, and begins anew at the
    end: by the time it is written there again other calls have driven it out of the caches of single
    cores, into the one that they share. To write a line that is still in another core's own cache,
-   and to fetch it from there, takes about three times as long (benchmarks/native.py). */
+   and to fetch it from there, takes about three times as long; docs/decisions.md has the figures. */
 static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                       char *dst)
 {

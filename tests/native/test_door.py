@@ -292,6 +292,17 @@ def _kept_by_a_failure(comm: Communicator) -> bool:
         gc.enable()
 
 
+def test_a_message_that_fails_tells_the_peers_where() -> None:
+    def breaks(*_: Any) -> None:
+        raise OSError("in the wires")
+
+    with collective.init(size=1, rank=0) as comm:
+        comm._door_of_messages = breaks  # type: ignore[assignment]
+        with mock.patch.object(comm._backend, "abort") as abort, pytest.raises(OSError, match="wi"):
+            comm.send(_x(), 0)
+        assert "in breaks" in abort.call_args.args[0].text
+
+
 def test_a_failure_keeps_no_array() -> None:
     assert run_ranks(1, _kept_by_a_failure) == [False]
 
