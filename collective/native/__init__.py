@@ -26,7 +26,7 @@ __all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold",
            "methods", "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 5
+PROTOCOL = 9
 
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
@@ -85,7 +85,7 @@ def _load() -> tuple[ModuleType | None, str]:
         from . import _core
     except ImportError as error:
         if error.name == f"{__name__}._core" or "cannot import name '_core'" in str(error):
-            return None, "not built, for want of a C compiler at installation"
+            return None, "not built: a wheel without it, or no C compiler at installation"
         return None, f"cannot be loaded: {error}"
     return _checked(_core)
 
@@ -124,7 +124,7 @@ def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
     return made
 
 
-def methods(*functions: Callable[..., Any]) -> type:
+def methods(*functions: Callable[..., Any]) -> type | None:
     """Return a class to be derived from first, with a method in C in front of each function.
 
     A method makes its call through the door that an attribute of the object is, ``_door``,
@@ -135,14 +135,15 @@ def methods(*functions: Callable[..., Any]) -> type:
 
     Args:
         functions: the methods all_reduce, reduce, scan, reduce_scatter, broadcast, scatter,
-            all_gather, gather, all_to_all, barrier, send and recv, all of them; once in a process.
+            all_gather, gather, all_to_all, barrier, send, recv and sendrecv, all of them; once in a
+            process.
 
     Returns:
-        An empty class where there is no C.
+        None where there is no C.
     """
     extension, _ = _load()
     if extension is None:
-        return type("Methods", (), {"__doc__": methods.__doc__})
+        return None
     made: type = extension.make_methods(
         {each.__name__: each for each in functions},
         {each.__name__: f"{each.__name__}{_text_signature(each)}\n--\n\n{inspect.getdoc(each)}"
@@ -259,9 +260,11 @@ def messages(
     size: int,
     rings: int,
     ring_bytes: int,
+    streamed: int,
     looks: int,
     single_copy: bool,
     python: Any,
+    lines: int = 0,
 ) -> Exchange | None:
     """Return ``exchange``, which sends and receives messages over memory that ranks share.
 
@@ -287,12 +290,15 @@ def messages(
         rank: this one, of ``size``.
         rings: bytes from the segment's beginning to the rings, of each ordered pair one: a page of
             counts and ``ring_bytes``, whole pages.
+        streamed: bytes of a message from which on the receiver fetches it at once, if it can.
         looks: how often a ring is looked at before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
         python: ``wait(advance, to, source, tag, timeout)`` returns when ``advance()`` does 0, which
             is 1 while something is to be sent, added to 2 while something is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
             ``refuse(rank, what)`` raises because what a rank sends is damaged.
+        lines: bytes to the ranks' lines, as :func:`shared` has them, by which a rank that naps is
+            woken; 0 wakes nobody.
 
     Returns:
         None where C is not in use.
@@ -300,7 +306,7 @@ def messages(
     if chosen.extension is None:
         return None
     made: Exchange = chosen.extension.make_messages(
-        segment, rank, size, rings, ring_bytes, looks, single_copy, python
+        segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python, lines
     )
     return made
 

@@ -15,15 +15,19 @@ def make_fold(op: str, dtype: int, reference: _Function, level: int = ..., /) ->
 def make_methods(functions: dict[str, Any], docs: dict[str, str], /) -> type: ...
 def see_tensors(exchange_api: Any, tensor: type, parameter: type, /) -> None: ...
 def view(array: Any, /) -> tuple[int, int, int, tuple[int, ...], bool] | None: ...
+def nap(segment: Any, asleep: int, seconds: float, ready: Callable[[], bool], /) -> bool: ...
+def wake(segment: Any, asleep: Sequence[int], /) -> None: ...
 def make_messages(
     segment: Any,
     rank: int,
     size: int,
     rings: int,
     ring_bytes: int,
+    streamed: int,
     looks: int,
     single_copy: bool,
     python: Any,
+    lines: int = ...,
     /,
 ) -> Callable[[Any, int, Any, int, int, float, bool], Any]: ...
 

@@ -35,7 +35,7 @@ struct operation {
    being asked for what is not in it. No array is kept. */
 struct prepared {
     const struct operation *operation;
-    PyObject *planned, *request, *plan, *op;
+    PyObject *planned, *request, *plan, *op, *counts;
     int ordered, root, dtype, ndim;
     int64_t shape[VIEW_DIMENSIONS];
 };
@@ -50,7 +50,7 @@ typedef struct {
 } Door;
 
 static PyObject *name_timeout, *name_run_plan, *name_sum, *name_tag, *name_exchange, *name_lanes;
-static PyObject *zero, *nobody;
+static PyObject *zero, *nobody, *any;
 static PyObject *argument_objects[ARGUMENTS], *door_names[DOORS];
 static PyTypeObject *door_type;
 
@@ -59,6 +59,8 @@ struct call {
     const struct operation *operation;
     PyObject *comm, *x, *out, *op, *order, *root_object;
     PyObject *result; /* new, or a new reference to the user's */
+    PyObject *counts; /* a tuple, if all ranks know how many rows each has */
+    int64_t before, total; /* rows of the ranks before this one, and of all, in what is joined */
     struct view views[2];
     struct view *src, *dst; /* into views, or NULL */
     int ordered, root;
@@ -70,20 +72,21 @@ static int is_apart_or(const struct view *a, const struct view *b, const char *s
            || b->address + b->nbytes <= a->address;
 }
 
-/* Sets the shape of the result in call->views[1]; returns its rows, or -1 where it is as that of x,
-   or -2 if it is for Python to say. */
-static int64_t shape_result(const Door *door, struct call *call)
+/* Sets the shape of the result in call->views[1]; returns 0 if that is for Python to say. */
+static int shape_result(const Door *door, struct call *call)
 {
     struct view *view = &call->views[1];
     enum shape shape = call->operation->shape;
     *view = call->views[0];
     if (shape == SAME)
-        return -1;
+        return 1;
     if (view->ndim == 0)
-        return -2;
+        return 0;
     int64_t rows = view->shape[0], mine = rows / door->size + (door->rank < rows % door->size);
-    view->shape[0] = shape == JOINED ? rows * door->size : shape == CUT ? mine : mine * door->size;
-    return view->shape[0];
+    if (call->counts == NULL)
+        call->before = rows * door->rank, call->total = rows * door->size;
+    view->shape[0] = shape == JOINED ? call->total : shape == CUT ? mine : mine * door->size;
+    return 1;
 }
 
 /* Finds where the result goes. Returns 1, 0 if that is for Python to say, or -1. */
@@ -92,12 +95,10 @@ static int find_output(const Door *door, struct call *call)
     enum shape shape = call->operation->shape;
     const struct view *x = &call->views[0];
     struct view want, *got = &call->views[1];
-    int64_t rows = shape_result(door, call);
-    want = *got;
-    if (rows < -1)
+    if (!shape_result(door, call))
         return 0;
-    call->result = call->out != Py_None ? Py_NewRef(call->out)
-                   : PyObject_CallMethod(call->comm, "_fresh", "OL", call->x, rows);
+    want = *got;
+    call->result = call->out != Py_None ? Py_NewRef(call->out) : new_array(call->x, &want);
     if (call->result == NULL)
         return -1;
     if (!view_array(call->result, got) || !got->writable || got->dtype != want.dtype
@@ -105,17 +106,43 @@ static int find_output(const Door *door, struct call *call)
         || memcmp(got->shape, want.shape, sizeof *want.shape * (size_t)want.ndim) != 0)
         return 0;
     /* Where x may be that is not apart: in place, or this rank's piece of what is joined. */
-    const char *same = shape == SAME ? got->address
-                       : shape == JOINED ? got->address + (size_t)door->rank * x->nbytes : NULL;
+    size_t row = shape == JOINED && x->shape[0] ? x->nbytes / (size_t)x->shape[0] : 0;
+    const char *same = shape == SAME || shape == JOINED
+                           ? got->address + (size_t)call->before * row : NULL;
     call->dst = got;
     return (call->operation->who == FROM_ROOT && shape == SAME) || is_apart_or(x, got, same);
+}
+
+/* Reads how many rows each rank has; returns whether that is all for C. */
+static int read_counts(const Door *door, struct call *call, PyObject *counts)
+{
+    const struct view *x = &call->views[0];
+    if (!PyList_CheckExact(counts) && !PyTuple_CheckExact(counts))
+        return 0;
+    /* Of one moment: a list may change while others run. */
+    call->counts = PySequence_Tuple(counts);
+    if (call->counts == NULL)
+        PyErr_Clear();
+    if (call->counts == NULL || PyTuple_Size(call->counts) != door->size || x->ndim == 0)
+        return 0;
+    for (int rank = 0; rank < door->size; rank++) {
+        PyObject *each = PyTuple_GetItem(call->counts, rank);
+        int overflow;
+        int64_t rows = PyLong_CheckExact(each) ? PyLong_AsLongLongAndOverflow(each, &overflow) : -1;
+        if (rows < 0 || rows > INT32_MAX || (rank == door->rank && rows != x->shape[0]))
+            return 0;
+        call->before += rank < door->rank ? rows : 0;
+        call->total += rows;
+    }
+    return 1;
 }
 
 /* Reads the arguments. Returns 1, 0 if the call is not for C, or -1 with an exception. */
 static int read_call(const Door *door, struct call *call, PyObject *const *given)
 {
-    if (given[TIMEOUT] != Py_None || given[ASYNC] != Py_False || given[COUNTS] != Py_None
-        || given[AXIS] != zero || PyList_Size(door->queue) != 0)
+    int counted = given[COUNTS] != Py_None;
+    if (given[TIMEOUT] != Py_None || given[ASYNC] != Py_False || given[AXIS] != zero
+        || (counted && call->operation->shape != JOINED) || PyList_Size(door->queue) != 0)
         return 0;
     call->x = given[X], call->out = given[OUT], call->op = given[OP];
     call->order = given[ORDER], call->root_object = given[ROOT];
@@ -149,7 +176,8 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
         else if (scatters)
             return 0;
     }
-    if (!view_array(call->x, &call->views[0]))
+    if (!view_array(call->x, &call->views[0])
+        || (counted && !read_counts(door, call, given[COUNTS])))
         return 0;
     call->src = &call->views[0];
     if (scatters && !is_root) { /* x is the output, by which Python knows the whole */
@@ -180,7 +208,14 @@ static int is_prepared(const struct prepared *p, const struct call *call)
     const struct view *x = &call->views[0];
     return p->operation == call->operation && p->op == call->op && p->ordered == call->ordered
            && p->root == call->root && p->dtype == x->dtype && p->ndim == x->ndim
+           && (p->counts == NULL) == (call->counts == NULL)
+           && (p->counts == NULL || PyObject_RichCompareBool(p->counts, call->counts, Py_EQ) == 1)
            && memcmp(p->shape, x->shape, sizeof *x->shape * (size_t)x->ndim) == 0;
+}
+
+static PyObject *counts_of(const struct call *call)
+{
+    return call->counts ? call->counts : Py_None;
 }
 
 static void forget(struct prepared *p)
@@ -191,6 +226,7 @@ static void forget(struct prepared *p)
     Py_XDECREF(old.request);
     Py_XDECREF(old.plan);
     Py_XDECREF(old.op);
+    Py_XDECREF(old.counts);
 }
 
 /* Finds the plan of a call, or has Python make it. Returns NULL with an exception, or without one
@@ -199,15 +235,16 @@ static struct prepared *prepare(Door *door, const struct call *call)
 {
     const struct view *x = &call->views[0];
     uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
-                    + 31 * (unsigned)x->dtype + (unsigned)call->root;
+                    + 31 * (unsigned)x->dtype + (unsigned)call->root
+                    + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
     for (int i = 0; i < x->ndim; i++)
         hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
     struct prepared *p = &door->table[(hash ^ hash >> 32) % PREPARED];
     if (is_prepared(p, call))
         return p;
-    PyObject *planned = PyObject_CallMethod(call->comm, "_find_plan", "sOOOO",
+    PyObject *planned = PyObject_CallMethod(call->comm, "_find_plan", "sOOOOO",
                                             call->operation->name, call->x, call->op, call->order,
-                                            call->root_object);
+                                            call->root_object, counts_of(call));
     if (planned == NULL || planned == Py_None) {
         Py_XDECREF(planned);
         return NULL;
@@ -215,8 +252,8 @@ static struct prepared *prepare(Door *door, const struct call *call)
     forget(p);
     *p = (struct prepared){
         call->operation, planned, PyObject_GetAttrString(planned, "request"),
-        PyObject_GetAttrString(planned, "plan"), Py_NewRef(call->op), call->ordered, call->root,
-        x->dtype, x->ndim, {0}};
+        PyObject_GetAttrString(planned, "plan"), Py_NewRef(call->op), Py_XNewRef(call->counts),
+        call->ordered, call->root, x->dtype, x->ndim, {0}};
     memcpy(p->shape, x->shape, sizeof p->shape);
     if (p->request == NULL || p->plan == NULL)
         forget(p);
@@ -240,8 +277,9 @@ static PyObject *take_error(void)
 static PyObject *recover(const struct call *call)
 {
     PyObject *error = take_error();
-    PyObject *done = PyObject_CallMethod(call->comm, "_recover", "sOOOO", call->operation->name,
-                                         call->x, call->out, call->root_object, error);
+    PyObject *done = PyObject_CallMethod(call->comm, "_recover", "sOOOOO", call->operation->name,
+                                         call->x, call->out, call->root_object, counts_of(call),
+                                         error);
     Py_XDECREF(error);
     return done;
 }
@@ -254,11 +292,11 @@ static PyObject *make(Door *door, struct call *call)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     /* A signal's handler may make calls, too. */
     PyObject *plan = Py_NewRef(p->plan), *done = NULL;
-    record_begin(door->ring, p->request, 0);
     int state;
     if (is_plan(plan)) {
-        state = run_plan(plan, call->src, call->dst, seconds);
+        state = run_plan(plan, call->src, call->dst, seconds, door->ring);
     } else {
+        record_begin(door->ring, p->request, 0);
         PyObject *ran = PyObject_CallMethodObjArgs(
             call->comm, name_run_plan, plan,
             call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x,
@@ -266,11 +304,11 @@ static PyObject *make(Door *door, struct call *call)
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(ran);
     }
-    if (state < 0) {
-        done = recover(call);
+    if (state == 0) {
+        record_end(door->ring);
+        done = Py_NewRef(call->result);
     } else {
-        record_end(door->ring, state == 0);
-        done = Py_NewRef(state ? Py_NotImplemented : call->result);
+        done = state < 0 ? recover(call) : Py_NewRef(Py_NotImplemented);
     }
     Py_DECREF(seconds);
     Py_DECREF(plan);
@@ -302,24 +340,37 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
 }
 
 /* What makes the calls that C does not, by operation: functions of Python's. */
-enum { SEND = 10, RECV, METHODS };
+enum { SEND = 10, RECV, SENDRECV, METHODS };
+static const char *const message_names[] = {"send", "recv", "sendrecv"};
 static PyObject *functions[METHODS];
 static const struct operation operations[SEND];
+
+/* Has Python say what was meant by a keyword that the function does not have. */
+static void explain(PyObject *comm, PyObject *function)
+{
+    PyObject *error = take_error();
+    PyObject *better = PyObject_CallMethod(comm, "_explain", "OO", function, error);
+    if (better != NULL)
+        PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(better)), Py_NewRef(better),
+                      PyException_GetTraceback(better));
+    Py_XDECREF(better);
+    Py_XDECREF(error);
+}
 
 static PyObject *call_python(PyObject *comm, PyObject *function, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
 {
-    PyObject *positional = PyTuple_New(count + 1), *named = names ? PyDict_New() : NULL;
-    PyObject *done = NULL;
-    int failed = positional == NULL || (names != NULL && named == NULL);
-    for (Py_ssize_t i = 0; !failed && i <= count; i++)
-        failed = PyTuple_SetItem(positional, i, Py_NewRef(i ? args[i - 1] : comm));
-    for (Py_ssize_t i = 0; named != NULL && !failed && i < PyTuple_Size(names); i++)
-        failed = PyDict_SetItem(named, PyTuple_GetItem(names, i), args[count + i]);
-    if (!failed)
-        done = PyObject_Call(function, positional, named);
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
+    size_t given = (size_t)(count + (names ? PyTuple_Size(names) : 0));
+    PyObject *few[16], **all = given < 16 ? few : PyMem_Malloc((given + 1) * sizeof *all);
+    if (all == NULL)
+        return PyErr_NoMemory();
+    all[0] = comm;
+    memcpy(all + 1, args, given * sizeof *all);
+    PyObject *done = call_with(function, all, count + 1, names);
+    if (all != few)
+        PyMem_Free(all);
+    if (done == NULL && names != NULL && PyErr_ExceptionMatches(PyExc_TypeError))
+        explain(comm, function);
     return done;
 }
 
@@ -330,16 +381,19 @@ static PyObject *method(PyObject *comm, const struct operation *operation, PyObj
     PyObject *given[ARGUMENTS] = {
         Py_None, Py_None, operation->folds ? name_sum : Py_None, Py_None,
         operation->who == EVERYBODY ? Py_None : zero, Py_None, Py_False, Py_None, zero};
-    PyObject *door = PyObject_GetAttr(comm, door_names[operation->door]), *done = NULL;
+    int sorted = sort_arguments(operation, args, count, names, given);
+    /* With counts there is nothing that ranks have to find out from each other. */
+    int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
+    PyObject *door = PyObject_GetAttr(comm, door_names[which]), *done = NULL;
     struct call call = {.operation = operation, .comm = comm};
     if (door == NULL)
         return NULL;
-    int plain = Py_TYPE(door) == door_type && sort_arguments(operation, args, count, names, given)
-                ? read_call((Door *)door, &call, given) : 0;
+    int plain = sorted && Py_TYPE(door) == door_type ? read_call((Door *)door, &call, given) : 0;
     if (plain > 0)
         done = make((Door *)door, &call);
     Py_DECREF(door);
     Py_XDECREF(call.result);
+    Py_XDECREF(call.counts);
     if (plain == 0 || done == Py_NotImplemented) {
         Py_XDECREF(done);
         done = call_python(comm, functions[operation - operations], args, count, names);
@@ -382,29 +436,61 @@ static void note_failure(PyObject *comm)
     Py_XDECREF(error);
 }
 
-/* Sends or receives an array of which nothing but a tag is said, by the transport's own function,
-   if nothing is in the background; see Calls._open_door. */
+/* What a message says: x goes to a rank, out comes from another. */
+struct message {
+    PyObject *x, *to, *out, *from, *tag;
+};
+
+/* Reads the arguments of a message; returns whether that is all for C. */
+static int read_message(struct message *m, int which, PyObject *const *args, Py_ssize_t count,
+                        PyObject *names)
+{
+    *m = (struct message){Py_None, nobody, Py_None, nobody, zero};
+    if (count != (which == SENDRECV ? 3 : 2))
+        return 0;
+    if (which != RECV)
+        m->x = args[0], m->to = args[1];
+    if (which != SEND)
+        m->from = args[count - 1];
+    if (which == RECV)
+        m->out = args[0];
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        if (name == name_tag)
+            m->tag = args[count + i];
+        else if (name == argument_objects[OUT] && which == SENDRECV)
+            m->out = args[count + i];
+        else
+            return 0;
+    }
+    return (which == RECV || m->x != Py_None) && (which == SEND || m->out != Py_None)
+           && (which != SENDRECV || PyObject_RichCompareBool(m->from, any, Py_EQ) == 0);
+}
+
+/* Sends, receives or does both, by the transport's own function, if nothing is in the background;
+   see Calls._open_door. */
 static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ssize_t count,
                          PyObject *names)
 {
-    int tagged = names != NULL && PyTuple_Size(names) == 1
-                 && PyTuple_GetItem(names, 0) == name_tag;
+    struct message m;
+    int plain = read_message(&m, which, args, count, names);
+    PyErr_Clear(); /* of a comparison */
     PyObject *exchange = PyObject_GetAttr(comm, name_exchange);
     PyObject *lanes = exchange ? PyObject_GetAttr(comm, name_lanes) : NULL;
     PyObject *seconds = lanes ? PyObject_GetAttr(comm, name_timeout) : NULL, *done = NULL;
-    if (seconds != NULL) {
-        if (exchange == Py_None || count != 2 || (names != NULL && !tagged) || args[0] == Py_None
-            || PyDict_Size(lanes) != 0) {
-            done = Py_NewRef(Py_NotImplemented);
-        } else {
-            PyObject *tag = tagged ? args[2] : zero;
-            done = which == SEND
-                ? PyObject_CallFunctionObjArgs(exchange, args[0], args[1], Py_None, nobody, tag,
-                                               seconds, Py_True, NULL)
-                : PyObject_CallFunctionObjArgs(exchange, Py_None, nobody, args[0], args[1], tag,
-                                               seconds, Py_True, NULL);
-            if (done == NULL)
-                note_failure(comm);
+    int64_t start = which == SENDRECV ? now_ns() : 0;
+    if (seconds != NULL && (!plain || exchange == Py_None || PyDict_Size(lanes) != 0)) {
+        done = Py_NewRef(Py_NotImplemented);
+    } else if (seconds != NULL) {
+        done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, seconds,
+                                            Py_True, NULL);
+        if (done == NULL) {
+            note_failure(comm);
+        } else if (done == Py_None) { /* x is sent */
+            double left = PyFloat_AsDouble(seconds) - 1e-9 * (double)(now_ns() - start);
+            Py_DECREF(done);
+            done = PyObject_CallMethod(comm, "_receive_rest", "OOOOd", m.x, m.out, m.from, m.tag,
+                                       left);
         }
     }
     Py_XDECREF(exchange);
@@ -415,26 +501,22 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
     Py_DECREF(done);
     if (done == Py_NotImplemented)
         return call_python(comm, functions[which], args, count, names);
-    return Py_NewRef(which == SEND ? Py_None : args[0]);
+    return Py_NewRef(m.out);
 }
 
-static PyObject *method_send(PyObject *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *names)
-{
-    return message(self, SEND, args, count, names);
-}
-
-static PyObject *method_recv(PyObject *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *names)
-{
-    return message(self, RECV, args, count, names);
-}
+#define MESSAGE(name, which)                                                                      \
+    static PyObject *method_##name(PyObject *self, PyObject *const *args, Py_ssize_t count,       \
+                                   PyObject *names)                                               \
+    {                                                                                             \
+        return message(self, which, args, count, names);                                          \
+    }
+MESSAGE(send, SEND) MESSAGE(recv, RECV) MESSAGE(sendrecv, SENDRECV)
 
 #define ENTRY(number)                                                                             \
     {NULL, (PyCFunction)(void (*)(void))method_##number, METH_FASTCALL | METH_KEYWORDS, NULL}
 static PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
                                 ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(send), ENTRY(recv),
-                                {NULL, NULL, 0, NULL}};
+                                ENTRY(sendrecv), {NULL, NULL, 0, NULL}};
 
 /* make_methods(functions, docs): a class with a method in front of each of these functions; made
    once. */
@@ -448,7 +530,7 @@ static PyObject *make_methods(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &given, &PyDict_Type, &docs))
         return NULL;
     for (int i = 0; i < METHODS; i++) {
-        const char *name = i == SEND ? "send" : i == RECV ? "recv" : operations[i].name;
+        const char *name = i < SEND ? operations[i].name : message_names[i - SEND];
         PyObject *function = PyDict_GetItemString(given, name);
         PyObject *doc = PyDict_GetItemString(docs, name);
         if (function == NULL || doc == NULL || functions[i] != NULL) {
@@ -532,6 +614,7 @@ int add_door(PyObject *module)
     name_lanes = PyUnicode_InternFromString("_lanes");
     zero = PyLong_FromLong(0);
     nobody = PyLong_FromLong(-2);
+    any = PyLong_FromLong(-1);
     for (int i = 0; i < ARGUMENTS; i++)
         argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
     for (int i = 0; i < DOORS; i++)

@@ -18,14 +18,19 @@
    tests/native/test_ring_model.py tries all interleavings of an end and the other. */
 
 #include "messages.h"
+#include "sleeping.h"
+
+#include "copying.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* After this much the other end is let know: it copies at the same time, from cache to cache. */
+/* After so much the other end is let know: it copies at the same time, from cache to cache. Least of
+   what is short, so that it begins soon and has soon done; most where that makes no difference. */
 #ifndef CHUNK_BYTES
 #define CHUNK_BYTES ((size_t)8 << 10)
 #endif
+#define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
 /* No message is as long: what says so is damaged. */
 #define NO_LENGTH ((uint64_t)1 << 47)
 #define NO_TAG INT64_MIN
@@ -47,6 +52,13 @@ const char NO_MEMORY[] = "no memory";
 static size_t smaller(size_t a, size_t b)
 {
     return a < b ? a : b;
+}
+
+/* Returns how much of what is left is copied before the other end hears of it: whole lines. */
+static size_t chunk_of(size_t left)
+{
+    size_t share = left / 256 / 64 * 64;
+    return share < CHUNK_BYTES ? CHUNK_BYTES : smaller(share, CHUNK_BYTES_MOST);
 }
 
 static void announce(uint64_t *word, uint64_t value)
@@ -108,9 +120,9 @@ static void send_step(struct exchange *x)
         x->stop += r->position;
     }
     uint64_t announced = r->position;
-    while (x->at < x->count && !claimed(x, r) && (room = ready(x, r, capacity, 1)) > 0) {
+    while (x->at < x->count && !claimed(x, r) && (room = ready(x, r, x->ahead, 1)) > 0) {
         struct piece *p = &x->pieces[x->at];
-        size_t count = smaller(smaller(p->nbytes, room), CHUNK_BYTES);
+        size_t chunk = chunk_of(p->nbytes), count = smaller(smaller(p->nbytes, room), chunk);
         size_t at = r->position % capacity, first = smaller(count, capacity - at);
         if (p->bytes != NULL) {
             memcpy(r->data + at, p->bytes, first);
@@ -121,7 +133,7 @@ static void send_step(struct exchange *x)
         x->moved += count;
         if ((p->nbytes -= count) == 0)
             x->at++;
-        if (r->position - announced >= CHUNK_BYTES)
+        if (r->position - announced >= chunk)
             announce(r->mine, announced = r->position & ~UINT64_C(7));
     }
     /* Not while it waits, or the line of this word would keep going to the receiver and back. Before
@@ -142,10 +154,10 @@ static int read_bytes(struct exchange *x, struct ring *r, char *to, size_t nbyte
 {
     size_t capacity = x->messages->capacity, there;
     while (*done < nbytes && (there = ready(x, r, 0, 1)) > 0) {
-        size_t count = smaller(smaller(nbytes - *done, there), CHUNK_BYTES);
+        size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
         size_t at = r->position % capacity, first = smaller(count, capacity - at);
-        memcpy(to + *done, r->data + at, first);
-        memcpy(to + *done + first, r->data, count - first);
+        copy_to_result(to + *done, (char *)r->data + at, first, nbytes);
+        copy_to_result(to + *done + first, (char *)r->data, count - first, nbytes);
         *done += count;
         x->moved += count;
         r->position += (count + 7) / 8 * 8;
@@ -294,9 +306,21 @@ void exchange_fetched(struct exchange *x)
     x->messages->in[x->from].position = x->end;
 }
 
+/* Wakes the peers of an exchange in which something has moved, if they nap. */
+static void wake_peers(const struct exchange *x, int pending)
+{
+    const struct messages *m = x->messages;
+    if (m->sleepers == NULL || __atomic_load_n(m->sleepers, __ATOMIC_RELAXED) == 0)
+        return;
+    if (pending & SENDING)
+        wake((uint32_t *)(m->asleep + (size_t)x->to * m->apart));
+    wake((uint32_t *)(m->asleep + (size_t)x->from * m->apart));
+}
+
 int exchange_step(struct exchange *x)
 {
     uint64_t before = x->moved;
+    int pending = x->pending;
     if (x->damage)
         return 0;
     if (x->pending & SENDING)
@@ -308,6 +332,8 @@ int exchange_step(struct exchange *x)
         match(x, x->first, NO_TAG);
         x->misfit = 1;
     }
+    if (x->moved != before)
+        wake_peers(x, pending);
     return x->moved != before;
 }
 
@@ -330,6 +356,7 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
     int64_t *w = x->words;
     x->pending |= SENDING;
     x->to = to;
+    x->ahead = x->messages->capacity;
     if (words != NULL) {
         w[0] = HEAD_BYTES;
         w[1] = tag;
@@ -341,6 +368,8 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
     }
     if (!inlined) {
         x->claimable = claimable && nbytes >= CLAIMED_BYTES;
+        if (x->claimable && nbytes > x->messages->streamed)
+            x->ahead = smaller(x->ahead, CLAIMED_BYTES); /* the receiver fetches it, see go_on() */
         w[0] = (int64_t)nbytes;
         w[1] = tag;
         w[2] = x->claimable ? (int64_t)(intptr_t)bytes : 0;

@@ -24,7 +24,11 @@ struct ring {
 struct messages {
     int rank, size;
     size_t capacity; /* of a ring, a multiple of 8 */
+    size_t streamed; /* bytes of a message from which on the receiver fetches it at once */
     struct ring *in, *out; /* by peer */
+    uint32_t *sleepers;    /* how many ranks nap, or NULL if nobody does */
+    uint64_t *asleep;      /* whether a rank does, so many words apart */
+    size_t apart;
 };
 
 struct piece {
@@ -47,6 +51,7 @@ struct exchange {
     struct piece pieces[5];
     int64_t words[6 + HEAD_WORDS];
     int claimable;  /* whether the receiver may fetch what is sent */
+    size_t ahead;   /* by how much the sender may be ahead of it */
     uint64_t stop;  /* where the message ends that is sent */
 
     int first, last, matched; /* the ranks of which it takes a message, and whether it has one */

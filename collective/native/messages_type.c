@@ -2,6 +2,8 @@
 
 #include "python.h"
 #include "messages.h"
+#include "shared.h"
+#include "sleeping.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -58,8 +60,8 @@ static void go_on(Call *call)
         now = now_ns();
         if (steps)
             moved = now;
-        /* The kernel's one copy takes less than two through a ring that does not hold it all. */
-        if (x->matched && x->nbytes - x->done > x->messages->capacity && exchange_claim(x))
+        /* The kernel's one copy takes less than two that drive each other out of the caches. */
+        if (x->matched && x->nbytes > x->messages->streamed && exchange_claim(x))
             break;
         if (now - moved > IDLE_NS || now - start > LONGEST_NS
             || ((shared ? idle == looks : idle == 2 * looks) && exchange_claim(x)))
@@ -250,27 +252,35 @@ static void find_rings(State *state, Py_ssize_t rings, int peer)
 static PyObject *make_messages(PyObject *module, PyObject *args)
 {
     PyObject *segment, *python, *function = NULL;
-    Py_ssize_t rings, ring_bytes;
+    Py_ssize_t rings, ring_bytes, streamed, lines = 0;
     State *state = calloc(1, sizeof *state);
     PyObject *capsule = state == NULL ? PyErr_NoMemory() : PyCapsule_New(state, NAME, free_state);
     if (capsule == NULL)
         return NULL;
     struct messages *m = &state->messages;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OiinnipO:make_messages", &segment, &m->rank, &m->size, &rings,
-                          &ring_bytes, &state->looks, &state->single_copy, &python)
+    if (!PyArg_ParseTuple(args, "OiinnnipO|n:make_messages", &segment, &m->rank, &m->size, &rings,
+                          &ring_bytes, &streamed, &state->looks, &state->single_copy, &python,
+                          &lines)
         || PyObject_GetBuffer(segment, &state->segment, PyBUF_WRITABLE) < 0)
         goto finished;
     Py_INCREF(state->python = python);
     m->capacity = (size_t)ring_bytes;
+    m->streamed = (size_t)streamed;
     if (m->size < 2 || m->size > 1 << 15 || m->rank < 0 || m->rank >= m->size || ring_bytes < 4096
-        || ring_bytes % 4096 || rings < 8 || rings % 8 || ring_bytes > state->segment.len
+        || ring_bytes % 4096 || rings < 8 || rings % 8 || lines < 0 || lines % 8
+        || (lines && (rings - lines) / (8 * LINE_WORDS) < m->size) || ring_bytes > state->segment.len
         || (state->segment.len - rings) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
         PyErr_SetString(PyExc_ValueError, "make_messages: the rings are not in the segment");
     } else if ((m->in = calloc(2 * (size_t)m->size, sizeof *m->in)) == NULL) {
         PyErr_NoMemory();
     } else {
         m->out = m->in + m->size;
+        if (lines > SLEEPERS_AT) {
+            m->sleepers = (uint32_t *)((char *)state->segment.buf + SLEEPERS_AT);
+            m->asleep = (uint64_t *)((char *)state->segment.buf + lines) + ASLEEP;
+            m->apart = LINE_WORDS;
+        }
         for (int peer = 0; peer < m->size; peer++)
             if (peer != m->rank)
                 find_rings(state, rings, peer);
@@ -283,7 +293,9 @@ finished:
 
 static PyMethodDef messages_functions[] = {
     {"make_messages", make_messages, METH_VARARGS,
-     "make_messages(segment, rank, size, rings, ring_bytes, looks, single_copy, python, /)\n--\n\n"
+     "make_messages(segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python,"
+     " lines=0, /)"
+     "\n--\n\n"
      "Return the function that exchanges messages; see collective.native.messages."},
     {NULL, NULL, 0, NULL}};
 

@@ -1,6 +1,7 @@
 /* The module collective.native._core: folds as Python's functions, and what else is in it. */
 
 #include "python.h"
+#include "sleeping.h"
 
 #include <string.h>
 
@@ -78,6 +79,23 @@ static int fold_plain(const struct fold *fold, PyObject *const *arrays)
     return plain;
 }
 
+PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    if (PyObject_Vectorcall)
+        return PyObject_Vectorcall(function, args, (size_t)count, names);
+    PyObject *positional = PyTuple_New(count), *named = names ? PyDict_New() : NULL, *done = NULL;
+    int failed = positional == NULL || (names != NULL && named == NULL);
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        failed = PyTuple_SetItem(positional, i, Py_NewRef(args[i]));
+    for (Py_ssize_t i = 0; named != NULL && !failed && i < PyTuple_Size(names); i++)
+        failed = PyDict_SetItem(named, PyTuple_GetItem(names, i), args[count + i]);
+    if (!failed)
+        done = PyObject_Call(function, positional, named);
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    return done;
+}
+
 /* fold(a, b, out=c) */
 static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t count,
                            PyObject *keywords)
@@ -90,25 +108,21 @@ static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t cou
         && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "out") == 0
         && fold_plain(&fold, args))
         Py_RETURN_NONE;
-
-    PyObject *positional = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
-    if (positional == NULL || options == NULL)
-        goto done;
-    for (Py_ssize_t i = 0; i < count; i++)
-        PyTuple_SetItem(positional, i, Py_NewRef(args[i]));
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) < 0)
-            goto done;
-    result = PyObject_Call(PyTuple_GetItem(self, 0), positional, options);
-done:
-    Py_XDECREF(positional);
-    Py_XDECREF(options);
-    return result;
+    return call_with(PyTuple_GetItem(self, 0), args, count, keywords);
 }
 
 static PyMethodDef fold_method = {
     "fold", (PyCFunction)(void (*)(void))fold_call, METH_FASTCALL | METH_KEYWORDS,
     "fold(a, b, /, *, out)\n--\n\nSet out to a op b, elementwise; out may be a or b."};
+
+/* Returns the word in which a rank says that it naps, or NULL with an exception. */
+static uint32_t *sleeper_at(const Py_buffer *segment, Py_ssize_t at)
+{
+    if (at > SLEEPERS_AT && at % 8 == 0 && at <= segment->len - 8)
+        return (uint32_t *)((char *)segment->buf + at);
+    PyErr_SetString(PyExc_ValueError, "nap: no such word in the segment");
+    return NULL;
+}
 
 static PyObject *make_fold(PyObject *module, PyObject *args)
 {
@@ -131,7 +145,65 @@ static PyObject *make_fold(PyObject *module, PyObject *args)
     return function;
 }
 
+/* nap(segment, asleep, seconds, ready) */
+static PyObject *nap(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    Py_ssize_t at;
+    double seconds;
+    PyObject *ready;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "w*ndO:nap", &segment, &at, &seconds, &ready))
+        return NULL;
+    uint32_t *asleep = sleeper_at(&segment, at), woken = 0;
+    uint32_t *sleepers = (uint32_t *)((char *)segment.buf + SLEEPERS_AT);
+    PyObject *there = NULL;
+    if (asleep != NULL) {
+        /* Before it is looked once more whether there is anything to wait for. */
+        __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+        __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+        there = PyObject_CallFunctionObjArgs(ready, NULL);
+        if (there != NULL && PyObject_IsTrue(there) == 0) {
+            PyThreadState *state = PyEval_SaveThread();
+            sleep_until_woken(asleep, seconds);
+            PyEval_RestoreThread(state);
+        }
+        woken = __atomic_exchange_n(asleep, 0, __ATOMIC_SEQ_CST) == 0;
+        __atomic_sub_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+    }
+    PyBuffer_Release(&segment);
+    if (there == NULL)
+        return NULL;
+    Py_DECREF(there);
+    return PyBool_FromLong(woken);
+}
+
+/* wake(segment, asleep) */
+static PyObject *wake_all(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    PyObject *words;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "w*O:wake", &segment, &words))
+        return NULL;
+    for (Py_ssize_t i = 0; i < PySequence_Size(words) && !PyErr_Occurred(); i++) {
+        PyObject *number = PySequence_GetItem(words, i);
+        Py_ssize_t at = number == NULL ? -1 : PyLong_AsSsize_t(number);
+        Py_XDECREF(number);
+        uint32_t *asleep = PyErr_Occurred() ? NULL : sleeper_at(&segment, at);
+        if (asleep != NULL)
+            wake(asleep);
+    }
+    PyBuffer_Release(&segment);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
+    {"nap", nap, METH_VARARGS,
+     "nap(segment, asleep, seconds, ready, /)\n--\n\n"
+     "Sleep until woken, unless ready(); return whether this rank was woken."},
+    {"wake", wake_all, METH_VARARGS,
+     "wake(segment, asleep, /)\n--\n\nWake those that nap."},
     {"make_fold", make_fold, METH_VARARGS,
      "make_fold(op, dtype, reference, level=..., /)\n--\n\n"
      "Return the fold in C, or the reference where there is none. The tests name the level."},

@@ -2,6 +2,7 @@
 
 #include "python.h"
 #include "shared.h"
+#include "sleeping.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -13,6 +14,7 @@ typedef struct {
     PyObject *callbacks; /* what Python does: wait(), differ(), fail(), note() */
     /* Of the call that runs: */
     PyObject *request, *seconds;
+    PyObject *ring; /* where it is still to be recorded, or NULL */
     PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
     int busy;
 } Shared;
@@ -64,6 +66,15 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     return failed;
 }
 
+/* Records the call; while the others arrive if it is a short one, and has the interpreter lock. */
+static void record(void *context)
+{
+    Shared *self = context;
+    if (self->ring != NULL)
+        record_begin(self->ring, self->request, 0);
+    self->ring = NULL;
+}
+
 /* -- Shared --------------------------------------------------------------------------------- */
 
 /* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks) */
@@ -95,8 +106,11 @@ static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
     s->area_bytes = (size_t)area_bytes;
     s->least_long = (size_t)least_long;
     s->wait = wait_for;
+    s->arrived = record;
     s->context = self;
     s->broken = self->memory.buf;
+    if (lines > SLEEPERS_AT)
+        s->sleepers = (uint32_t *)((char *)self->memory.buf + SLEEPERS_AT);
     s->stages = calloc((size_t)size, sizeof *s->stages);
     s->sources = calloc((size_t)size, sizeof *s->sources);
     if (s->stages == NULL || s->sources == NULL) {
@@ -299,7 +313,8 @@ static int note(Plan *self)
     return number == NULL ? -1 : 0;
 }
 
-int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *seconds)
+int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *seconds,
+             PyObject *ring)
 {
     Plan *self = (Plan *)object;
     Shared *over = self->over;
@@ -324,13 +339,18 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     over->busy = 1;
     over->request = self->request;
     over->seconds = seconds;
+    over->ring = ring;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
     shared_locate(s, p, from, to);
-    over->unlocked = p->count * p->item < LONG_CALL_BYTES ? NULL : PyEval_SaveThread();
+    int is_long = p->count * p->item >= LONG_CALL_BYTES;
+    if (is_long)
+        record(over);
+    over->unlocked = is_long ? PyEval_SaveThread() : NULL;
     int failed = shared_call(s, p, from, (void *)to);
     if (over->unlocked != NULL)
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;
+    record(over);
     over->busy = 0;
     return failed ? give_up(over, failed) : 0;
 }
@@ -361,7 +381,7 @@ static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
     int plain = view_buffer(buffers[0], views, found);
     if (plain > 0)
         plain = view_buffer(buffers[1], views + 1, found + 1);
-    int state = plain > 0 ? run_plan(self, found[0], found[1], seconds) : plain < 0 ? -1 : 1;
+    int state = plain > 0 ? run_plan(self, found[0], found[1], seconds, NULL) : plain < 0 ? -1 : 1;
     if (state == 1)
         return PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
                                             buffers[1], seconds, NULL);

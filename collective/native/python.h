@@ -13,6 +13,12 @@
 #endif
 #include <Python.h>
 
+#ifdef Py_LIMITED_API
+/* In the limited API from 3.12 on, exported from 3.11 on: NULL in 3.10. */
+extern PyObject *PyObject_Vectorcall(PyObject *function, PyObject *const *args, size_t count,
+                                     PyObject *names) __attribute__((weak));
+#endif
+
 #include <time.h>
 
 #include "core.h"
@@ -40,13 +46,19 @@ struct view {
    not as above: ask Python. Never raises. */
 int view_array(PyObject *array, struct view *view);
 
+/* Makes an array such as one that was viewed is, of the shape that a view has. */
+PyObject *new_array(PyObject *like, const struct view *view);
+
+/* Calls a function with as many arguments by position as count says, and those behind by name. */
+PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *names);
+
 /* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
-/* Records in a Ring that a call begins, of the frame that called last; that it is over, or that it
-   was not made after all. Neither raises. */
+/* Records in a Ring that a call begins, of the frame that called last; that it is over. Neither
+   raises. */
 void record_begin(PyObject *ring, PyObject *request, int compares);
-void record_end(PyObject *ring, int made);
+void record_end(PyObject *ring);
 
 /* Adds the type Ring to the module; returns 0, or -1 with an exception. */
 int add_ring(PyObject *module);
@@ -61,9 +73,10 @@ int add_views(PyObject *module);
 int is_plan(PyObject *object);
 
 /* Makes a planned call; src or dst is NULL where this rank has none, seconds the time that peers
-   have. Returns 0; or 1 if arrays overlap, or dst is read-only: nothing has been done; or -1 with
+   have. Records in ring, if that is not NULL, that it begins. Returns 0; or 1 if arrays overlap, or dst is read-only: nothing has been done; or -1 with
    an exception. */
-int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *seconds);
+int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *seconds,
+             PyObject *ring);
 
 /* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */
 int add_plans(PyObject *module);

@@ -4,7 +4,8 @@
    the odd ones. Before its step it writes the digest, and into an area what others need of it. No
    rank makes a step before all have made the one before. So whoever writes for step s knows that
    all have made s - 1, and so are through with what they read at s - 2; and what they may still be
-   reading, of s - 1, is elsewhere: in the area of the other parity, or before this one.
+   reading, of s - 1, is elsewhere: in the place of the other parity, or before this one, or, if one
+   of both is small and the other is not, in another part of the area.
 
    A store with release order makes what was written before visible to whoever loads the new value
    with acquire order: also on processors, such as ARM's, that reorder more than x86 does.
@@ -14,20 +15,26 @@
    are read there, with a second step when all have read; if not, the call is staged (staging.c). */
 
 #include "shared.h"
+#include "sleeping.h"
 
 #include <string.h>
 
 void announce(struct shared *s, enum word word, uint64_t value)
 {
     __atomic_store_n(s->stages[s->rank].line + word, value, __ATOMIC_RELEASE);
+    if (s->sleepers != NULL && __atomic_load_n(s->sleepers, __ATOMIC_RELAXED))
+        for (int rank = 0; rank < s->size; rank++)
+            wake((uint32_t *)(s->stages[rank].line + ASLEEP));
 }
 
 int await(struct shared *s, int rank, enum word which, uint64_t value)
 {
     const uint64_t *word = s->stages[rank].line + which;
-    for (int i = 0; i < s->looks; i++)
+    for (int i = 0; i < s->looks; i++) {
         if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= value)
             return 0;
+        relax();
+    }
     return s->wait(s->context, rank, word, value);
 }
 
@@ -47,6 +54,7 @@ static int arrive(struct shared *s, uint64_t step, uint64_t digest)
     int which = DIGEST + (int)(step & 1), failed;
     s->stages[s->rank].line[which] = digest;
     announce(s, STEP, step);
+    s->arrived(s->context);
     if ((failed = await_all(s, STEP, step)))
         return failed;
     for (int rank = 0; rank < s->size; rank++)
@@ -181,31 +189,33 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
 
 /* -- ways of a call ------------------------------------------------------------------------- */
 
-/* Makes a call through the areas. A small one goes where the last but one has been, so that its few
-   lines stay in the nearest cache. What is longer goes behind the last one, and begins anew at the
-   end: by the time it is written there again other calls have driven it out of the caches of single
-   cores, into the one that they share. To write a line that is still in another core's own cache,
-   and to fetch it from there, takes about three times as long; docs/decisions.md has the figures. */
+/* Makes a call through the areas, taken for one. A small one goes where the last but one has been,
+   so that its few lines stay in the nearest cache. What is longer goes behind the last one, and
+   begins anew at the end, behind the two places of small ones: by the time it is written there
+   again other calls have driven it out of the caches of single cores, into the one that they share.
+   To write a line that is still in another core's own cache, and to fetch it from there, takes about
+   three times as long; docs/decisions.md has the figures. What is of some bytes goes into the line
+   that says that the rank has arrived: another one takes as long again to come from there. */
 static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                       char *dst)
 {
-    size_t longest = longest_input(p), small = s->least_long / 6 / 64 * 64, at = s->ahead;
-    int which = (int)(step & 1), failed;
-    if (longest <= small) {
-        at = 0;
-    } else {
-        which = 0;
-        if (at < small || at + longest > 2 * s->area_bytes)
-            at = small;
+    size_t longest = longest_input(p), small = s->least_long / 6 / 64 * 64, at;
+    int parity = (int)(step & 1), is_inline = longest <= INLINE_BYTES, failed;
+    int goes_on = longest > small && !is_inline;
+    if (!goes_on)
+        at = parity * (is_inline ? INLINE_BYTES : small);
+    else
+        at = s->ahead < 2 * small || s->ahead + longest > 2 * s->area_bytes ? 2 * small : s->ahead;
+    for (int rank = 0; rank < s->size; rank++) {
+        const struct stage *stage = s->stages + rank;
+        s->sources[rank] = (is_inline ? (char *)(stage->line + INLINE) : (char *)stage->areas[0]) + at;
     }
     if (sends(s, p))
-        memcpy(s->stages[s->rank].areas[which] + at, src, input_bytes(s, p));
+        memcpy((char *)s->sources[s->rank], src, input_bytes(s, p));
     if ((failed = arrive(s, step, p->digest)))
         return failed;
-    if (longest > small) /* now that all ranks make this call, it is the same on all of them */
+    if (goes_on) /* now that all ranks make this call, it is the same on all of them */
         s->ahead = at + (longest + 63) / 64 * 64;
-    for (int rank = 0; rank < s->size; rank++)
-        s->sources[rank] = (const char *)s->stages[rank].areas[which] + at;
     /* No input is in dst, so that it takes intermediate results too. */
     read_sources(s, p, dst, dst);
     return 0;

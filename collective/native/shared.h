@@ -14,6 +14,8 @@ enum operation {
 /* The words of a rank's line. A counter is written by its rank alone, and only grows. */
 enum word {
     STEP = 0, DIGEST = 1, /* + parity */
+    ASLEEP = 3,           /* see sleeping.h */
+    INLINE = 4,           /* + 2 * parity: an input that is no longer */
     LOCATION = 8,         /* + 8 * parity: segment and offset of the input; of the output */
     NOTED = 34, NOTES = 39, POSTED = 40, FOLDED = 48, READ = 56,
     LINE_WORDS = 64
@@ -32,12 +34,18 @@ struct segment {
     char **parts;
 };
 
+/* Bytes of an input that travels with the step. */
+#define INLINE_BYTES 16
+
 /* How many of a rank's calls are described for peers that wonder, and how many segments known. */
 enum { NOTES_KEPT = 64, SEGMENTS = 64 };
 
 /* Waits until *word is at least value, for as long as it takes; returns 0, or a negative number if
    that will not be. Called when it has been looked at for a moment in vain. */
 typedef int wait_function(void *context, int rank, const uint64_t *word, uint64_t value);
+
+/* Does what can be done while the others arrive. */
+typedef void arrived_function(void *context);
 
 struct shared {
     int rank, size;
@@ -46,8 +54,10 @@ struct shared {
     uint64_t blocks; /* of all staged calls so far, on all ranks: counters begin there */
     int looks;       /* at a word, before it is waited for */
     wait_function *wait;
+    arrived_function *arrived;
     void *context;
     const uint64_t *broken; /* not 0 when a rank has failed */
+    uint32_t *sleepers;     /* how many ranks nap, or NULL if nobody does */
     struct stage *stages;   /* of each rank */
     const char **sources;   /* of each rank, where its input is read in this call */
     struct segment segments[SEGMENTS];

@@ -19,6 +19,8 @@
 
 #include "shared.h"
 
+#include "copying.h"
+
 #include <string.h>
 
 /* After this much a peer is let know. */
@@ -34,6 +36,7 @@ struct staging {
     uint64_t first, number; /* counters before the call, and how many blocks it has */
     uint64_t depth;         /* how many an area holds */
     size_t piece;           /* elements of a piece, at most */
+    size_t result;          /* bytes */
 };
 
 static size_t smaller(size_t a, size_t b)
@@ -55,7 +58,8 @@ static int is_cut(const struct plan *p)
 /* Cuts a call into blocks, of which at least two are in an area, if there are as many. */
 static struct staging cut(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
-    struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks};
+    struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks,
+                        .result = output_bytes(s, p)};
     int each = is_cut(p);
     size_t longest = p->starts != NULL ? p->longest : each ? length_of(s, p, 0) : p->count;
     c.pieces = each ? s->size - 1 : 1;
@@ -96,13 +100,19 @@ static char *posted_at(const struct staging *c, int rank, uint64_t block, int re
     return piece_at(c, rank, 0, block, each ? reader - (reader > rank) : 0);
 }
 
+/* Whether others need what this rank has: what the root of a gather has it takes where it is. */
+static int posts(const struct shared *s, const struct plan *p)
+{
+    return sends(s, p) && !(p->operation == GATHER && s->rank == p->root);
+}
+
 /* Posts this rank's pieces of a block, when all have read what was there. */
 static int post(const struct staging *c, uint64_t block)
 {
     struct shared *s = c->shared;
     const struct plan *p = c->plan;
     int failed, each = is_cut(p);
-    if (block >= c->number || !sends(s, p))
+    if (block >= c->number || !posts(s, p))
         return 0;
     if (block >= c->depth && (failed = await_all(s, READ, c->first + block - c->depth + 1)))
         return failed;
@@ -146,7 +156,7 @@ static int fold_block(const struct staging *c, uint64_t block)
     else if (each)
         from = block * c->piece;
     if (takes(s, p) && c->dst + from * p->item != value)
-        memcpy(c->dst + from * p->item, value, count * p->item);
+        copy_to_result(c->dst + from * p->item, value, count * p->item, c->result);
     return 0;
 }
 
@@ -173,7 +183,7 @@ static int copy_block(const struct staging *c, uint64_t block, enum word announc
         } else if (announced == FOLDED || c->dst + at * p->item == source) {
             continue;
         }
-        memcpy(c->dst + at * p->item, source, count * p->item);
+        copy_to_result(c->dst + at * p->item, source, count * p->item, c->result);
     }
     return 0;
 }

@@ -1,5 +1,6 @@
-/* Where an array's elements are, without asking Python: NumPy's by the buffer protocol, PyTorch's
-   by the functions that DLPack has for it (dlpack.h 1.2, DLPackExchangeAPI). */
+/* Where an array's elements are, without asking Python: NumPy's by what its C API shows of an array,
+   or else by the buffer protocol, PyTorch's by the functions that DLPack has for it (dlpack.h 1.2,
+   DLPackExchangeAPI). */
 
 #include "python.h"
 
@@ -24,10 +25,25 @@ struct dl_exchange {
 
 enum { DL_CPU = 1 };
 
+/* The beginning of NumPy's arrays, as its C API promises it (PyArrayObject_fields of
+   numpy/ndarraytypes.h, the same in all versions since 1.7). The buffer protocol says the same; but
+   NumPy makes a text of the type each time, which for a small call takes longer than the call. */
+struct numpy_array {
+    PyObject_HEAD
+    char *data;
+    int ndim;
+    Py_ssize_t *shape, *strides;
+    PyObject *base, *descr;
+    int flags;
+};
+
+enum { PLAIN = 0x0001 | 0x0100, WRITEABLE = 0x0400, WARNS = 1u << 31 }; /* of NPY_ARRAY_ */
+
 static PyTypeObject *ndarray;
 static PyTypeObject *tensor_types[2]; /* exactly these: what else is a Tensor has its own ways */
 static const struct dl_exchange *torch;
-static PyObject *is_neg, *is_conj;
+static PyObject *is_neg, *is_conj, *new_empty, *empty, *name_dtype;
+static PyObject *descrs[DTYPES]; /* NumPy's dtypes, of which there is one each; or all NULL */
 
 /* Returns the code of an element type by its kind, as NumPy calls it, and its size; or -1. */
 static int dtype_of(int kind, size_t nbytes)
@@ -59,7 +75,28 @@ static int set_shape(struct view *view, int ndim, const void *shape, size_t nbyt
     return (uintptr_t)view->address % (item > 8 ? 8 : item) == 0;
 }
 
-static int view_ndarray(PyObject *array, struct view *view)
+static size_t length(int ndim, const Py_ssize_t *shape)
+{
+    size_t count = 1;
+    for (int i = 0; i < ndim; i++)
+        count *= (size_t)shape[i];
+    return count;
+}
+
+static int view_fields(const struct numpy_array *array, struct view *view)
+{
+    view->dtype = 0;
+    while (view->dtype < DTYPES && (array->descr != descrs[view->dtype]))
+        view->dtype++;
+    if (view->dtype == DTYPES || (array->flags & PLAIN) != PLAIN || array->flags & WARNS)
+        return 0;
+    view->address = array->data;
+    view->writable = (array->flags & WRITEABLE) != 0;
+    return set_shape(view, array->ndim, array->shape,
+                     length(array->ndim, array->shape) * item_bytes[view->dtype]);
+}
+
+static int view_buffer(PyObject *array, struct view *view)
 {
     Py_buffer buffer;
     if (PyObject_GetBuffer(array, &buffer, PyBUF_ND | PyBUF_FORMAT) < 0)
@@ -109,10 +146,34 @@ int view_array(PyObject *array, struct view *view)
 {
     PyTypeObject *type = Py_TYPE(array);
     int is_tensor = torch != NULL && (type == tensor_types[0] || type == tensor_types[1]);
-    if (type == ndarray ? view_ndarray(array, view) : is_tensor && view_tensor(array, view))
+    if (type == ndarray ? view_fields((struct numpy_array *)array, view) || view_buffer(array, view)
+                        : is_tensor && view_tensor(array, view))
         return 1;
     PyErr_Clear();
     return 0;
+}
+
+static PyObject *shape_of(const struct view *view)
+{
+    PyObject *shape = PyTuple_New(view->ndim);
+    for (int i = 0; shape != NULL && i < view->ndim; i++) {
+        PyObject *length = PyLong_FromLongLong(view->shape[i]);
+        if (length == NULL || PyTuple_SetItem(shape, i, length) < 0)
+            Py_CLEAR(shape);
+    }
+    return shape;
+}
+
+PyObject *new_array(PyObject *like, const struct view *view)
+{
+    PyObject *shape = shape_of(view), *dtype = NULL, *made = NULL;
+    if (shape != NULL && Py_TYPE(like) != ndarray)
+        made = PyObject_CallMethodObjArgs(like, new_empty, shape, NULL);
+    else if (shape != NULL && (dtype = PyObject_GetAttr(like, name_dtype)) != NULL)
+        made = PyObject_CallFunctionObjArgs(empty, shape, dtype, NULL);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    return made;
 }
 
 /* see_tensors(exchange_api, Tensor, Parameter) */
@@ -141,11 +202,8 @@ static PyObject *see_array(PyObject *module, PyObject *array)
     (void)module;
     if (!view_array(array, &view))
         Py_RETURN_NONE;
-    PyObject *shape = PyTuple_New(view.ndim);
-    for (int i = 0; shape != NULL && i < view.ndim; i++)
-        PyTuple_SetItem(shape, i, PyLong_FromLongLong(view.shape[i]));
     return Py_BuildValue("KniNO", (unsigned long long)(uintptr_t)view.address,
-                         (Py_ssize_t)view.nbytes, view.dtype, shape,
+                         (Py_ssize_t)view.nbytes, view.dtype, shape_of(&view),
                          view.writable ? Py_True : Py_False);
 }
 
@@ -156,14 +214,43 @@ static PyMethodDef functions[] = {
      "view(array, /)\n--\n\nReturn address, bytes, dtype, shape and whether it is writable."},
     {NULL, NULL, 0, NULL}};
 
+/* Finds NumPy's dtypes, after it has tried on an array whether the fields are where they should be:
+   else arrays are seen by the buffer protocol. */
+static void find_descrs(PyObject *numpy)
+{
+    static const char *const names[BFLOAT16] = {
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64", "complex64", "complex128"};
+    PyObject *size = PyObject_GetAttrString((PyObject *)ndarray, "__basicsize__");
+    PyObject *array = PyObject_CallMethod(numpy, "zeros", "((ii)s)", 2, 3, "int32");
+    struct view fields, buffer;
+    for (int i = 0; i < BFLOAT16; i++)
+        descrs[i] = PyObject_CallMethod(numpy, "dtype", "s", names[i]);
+    int fits = size != NULL && PyLong_AsSsize_t(size) >= (Py_ssize_t)sizeof(struct numpy_array);
+    if (!fits || array == NULL || !view_fields((struct numpy_array *)array, &fields)
+        || !view_buffer(array, &buffer) || fields.address != buffer.address
+        || fields.nbytes != buffer.nbytes || fields.dtype != buffer.dtype || fields.ndim != 2
+        || fields.shape[0] != 2 || fields.shape[1] != 3 || !fields.writable)
+        for (int i = 0; i < BFLOAT16; i++)
+            Py_CLEAR(descrs[i]);
+    Py_XDECREF(size);
+    Py_XDECREF(array);
+    PyErr_Clear();
+}
+
 int add_views(PyObject *module)
 {
     PyObject *numpy = PyImport_ImportModule("numpy");
     ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
+    empty = numpy ? PyObject_GetAttrString(numpy, "empty") : NULL;
+    if (ndarray != NULL)
+        find_descrs(numpy);
     Py_XDECREF(numpy);
     is_neg = PyUnicode_InternFromString("is_neg");
     is_conj = PyUnicode_InternFromString("is_conj");
-    if (ndarray == NULL || is_neg == NULL || is_conj == NULL)
+    new_empty = PyUnicode_InternFromString("new_empty");
+    name_dtype = PyUnicode_InternFromString("dtype");
+    if (ndarray == NULL || empty == NULL || name_dtype == NULL)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }
