@@ -7,6 +7,7 @@ and folding children from the nearest to the farthest keeps their order.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 __all__ = ["TreeNode", "node"]
@@ -24,9 +25,10 @@ class TreeNode(NamedTuple):
 
     parent: int | None
     stop: int
-    children: list[tuple[int, int]]
+    children: tuple[tuple[int, int], ...]
 
 
+@functools.lru_cache(maxsize=256)
 def node(position: int, size: int) -> TreeNode:
     """Return ``position`` in the tree of ``size``."""
     reach = position & -position or size  # the lowest bit that is set; the root reaches all
@@ -36,4 +38,4 @@ def node(position: int, size: int) -> TreeNode:
         children.append((position + step, min(position + 2 * step, size)))
         step *= 2
     parent = position - reach if position else None
-    return TreeNode(parent, min(position + reach, size), children)
+    return TreeNode(parent, min(position + reach, size), tuple(children))

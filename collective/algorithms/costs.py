@@ -8,6 +8,8 @@ more. Every rank computes the same from the same sizes, so they choose alike.
 
 from __future__ import annotations
 
+import functools
+
 __all__ = [
     "START_BYTES",
     "doubling_beats_pairwise",
@@ -34,6 +36,7 @@ def forwarding_pays(size: int, nbytes: int) -> bool:
     return nbytes <= (size - 1 - rounds(size)) * START_BYTES
 
 
+@functools.lru_cache(maxsize=256)
 def tree_beats_ring(size: int, nbytes: int) -> bool:
     """Compare sending ``nbytes`` down a tree with scattering and gathering its parts."""
     tree = rounds(size) * (START_BYTES + nbytes)

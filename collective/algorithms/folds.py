@@ -95,11 +95,11 @@ def parts(
     if in_order and messages.size > 2:
         _parts_in_order(messages, folding, src, dst, limits)
     else:
-        _parts_as_they_come(messages, folding, src, dst, limits)
+        _parts_as_they_arrive(messages, folding, src, dst, limits)
     folding.leave(dst)
 
 
-def _parts_as_they_come(
+def _parts_as_they_arrive(
     messages: Messages, folding: Folding, src: Buffer, dst: Buffer, limits: Sequence[int]
 ) -> None:
     rank, size = messages.rank, messages.size

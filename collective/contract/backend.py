@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from .capabilities import Capabilities
     from .failure import Failure
     from .recorder import Recorder
+    from .store import Store
     from .work import Work
     from .world import World
 
@@ -186,6 +187,14 @@ class Backend(ABC):
         time of grace of ``shrink()``; to name one that lives costs that one its part.
         """
         return frozenset()
+
+    def lasting(self, store: Store) -> Store:
+        """Return ``store``, of the world it was connected with, such that it outlives ranks.
+
+        Asked once, for what is decided after a loss; whoever asks closes what is returned in place
+        of ``store``. By default it is ``store``.
+        """
+        return store
 
     def reconnect(self, world: World, timeout: float) -> Backend:
         """Return a transport of this kind among the ranks that are left, with nothing of this one.

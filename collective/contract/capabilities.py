@@ -40,6 +40,8 @@ class Capabilities:
         detects_lost_peers: whether a peer's death ends the calls that wait for it.
         shrinks: whether the ranks that are left after one can connect anew, by
             :meth:`Backend.reconnect`, and :meth:`Backend.lost` says who is not.
+        grows: whether processes can join them: these call :meth:`Backend.connect` when the others
+            call ``reconnect``, with one world. Only where it shrinks.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -52,3 +54,4 @@ class Capabilities:
     any_source: bool = False
     detects_lost_peers: bool = False
     shrinks: bool = False
+    grows: bool = False

@@ -26,7 +26,8 @@ from .store import Store
 
 __all__ = ["Decision", "Note"]
 
-#: What a rank publishes: anything that JSON has. ``exclude`` names ranks that need not come.
+#: What a rank publishes: anything that JSON has. ``exclude`` names ranks that need not come, and
+#: ``patient`` is that of one that does not want the others hurried: see :meth:`Decision.made`.
 Note = dict[str, Any]
 
 # A round of looking is some calls of open(2), or round trips to a server.
@@ -70,7 +71,8 @@ class Decision:
             conclude: makes the verdict, which JSON has, of the notes of those who came and of the
                 lost. The notes of ranks that are lost by now may be among them.
             grace: how many seconds a leader waits for ranks that neither come nor are known to be
-                lost; None waits for them to the end.
+                lost; None waits for them to the end, and so does everybody for as long as all the
+                notes there are are patient.
             timeout: seconds.
 
         Raises:
@@ -90,7 +92,8 @@ class Decision:
             waited = time.monotonic() - began
             # One that leads and is stopped, and so not known to be lost, is not waited for forever.
             ahead = sum(rank < self.me and rank not in lost for rank in notes)
-            enough = grace is not None and waited >= grace * (1 + 2 * ahead)
+            hurried = not all(note.get("patient") for note in notes.values())
+            enough = grace is not None and hurried and waited >= grace * (1 + 2 * ahead)
             if enough or not (awaited or ahead):
                 self._conclude(conclude(notes, lost))
             elif waited >= timeout:

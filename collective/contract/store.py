@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Set
 
 from collective.errors import RendezvousError, UnsupportedError
 
@@ -21,6 +22,9 @@ _POLL_LAST_S = 0.02
 
 class Store(ABC):
     """What every rendezvous store promises. Keys are short ASCII words, values bytes."""
+
+    #: Whether rank 0's process serves it, and it is gone with that; asked once ranks have met.
+    served_by_rank: bool = False
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
@@ -72,6 +76,13 @@ class Store(ABC):
 
     def close(self) -> None:  # noqa: B027  an offer, not a duty
         """Let go of what works for the store: this rank neither asks nor tells any more."""
+
+    def has_ended(self) -> bool:
+        """Tell whether who serves it has ended for certain; False if that cannot be known."""
+        return False
+
+    def without(self, ranks: Set[int]) -> None:  # noqa: B027  an offer, not a duty
+        """Note that ranks are out, by a decision that this one was part of: they know no more."""
 
     def check(self) -> None:  # noqa: B027  an offer, not a duty
         """Raise if it is known that the ranks will not meet; asked while they are awaited."""

@@ -22,7 +22,9 @@ from .dtypes import FOREIGN, DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-__all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array"]
+    from .spot import Spot
+
+__all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array", "known"]
 
 Array = np.ndarray[Any, Any]
 
@@ -54,6 +56,13 @@ class Adapter:
             InvalidArgumentError: ``x`` is read-only.
         """
         return self.view(x)
+
+    def spot(self, x: Any) -> Spot | None:
+        """Return where a plain array on a GPU is, None for all others: what is asked first.
+
+        It costs less than :meth:`view`, and says no more than what that would.
+        """
+        return None
 
     def wrap(self, array: Any, dtype: DType) -> Any:
         """Return the framework's array over ``array``'s memory.
@@ -103,7 +112,7 @@ class Adapter:
 
 
 class NumpyAdapter(Adapter):
-    """NumPy's arrays and scalars; those of ml_dtypes' types too."""
+    """NumPy's arrays; those of ml_dtypes' types too."""
 
     name = "numpy"
 
@@ -159,6 +168,13 @@ class NumpyAdapter(Adapter):
                     "or `pip install -U ml_dtypes`."
                 ) from None
         return found
+
+
+class NumpyScalarAdapter(NumpyAdapter):
+    """NumPy's scalars: a result of no dimensions is one again."""
+
+    def wrap(self, array: Any, dtype: DType) -> Any:
+        return super().wrap(array, dtype)[()]
 
 
 class DLPackAdapter(Adapter):
@@ -218,6 +234,7 @@ class DLPackAdapter(Adapter):
 # DLPack's kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged.
 _HOST, _NVIDIA = (1, 3), (2, 13)
 _NUMPY = NumpyAdapter()
+_SCALARS = NumpyScalarAdapter()
 # Module root -> where its adapter is. Adapters of further frameworks are added here.
 _FRAMEWORKS = {
     "chainer": ("collective.adapters.chainer.arrays", "ChainerAdapter"),
@@ -226,7 +243,8 @@ _FRAMEWORKS = {
 }
 # Where memory of GPUs is seen without a framework; no module's name.
 _DEVICE = {"cuda": ("collective.memory.device_adapter", "CudaArrayAdapter")}
-_by_type: dict[type, Adapter] = {np.ndarray: _NUMPY}
+#: The adapters of the types that have come by; :func:`adapter_of` finds those of others.
+known: dict[type, Adapter] = {np.ndarray: _NUMPY}
 _by_name: dict[str, Adapter] = {"numpy": _NUMPY}
 
 
@@ -236,9 +254,9 @@ def adapter_of(x: Any) -> Adapter:
     Raises:
         InvalidArgumentError: ``x`` is no array.
     """
-    found = _by_type.get(type(x))
+    found = known.get(type(x))
     if found is None:
-        found = _by_type[type(x)] = _find(x)
+        found = known[type(x)] = _find(x)
     return found
 
 
@@ -277,7 +295,7 @@ def _find(x: Any) -> Adapter:
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgumentError("numpy.ma: masks do not travel; send x.filled(…) or objects.")
     if isinstance(x, (np.ndarray, np.generic)):
-        return _NUMPY
+        return _NUMPY if isinstance(x, np.ndarray) else _SCALARS
     for cls in type(x).__mro__:
         root = cls.__module__.partition(".")[0]
         if root in _FRAMEWORKS and (adapter := adapter_like(root)).accepts(x):
@@ -293,8 +311,8 @@ def _find(x: Any) -> Adapter:
     raise InvalidArgumentError(
         f"array: {type(x).__name__} is none; pass a NumPy array, a PyTorch tensor, a CuPy array, "
         "a Chainer variable, anything that speaks DLPack or has __cuda_array_interface__, or a "
-        "list or dict of them. For a number use numpy.asarray(x), for other objects the "
-        "*_object calls."
+        "list or dict of them. A number is taken by reductions, broadcast and gathers; elsewhere "
+        "use numpy.asarray(x). For other objects use the *_object calls."
     )
 
 

@@ -23,6 +23,7 @@ from . import dlpack, dtypes
 from .arrays import Adapter, NumpyAdapter, adapter_like
 from .device_array import DeviceArray
 from .dtypes import FOREIGN, DType
+from .spot import Spot, new_spot
 
 __all__ = ["CudaArrayAdapter", "read_dlpack", "root_owner"]
 
@@ -54,9 +55,19 @@ class CudaArrayAdapter(Adapter):
 
     def view(self, x: Any) -> tuple[DeviceArray, DType]:
         if isinstance(x, DeviceArray):
-            dtype = dtypes.from_numpy(x.dtype)
+            dtype = dtypes.BY_NUMPY.get(x.dtype) or dtypes.from_numpy(x.dtype)
             return (x.view(dtype.storage) if dtype.name in FOREIGN else x), dtype
         return _read(x)
+
+    def spot(self, x: Any) -> Spot | None:
+        if type(x) is not DeviceArray or x._strides is not None or not x.writeable:
+            return None
+        dtype = dtypes.BY_NUMPY.get(x.dtype)
+        address, shape = x.address, x.shape
+        if dtype is None or dtype.storage is not x.dtype or address % x.dtype.alignment:
+            return None
+        count = math.prod(shape)
+        return new_spot((address, count, dtype, shape, x.stream, x.device)) if count else None
 
     def output(self, x: Any) -> tuple[DeviceArray, DType]:
         array, dtype = self.view(x)

