@@ -1,6 +1,7 @@
 """The object that a user holds: ranks that can call each other."""
 
 from .communicator import Communicator
-from .point_to_point import Status
+from .grid import Grid
+from .point_to_point import NULL, Status
 
-__all__ = ["Communicator", "Status"]
+__all__ = ["NULL", "Communicator", "Grid", "Status"]

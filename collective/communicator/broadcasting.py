@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collective.contract.failure import Failure
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
+from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request, call_site
 
@@ -20,6 +22,9 @@ from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
 from .plan import Planned
+
+if TYPE_CHECKING:
+    from collective.memory.spot import Spot
 
 __all__ = ["Broadcasting"]
 
@@ -72,7 +77,7 @@ class Broadcasting(PieceCalls):
         Collective: every rank calls it, with one root.
 
         Args:
-            x: at the root, an array or a nested list, tuple or dict of arrays. Elsewhere
+            x: at the root, an array, a number, or a nested list, tuple or dict of these. Elsewhere
                 None, or the same, whose values do not matter and are not changed.
             root: the rank whose array it is.
             out: where it goes; ``broadcast(w, out=w)`` works in place.
@@ -82,7 +87,7 @@ class Broadcasting(PieceCalls):
         Returns:
             ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Where ``x``
             is None structures come as they were nested at the root, tuples as lists, dicts with
-            string keys.
+            string keys; and numbers as arrays of no dimensions.
 
         Raises:
             MismatchError: shapes, dtypes or roots differ; nothing was written.
@@ -121,6 +126,15 @@ class Broadcasting(PieceCalls):
             template: what is known of it here.
             difference: what the ranks have found already.
         """
+        whole = out is x or (out is None and self.rank == root)
+        spot = self._spot(x) if self._enqueues and whole and difference is None else None
+        if spot is not None:
+            known: Planned | None = self._plans.get(
+                ("broadcast", spot.dtype, spot.shape, root, False)
+            )
+            if known is not None:
+                go = functools.partial(self._broadcast_spot, spot, x, known, seconds)
+                return self._go("broadcast", go, async_op, spot, adapter_of(x))
         adapter, array, dtype = self._view("broadcast", template)
         planned = self._plan_of_broadcast(array, dtype, root)
         output: Output | None = None
@@ -142,8 +156,13 @@ class Broadcasting(PieceCalls):
 
         return self._go("broadcast", run, async_op, array, adapter)
 
+    def _broadcast_spot(self, spot: Spot, x: Any, planned: Planned, seconds: float) -> Any:
+        buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
+        self._broadcast_known(buffer, planned, Deadline(seconds))
+        return x
+
     def _plan_of_broadcast(self, array: Array, dtype: dtypes.DType, root: int) -> Planned:
-        key = ("broadcast", dtype, array.shape, root, type(array))
+        key = ("broadcast", dtype, array.shape, root, type(array) is np.ndarray)
         planned: Planned | None = self._plans.get(key)
         if planned is None:
             device = self._where(array)

@@ -6,12 +6,11 @@ import copy
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from collective import native
-from collective import request as request_module
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.recorder import Recorder
@@ -29,48 +28,38 @@ from collective.memory import dtypes, nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS, is_number
 from collective.memory.through_host import Staged
 from collective.request import Disagreement, Request, differing
 
 from .deadline import Deadline
+from .gpu_calls import GpuCalls, View, to_the_end, with_site
 from .listener import CallEvent, Listener
 from .output import Output, same_memory
 from .plan import Planned
 from .prepared import PREPARE, PreparedCall
-from .streams import StreamWork, joined, within
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.contract.backend import Plan
     from collective.cuda import Stream
+    from collective.memory.spot import Spot
     from collective.native._core import Door
 
-__all__ = ["Calls", "View"]
+__all__ = ["Calls"]
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
-_UINT8 = dtypes.BY_NAME["uint8"]
+_new: Any = tuple.__new__
 # Distinct calls that are remembered. A program makes some dozens; one whose shapes keep
 # changing must not grow for ever.
 _REMEMBERED = 1024
+# What takes Python's numbers: there it is plain what comes of them.
+_OF_NUMBERS = {"all_reduce", "reduce", "scan", "broadcast", "gather", "all_gather"}
 
 
-class View(NamedTuple):
-    """An array as the transport can have it.
-
-    Attributes:
-        adapter: makes results like it.
-        array: its memory: NumPy's, or a ``DeviceArray``.
-        dtype: its element type.
-    """
-
-    adapter: Adapter
-    array: Array
-    dtype: DType
-
-
-class Calls:
+class Calls(GpuCalls):
     """State of a communicator and the path of a call through it."""
 
     rank: int
@@ -98,6 +87,8 @@ class Calls:
         # not know if the root's array is on a GPU.
         self._heads = self._agree_sizes and not self._agree_first and not apart
         self._plans: dict[Any, Any] = {}
+        # This rank's GPU, once an array has been found to be there.
+        self._gpu: Any = None
         self._lane_name = f"collective-{backend.name}-{backend.rank}"
         self._listeners: tuple[Listener, ...] = ()
         self._lane = Lane(self._lane_name)
@@ -140,16 +131,16 @@ class Calls:
         return shared and not (self._agree_sizes or self._agree_first or self._enqueues)
 
     def _find_plan(
-        self, what: str, x: Any, op: Any, order: str | None, root: int | None
+        self,
+        what: str,
+        x: Any,
+        op: Any,
+        order: str | None,
+        root: int | None,
+        counts: tuple[int, ...] | None,
     ) -> Planned | None:
         """Return the plan of a plain call, of which C has none yet; None for Python's way."""
         raise NotImplementedError
-
-    @staticmethod
-    def _fresh(x: Any, rows: int) -> Any:
-        """Return a new array like a plain one, with that many rows if ``rows`` isn't -1."""
-        shape = x.shape if rows < 0 else (rows, *x.shape[1:])
-        return np.empty(shape, x.dtype) if type(x) is np.ndarray else x.new_empty(shape)
 
     @staticmethod
     def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
@@ -159,7 +150,15 @@ class Calls:
         if work is not None:
             work.wait()
 
-    def _recover(self, what: str, x: Any, out: Any, root: int | None, error: BaseException) -> Any:
+    def _recover(
+        self,
+        what: str,
+        x: Any,
+        out: Any,
+        root: int | None,
+        counts: tuple[int, ...] | None,
+        error: BaseException,
+    ) -> Any:
         """Go on when a call that C has made has failed, as its method would, or raise."""
         raise NotImplementedError
 
@@ -192,11 +191,13 @@ class Calls:
         if self._broken is not None:
             run = functools.partial(self._refuse_broken, what)
         elif adapter is not None and self._enqueues and type(near) is not np.ndarray:
+            if not (async_op or others or self._lane.queue):
+                return run()
             return self._enqueue(what, run, async_op, near, adapter, others)
         if async_op or not self._lane.idle:
             if adapter is not None and type(near) is not np.ndarray:
-                run = _to_the_end(run, near)
-            work = self._lane.submit(what, _with_site(run))
+                run = to_the_end(run, near)
+            work = self._lane.submit(what, with_site(run))
             return work if async_op else work.wait()
         return run()
 
@@ -205,50 +206,6 @@ class Calls:
         if not self._plans:  # close() has let go of them, and of the transport
             self._backend.refuse_broken(what)
         return self._go(what, run, async_op)
-
-    def _enqueue(
-        self,
-        what: str,
-        run: Callable[[], T],
-        async_op: bool,
-        near: Any,
-        adapter: Adapter,
-        others: Sequence[Stream] = (),
-    ) -> T | Work[T]:
-        """Run a collective on arrays of a GPU; see :meth:`_go`."""
-        device, current = near.device, near.stream
-        stream = self._backend.side_stream(device) if async_op else current
-        if others:
-            run = joined(stream, others, run)
-        if not async_op and self._lane.idle:
-            return run()
-        enqueue = within(stream, run)
-        if not async_op:
-            # Between calls in the background that go through the host this one has its turn.
-            return self._lane.submit(what, _with_site(enqueue)).wait()
-        stream.wait(current.record())
-        work = self._stream_work(what, stream, current, adapter)
-        if self._lane.idle and self._backend.ready:
-            work._run(enqueue)
-        else:
-            self._lane.submit(what, _with_site(enqueue), work)
-        return work
-
-    def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
-        now = functools.partial(adapter.current_stream, current.device, current)
-        backend = self._backend
-        return StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
-
-    def _settle(self, what: str, array: Any, seconds: float) -> None:
-        """In a lane's thread, wait on the host for what it has enqueued.
-
-        There a call has ended up whose arrays only turned out to be on a GPU: whoever waits for
-        it does not know the stream.
-        """
-        if not self._enqueues or isinstance(array, np.ndarray):
-            return
-        if request_module.in_thread.site is not None:
-            self._backend.synchronize_event(array.effective_stream.record(), what, seconds)
 
     def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
         """Call the transport."""
@@ -292,8 +249,8 @@ class Calls:
     def _carry(
         self,
         planned: Planned,
-        src: Buffer | None,
-        dst: Buffer | None,
+        src: Buffer | Spot | None,
+        dst: Buffer | Spot | None,
         seconds: float,
         *,
         alike: bool = True,
@@ -334,7 +291,9 @@ class Calls:
                 self._mismatch(error.headers)
             raise
 
-    def _event(self, planned: Planned, src: Buffer | None, dst: Buffer | None) -> CallEvent:
+    def _event(
+        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None
+    ) -> CallEvent:
         request, number = planned.request, self.recorder.started + 1
         if planned.compares:
             return CallEvent(request.operation, 0, request, number, True)
@@ -415,20 +374,26 @@ class Calls:
             DeviceError: the transport takes arrays of GPUs alone, or this one is not on the
                 GPU of this rank.
         """
-        adapter = adapter_of(x)
+        try:
+            adapter = adapter_of(x)
+        except InvalidArgumentError:
+            if not is_number(x) or what not in _OF_NUMBERS:
+                raise
+            adapter = NUMBERS
         array, dtype = adapter.view(x)
-        if type(array) is np.ndarray:
-            if not self._on_host:
-                raise DeviceError(
-                    f"{what}: an array on the CPU; backend {self._backend.name!r} takes arrays "
-                    f"on GPUs {self._who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
-                    "which takes both."
-                )
-            return View(adapter, array, dtype)
-        if self._on_device:
-            self._check_device(what, array)
-            return View(adapter, array, dtype)
-        return self._on_the_host(View(adapter, array, dtype))
+        if type(array) is not np.ndarray:
+            if not self._on_device:
+                return self._on_the_host(View(adapter, array, dtype))
+            if array.device is not self._gpu:
+                self._check_device(what, array)
+        elif not self._on_host:
+            raise DeviceError(
+                f"{what}: an array on the CPU; backend {self._backend.name!r} takes arrays "
+                f"on GPUs {self._who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
+                "which takes both."
+            )
+        # As View(…) does it, without a call of Python's.
+        return _new(View, (adapter, array, dtype))  # type: ignore[no-any-return]
 
     def _views(self, what: str, x: Any) -> list[View]:
         """Return the arrays of a structure, which are all on the CPU or all on the GPU."""
@@ -436,25 +401,6 @@ class Calls:
         for view in views[1:]:
             same_memory(what, views[0].array, view.array)
         return views
-
-    def _on_the_host(self, view: View) -> View:
-        """Return an array on a GPU as a copy in host memory, and what copies results back."""
-        array: Any = view.array
-        # It may be the result of a call that is still in the background.
-        self._lane.drain(self.timeout)
-        if self._enqueues:
-            array.stream.wait_for(self._backend.side_stream(array.device))
-        return View(Staged(view.adapter, array.device), array.to_host(), view.dtype)
-
-    def _check_device(self, what: str, array: Any) -> None:
-        mine = self._backend.device
-        # What is empty may not know where it is.
-        if mine is not None and array.device is not mine and array.size:
-            raise DeviceError(
-                f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
-                f"cuda:{mine.ordinal} {self._who}. Copy it there, or choose another GPU with "
-                "COLLECTIVE_DEVICE."
-            )
 
     def _adapter(self, like: Any, on_gpu: bool = False) -> Adapter:
         """Return what makes results like ``like``: a framework's name, an array, or None.
@@ -472,28 +418,6 @@ class Calls:
             return adapter
         array: Any = adapter.view(like)[0]
         return adapter if isinstance(array, np.ndarray) else Staged(adapter, array.device)
-
-    def _where(self, array: Any) -> str | None:
-        """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
-        return "cuda" if self._enqueues and not isinstance(array, np.ndarray) else None
-
-    def _room(self, adapter: Adapter, nbytes: int, near: Any = None) -> Any:
-        """Return that many bytes on this rank's GPU.
-
-        Args:
-            near: a DeviceArray, on whose stream they will be used if the framework has no
-                current one.
-        """
-        stream = None if near is None else near.stream
-        return adapter.empty((nbytes,), _UINT8, self._backend.device, stream)
-
-    @staticmethod
-    def _seen(like: Any) -> Any:
-        """Return an array on a GPU as the transport sees it, None for whatever else it is."""
-        if like is None or isinstance(like, (str, np.ndarray)) or nested.is_tree(like):
-            return None
-        array: Any = adapter_of(like).view(like)[0]
-        return None if isinstance(array, np.ndarray) else array
 
     def _hosted(self) -> Self:
         """Return this communicator for arrays of its own on the CPU, which it then takes."""
@@ -520,10 +444,6 @@ class Calls:
 
     # -- errors ---------------------------------------------------------------------------
 
-    @property
-    def _who(self) -> str:
-        return f"[rank {self.rank} of {self.size}]"
-
     def _mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
         name = headers[self.rank]["operation"]
         raise MismatchError(
@@ -533,6 +453,8 @@ class Calls:
         ) from None
 
     def _rank(self, what: str, name: str, rank: Any) -> int:
+        if type(rank) is int and 0 <= rank < self.size:
+            return rank
         if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
             raise RankError(f"{what}: {name} {rank!r} is not an integer {self._who}.")
         if not 0 <= rank < self.size:
@@ -563,25 +485,3 @@ def _buffer(x: Any) -> Buffer:
     else:
         array, dtype = adapter_of(x).view(x)
     return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)
-
-
-def _to_the_end(run: Callable[[], T], near: Any) -> Callable[[], T]:
-    """Have the host wait for what ``run`` enqueues: the result may be used on another stream."""
-
-    def finished() -> T:
-        result = run()
-        near.effective_stream.synchronize()
-        return result
-
-    return finished
-
-
-def _with_site(run: Callable[[], T]) -> Callable[[], T]:
-    """Carry the caller's place in the program into the thread that runs the call."""
-    site = request_module.call_site()
-
-    def run_with_site() -> T:
-        request_module.in_thread.site = site
-        return run()
-
-    return run_with_site

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .deadline import Deadline
-from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import split_sizes
 
@@ -83,50 +83,10 @@ class Exchanging(PieceCalls):
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
         sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
         planned = self._piece_plan(what, leaves, nesting, None, axis, None, sends)
-        request = planned.request
-        on_gpu = request.options.get("device")
-
-        def run() -> Any:
-            # What a rank receives is written in the others' headers, or like its own.
-            deadline = Deadline(seconds)
-            even = [[s[self.rank]] * self.size for s in sends]
-            try:
-                if difference is not None:
-                    raise difference
-                if self._agree_first:
-                    self._agree(request, deadline.left())
-                elif self._agree_sizes or on_gpu:
-                    found = self._exchange_heads(request, packed(), deadline)
-                    if found is not None:
-                        joined = functools.partial(_joined, found, request, self.rank)
-                        return send(even, Planned(request, joined), deadline.left())
-                return send(even, planned, deadline.left())
-            except Disagreement as differs:
-                differs.__traceback__ = None  # whose frame knows it by name, and would never go
-                headers = differs.headers
-            self._rows_of(headers, len(leaves))
-            table = [header["options"]["sizes"] for header in headers]
-            receives = [
-                [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
-            ]
-            incoming = self._lengths(receives, leaves, nesting)
-            agreed = Request(what, sizes=table, elements=request.elements, incoming=incoming)
-            return send(receives, self._planned(agreed), deadline.left())
-
-        @functools.cache
-        def packed() -> Array:
-            """Return the pieces as bytes, the one for rank 0 first."""
-            if nesting == 0:
-                return leaves[0].rows.array.ravel().view(np.uint8)
-            return bytes_of(
-                [
-                    leaf.rows.piece(cut, rank)
-                    for rank in range(self.size)
-                    for leaf, cut in zip(leaves, sends)
-                ]
-            )
+        packed = functools.cache(functools.partial(_packed, leaves, sends, nesting))
 
         def send(receives: list[list[int]], agreed: Planned, seconds: float) -> Any:
+            """Move the pieces, knowing how many rows of each leaf come from each rank."""
             if nesting == 0:
                 total = sum(receives[0])
                 return self._move_one(what, agreed, leaves[0], total, None, True, out, seconds)
@@ -138,7 +98,72 @@ class Exchanging(PieceCalls):
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
+        def run() -> Any:
+            deadline = Deadline(seconds)
+            # Every rank sends what this one does, unless their headers say otherwise.
+            even = [[s[self.rank]] * self.size for s in sends]
+            try:
+                if difference is not None:
+                    raise difference
+                agreed = self._compared(planned, packed, deadline)
+                return send(even, agreed, deadline.left())
+            except Disagreement as differs:
+                differs.__traceback__ = None  # whose frame knows it by name, and would never go
+                headers = differs.headers
+            receives, agreed = self._plan_of_uneven(headers, leaves, nesting, planned.request)
+            return send(receives, agreed, deadline.left())
+
         return self._go(what, run, async_op, *self._near(leaves))
+
+    def _compared(
+        self, planned: Planned, packed: Callable[[], Array], deadline: Deadline
+    ) -> Planned:
+        """Compare the ranks' calls where the transport does not; return the plan to go by.
+
+        Args:
+            packed: returns this rank's pieces as bytes. If they are few they travel with the
+                comparison, and what is left of the plan is to join those that have come.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        request = planned.request
+        if self._agree_first:
+            self._agree(request, deadline.left())
+        elif self._agree_sizes or request.options.get("device"):
+            found = self._exchange_heads(request, packed(), deadline)
+            if found is not None:
+                return Planned(request, functools.partial(_joined, found, request, self.rank))
+        return planned
+
+    def _plan_of_uneven(
+        self, headers: Sequence[Header], leaves: Sequence[Leaf], nesting: Any, request: Request
+    ) -> tuple[list[list[int]], Planned]:
+        """Return how many rows of each leaf come from each rank, and the plan for that.
+
+        Raises:
+            MismatchError: the calls differ in more than how much each rank sends to each.
+        """
+        self._rows_of(headers, len(leaves))
+        table = [header["options"]["sizes"] for header in headers]
+        receives = [
+            [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
+        ]
+        agreed = Request(
+            request.operation, sizes=table, elements=request.elements,
+            incoming=self._lengths(receives, leaves, nesting),
+        )  # fmt: skip
+        return receives, self._planned(agreed)
+
+
+def _packed(leaves: Sequence[Leaf], cuts: Sequence[Sequence[int]], nesting: Any) -> Array:
+    """Return the pieces as bytes, the one for rank 0 first."""
+    if nesting == 0:
+        return leaves[0].rows.array.ravel().view(np.uint8)
+    size = len(cuts[0]) if cuts else 0
+    return bytes_of(
+        [leaf.rows.piece(cut, rank) for rank in range(size) for leaf, cut in zip(leaves, cuts)]
+    )
 
 
 def _joined(

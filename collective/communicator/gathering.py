@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from collective.errors import ShapeError
+from collective.errors import InvalidArgumentError, ShapeError
 from collective.memory import nested
 from collective.memory.buffer import Buffer
+from collective.memory.numbers import NUMBERS
 from collective.request import Disagreement, Request
 
 from .calls import Array
 from .deadline import Deadline
+from .gpu_calls import View
 from .pieces import UINT8, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import check_counts
@@ -43,7 +45,8 @@ class Gathering(PieceCalls):
         along the axis.
 
         Args:
-            x: an array, or a nested list, tuple or dict of arrays.
+            x: an array, or a nested list, tuple or dict of arrays; or one of Python's numbers, of
+                which the result is a list.
             root: the rank that gets the result.
             counts: the ranks' lengths along ``axis``, where all ranks know them: spares
                 the exchange of shapes.
@@ -110,15 +113,22 @@ class Gathering(PieceCalls):
         Args:
             difference: what the ranks have found already, if that is how they differ.
         """
+        receives = root is None or root == self.rank
+        lengths = None if counts is None else check_counts(what, counts, self.size)
+        spot = self._spot(x) if self._enqueues and lengths is not None and axis == 0 else None
+        if spot is not None and lengths is not None:
+            key = (what, spot.dtype, spot.shape, root, axis, tuple(lengths), False)
+            shape = (sum(lengths), *spot.shape[1:]) if receives else None
+            done = self._straight(self._plans.get(key), spot, shape, x, out, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         seconds = self._seconds(timeout)
         if nested.is_tree(x):
-            return self._collect_tree(what, x, root, counts, axis, out, seconds, async_op)
+            return self._collect_tree(what, x, root, lengths, axis, out, seconds, async_op)
         view = self._view(what, x)
+        planned = self._plan_of_collection(what, view, root, axis, lengths)
         leaf = Leaf(what, view, axis)
-        lengths = None if counts is None else check_counts(what, counts, self.size)
         known = None if lengths is None else [lengths]
-        planned = self._plan_of_collection(what, leaf, root, axis, lengths)
-        receives = root is None or root == self.rank
 
         def packed() -> Array:
             return leaf.rows.array.ravel().view(np.uint8)
@@ -135,12 +145,14 @@ class Gathering(PieceCalls):
         return self._go(what, run, async_op, view.array, view.adapter)
 
     def _plan_of_collection(
-        self, what: str, leaf: Leaf, root: int | None, axis: int, lengths: list[int] | None
+        self, what: str, view: View, root: int | None, axis: int, lengths: Sequence[int] | None
     ) -> Planned:
         counts = None if lengths is None else tuple(lengths)
-        key = (what, leaf.dtype, leaf.shape, root, axis, counts, type(leaf.rows.array))
+        on_host = type(view.array) is np.ndarray
+        key = (what, view.dtype, view.array.shape, root, axis, counts, on_host)
         planned: Planned | None = self._plans.get(key)
         if planned is None:
+            leaf = Leaf(what, view, axis)
             self._check_lengths(what, [leaf], lengths)
             planned = self._remember(key, self._piece_plan(what, [leaf], 0, root, axis, lengths))
         return planned
@@ -150,7 +162,7 @@ class Gathering(PieceCalls):
         what: str,
         x: Any,
         root: int | None,
-        counts: Sequence[int] | None,
+        lengths: Sequence[int] | None,
         axis: int,
         out: Any,
         seconds: float,
@@ -159,8 +171,13 @@ class Gathering(PieceCalls):
         """Collect a structure: what a rank has of all its leaves is one message."""
         nesting = nested.skeleton(x)
         leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
+        if any(leaf.adapter is NUMBERS for leaf in leaves):
+            raise InvalidArgumentError(
+                f"{what}: a structure with numbers in it, which could be joined in two ways "
+                f"{self._who}. Use numpy.asarray(x) of a list, to join lists to a longer one, or "
+                f"{what}_object, which returns a list of the ranks' structures."
+            )
         receives = root is None or root == self.rank
-        lengths = None if counts is None else check_counts(what, counts, self.size)
         self._check_lengths(what, leaves, lengths)
         known = None if lengths is None else [lengths] * len(leaves)
         planned = self._piece_plan(what, leaves, nesting, root, axis, lengths)

@@ -12,6 +12,7 @@ from collective.errors import InvalidArgumentError
 
 from . import objects
 from .broadcasting import Broadcasting
+from .foreign_names import explained
 from .gathering import Gathering
 from .point_to_point import MessageCalls
 from .scattering import Scattering
@@ -32,6 +33,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
     # Whether others may have: collective.contract.world.World.open.
     _open = False
 
+    @explained
     def broadcast_object(
         self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
     ) -> Any:
@@ -53,6 +55,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
         raw = self._hosted().broadcast(mine, root=root, timeout=timeout)
         return obj if self.rank == root else objects.decode(raw, pickle)
 
+    @explained
     def gather_object(
         self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
     ) -> list[Any] | None:
@@ -65,6 +68,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
         joined = self._hosted().gather(_framed(raw), root=root, timeout=timeout)
         return None if joined is None else _unframed(joined, self.size, pickle)
 
+    @explained
     def all_gather_object(
         self, obj: Any, *, pickle: bool = False, timeout: float | None = None
     ) -> list[Any]:
@@ -78,6 +82,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
             self._hosted().all_gather(_framed(raw), timeout=timeout), self.size, pickle
         )
 
+    @explained
     def scatter_object(
         self,
         objs: Sequence[Any] | None,
@@ -112,9 +117,10 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
         raw = self._hosted().scatter(joined, root=root, counts=counts, timeout=timeout)
         return objects.decode(raw, pickle)
 
+    @explained
     def send_object(
         self,
-        obj: Any,
+        obj: object,
         dst: int,
         *,
         tag: int = 0,
@@ -131,6 +137,7 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
         self._check_pickle("send_object", pickle)
         self._hosted().send(objects.encode(obj, pickle), dst, tag=tag, timeout=timeout)
 
+    @explained
     def recv_object(
         self, src: int, *, tag: int = 0, pickle: bool = False, timeout: float | None = None
     ) -> Any:
@@ -140,12 +147,16 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
             src, tag, timeout: as in :meth:`recv`.
             pickle: see the class.
 
+        Returns:
+            The object; None where ``src`` is ``collective.NULL``.
+
         Raises:
             InvalidArgumentError: the sender used pickle and this call does not; the message
                 is gone and was not read.
         """
         self._check_pickle("recv_object", pickle)
-        return objects.decode(self._hosted().recv(None, src, tag=tag, timeout=timeout), pickle)
+        raw = self._hosted().recv(None, src, tag=tag, timeout=timeout)
+        return None if raw is None else objects.decode(raw, pickle)
 
     def _check_pickle(self, operation: str, pickle: bool) -> None:
         if pickle and self._open:

@@ -10,6 +10,7 @@ from collective.errors import DeviceError, DtypeError, InvalidArgumentError, Sha
 from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS
 from collective.memory.through_host import Staged
 
 __all__ = ["Output", "same_memory"]
@@ -76,6 +77,11 @@ class Output:
             self._array, self._apart, self.flat = near, False, near.ravel()
             self.in_place = True
             return
+        if adapter is NUMBERS:
+            raise InvalidArgumentError(
+                f"{what}: out with a number, which cannot be written to; leave it out, and take "
+                "what the call returns, or pass arrays."
+            )
         array, found = adapter_of(out).output(out)
         if found is not dtype:
             raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")

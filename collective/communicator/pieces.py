@@ -13,12 +13,14 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.request import Request
 
-from .calls import Array, Calls, View
+from .calls import Array
 from .deadline import Deadline
+from .gpu_calls import View
 from .heads import HEAD_BYTES, Head
 from .output import Output
 from .plan import Planned
 from .rows import Rows
+from .straight import StraightCalls
 from .streams import Near, nearest
 
 __all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack",
@@ -39,7 +41,7 @@ class Leaf:
         self.rows = Rows(what, array, axis)
 
 
-class PieceCalls(Calls):
+class PieceCalls(StraightCalls):
     """The shared part of the calls that split and join."""
 
     def _move_one(

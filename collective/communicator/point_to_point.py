@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from collective.contract.backend import ANY_SOURCE
+from collective.contract.work import Work
 from collective.errors import (
-    CollectiveError,
     InvalidArgumentError,
     RankError,
-    ShapeError,
     UnsupportedError,
 )
-from collective.memory import dtypes, nested
-from collective.memory.arrays import Adapter, adapter_of
+from collective.memory import nested
+from collective.memory.arrays import Adapter
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
-from . import objects
-from .calls import Calls, _with_site
 from .deadline import Deadline
+from .gpu_calls import with_site
 from .heads import Head
 from .listener import CallEvent
-from .output import Output
+from .message_contents import WORDS, MessageContents, arriving
 from .streams import within
 
-__all__ = ["MessageCalls", "Status"]
+__all__ = ["NULL", "MessageCalls", "Status"]
 
-_UINT8 = dtypes.BY_NAME["uint8"]
-# Every message begins with a head: kind, dtype code, bytes, dimensions, shape. What does not
-# fit in after that follows in a message of its own, as does what the transport takes from a GPU.
-_WORDS = 16
-_MAX_DIMENSIONS = _WORDS - 4
-_ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
+#: In place of a rank: nobody, to whom nothing is sent and from whom nothing is received.
+#: No arithmetic with ranks ends there by accident, as it could at -2 (``comm.rank - 2``).
+NULL = -(2**30)
+
 _TAGS = 2**31
 # Lanes that are kept for further messages; each may have a thread for some seconds.
 _LANES = 64
@@ -50,7 +45,7 @@ class Status:
     """What a receive tells of its message beside the array.
 
     Attributes:
-        source: the rank that sent it; ``ANY_SOURCE`` until it has come.
+        source: the rank that sent it; ``ANY_SOURCE`` until it has come, ``NULL`` where none does.
 
     See Also:
         MPI_Status.
@@ -65,7 +60,7 @@ class Status:
         return f"Status(source={self.source})"
 
 
-class MessageCalls(Calls):
+class MessageCalls(MessageContents):
     """The part of a communicator for messages between two ranks."""
 
     def send(
@@ -85,7 +80,7 @@ class MessageCalls(Calls):
         Args:
             x: an array of at most 12 dimensions, or a nested list, tuple or dict of
                 arrays, which is one message.
-            dst: another rank.
+            dst: another rank, or ``collective.NULL``: nothing is sent then.
             tag: an integer from 0 to 2**31 - 1 that the receiver has to give too.
             timeout, async_op: as in :meth:`all_reduce`.
 
@@ -98,14 +93,23 @@ class MessageCalls(Calls):
         """
         if not async_op and self._in_c(x, dst, None, NOBODY, tag, timeout) is not NotImplemented:
             return None
+        return self._send(x, dst, tag, timeout, async_op, None)
+
+    def _send(
+        self, x: Any, dst: int, tag: int, timeout: float | None, async_op: bool, result: Any
+    ) -> Any:
+        """Send an array in Python, and return ``result`` when it is sent."""
+        if _is_null(dst):
+            return self._nothing("send", result, tag, timeout, async_op)
         dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
         head, payload, near = self._message("send", x)
 
-        def run() -> None:
+        def run() -> Any:
             deadline = Deadline(seconds)
             self._transport(self._backend.send, head.buffer, dst, tag, deadline.left())
             if payload is not None:
                 self._transport(self._backend.send, payload, dst, tag, deadline.left())
+            return result
 
         key = "send", dst, None, tag
         return self._post(key, run, async_op, *near, nbytes=int(head.words[2]))
@@ -126,14 +130,15 @@ class MessageCalls(Calls):
         Args:
             out: where it goes, of the sender's shape and dtype (or a structure like the
                 sender's); or None, to take whatever comes.
-            src: another rank, or ``collective.ANY_SOURCE``.
+            src: another rank, ``collective.ANY_SOURCE``, or ``collective.NULL``: nothing is
+                received then, and ``out`` stays as it is.
             tag: the sender's.
             like: the framework of the result where ``out`` is None: its name, or an array.
             status: is told who sent the message.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out``, or a new array.
+            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
 
         Raises:
             ShapeError, DtypeError: what came does not fit ``out``. The message is gone,
@@ -148,6 +153,10 @@ class MessageCalls(Calls):
                 if status is not None:
                     status.source = found
                 return out
+        if _is_null(src):
+            if status is not None:
+                status.source = NULL
+            return self._nothing("recv", out, tag, timeout, async_op)
         if src != ANY_SOURCE:
             src = self._peer("recv", "src", src)
         elif not self.capabilities.any_source:
@@ -163,11 +172,11 @@ class MessageCalls(Calls):
 
         def run() -> Any:
             deadline = Deadline(seconds)
-            head = Head(_WORDS)
+            head = Head(WORDS)
             source = self._receive(head.buffer, src, tag, deadline.left())
             if status is not None:
                 status.source = source
-            words = _arriving("recv", head)
+            words = arriving("recv", head)
             payload, follows, direct = self._payload_room(
                 head, words, out, like if out is None else out
             )
@@ -195,7 +204,8 @@ class MessageCalls(Calls):
         """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
 
         The ranks that take part all call ``sendrecv``, so that everyone who sends is
-        received from. A rank may exchange with itself.
+        received from. A rank may exchange with itself, and either side may be
+        ``collective.NULL``: at the edge of a grid nothing goes there, and nothing comes.
 
         Args:
             x, dst, tag: as in :meth:`send`.
@@ -204,7 +214,7 @@ class MessageCalls(Calls):
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out``, or a new array.
+            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
 
         See Also:
             MPI_Sendrecv.
@@ -212,11 +222,12 @@ class MessageCalls(Calls):
         if not async_op and like is None and src != ANY_SOURCE:
             deadline = Deadline(self._seconds(timeout))
             found = self._in_c(x, dst, out, src, tag, deadline.left())
-            if found is None:  # that is what is sent
-                like = next(iter(nested.flatten(x)))
-                return self.recv(out, src, tag=tag, like=like, timeout=deadline.left())
+            if found is None:
+                return self._receive_rest(x, out, src, tag, deadline.left())
             if found is not NotImplemented:
                 return out
+        if _is_null(dst) or _is_null(src):
+            return self._one_way(x, dst, src, out, tag, like, timeout, async_op)
         dst, src = self._rank("sendrecv", "dst", dst), self._rank("sendrecv", "src", src)
         if (dst == self.rank) != (src == self.rank):
             raise RankError(
@@ -242,27 +253,62 @@ class MessageCalls(Calls):
 
             return self._post(key, both, async_op, nbytes=nbytes)
 
-        def run() -> Any:
-            deadline = Deadline(seconds)
-            coming = Head(_WORDS)
-            self._transport(
-                self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline.left()
-            )
-            words = _arriving("sendrecv", coming)
-            # What is sent still may be what it would be received over.
-            received, follows, _ = self._payload_room(
-                coming, words, None, like if out is None else out
-            )
-            rest = deadline.left()
-            if payload is not None and follows:
-                self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
-            elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
-                self._transport(self._backend.send, payload, dst, tag, rest)
-            elif follows:
-                self._receive(received, src, tag, rest)
-            return self._arrived(words, received, out, like)
-
+        run = partial(self._both_ways, head, payload, dst, src, out, tag, like, seconds)
         return self._post(key, run, async_op, *near, nbytes=nbytes)
+
+    def _both_ways(
+        self, head: Head, payload: Buffer | None, dst: int, src: int, out: Any, tag: int, like: Any,
+        seconds: float,
+    ) -> Any:  # fmt: skip
+        """Send a message and receive one; return what arrived."""
+        deadline = Deadline(seconds)
+        coming = Head(WORDS)
+        self._transport(
+            self._backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline.left()
+        )
+        words = arriving("sendrecv", coming)
+        # What is sent still may be what it would be received over.
+        received, follows, _ = self._payload_room(coming, words, None, like if out is None else out)
+        rest = deadline.left()
+        if payload is not None and follows:
+            self._transport(self._backend.sendrecv, payload, dst, received, src, tag, rest)
+        elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
+            self._transport(self._backend.send, payload, dst, tag, rest)
+        elif follows:
+            self._receive(received, src, tag, rest)
+        return self._arrived(words, received, out, like)
+
+    # -- with nobody ----------------------------------------------------------------------
+
+    def _nothing(self, what: str, out: Any, tag: int, timeout: float | None, async_op: bool) -> Any:
+        """Send nothing to NULL, or receive nothing from it: return ``out`` as it is.
+
+        What is wrong with the call, or the communicator, is an error as with any other rank.
+        """
+        _tag(tag)
+        self._seconds(timeout)
+        self._check_out(what, out)
+        self._backend.refuse_broken(what)
+        if self._broken is not None:
+            self._refuse_broken(what)
+        if not async_op:
+            return out
+        work: Work[Any] = Work(what)
+        work._run(lambda: out)
+        return work
+
+    def _one_way(
+        self, x: Any, dst: int, src: int, out: Any, tag: int, like: Any, timeout: float | None,
+        async_op: bool,
+    ) -> Any:  # fmt: skip
+        """Make the half of a ``sendrecv`` whose rank is not NULL, if any."""
+        if _is_null(src):
+            self._check_out("sendrecv", out)
+            return self._send(x, dst, tag, timeout, async_op, out)
+        self._rank("sendrecv", "src", src)  # one by name
+        if like is None:
+            like = next(iter(nested.flatten(x)), None)
+        return self.recv(out, src, tag=tag, like=like, timeout=timeout, async_op=async_op)
 
     # -- shared ---------------------------------------------------------------------------
 
@@ -283,11 +329,16 @@ class MessageCalls(Calls):
             self._note_failure(error)
             raise
 
+    def _receive_rest(self, x: Any, out: Any, src: int, tag: int, left: float) -> Any:
+        """Receive what a ``sendrecv`` has to, of which C has sent ``x``."""
+        like = next(iter(nested.flatten(x)))
+        return self.recv(out, src, tag=tag, like=like, timeout=max(1e-3, left))
+
     def _free(self, dst: int, src: int, tag: int) -> bool:
         """Return whether no message in the background comes before one to and from these."""
         if not all(type(each) is int for each in (dst, src, tag)):
             return False
-        if src != NOBODY:
+        if src not in (NOBODY, NULL):
             self._refuse_overlap(src, tag)
         return not (self._busy(("send", dst, None, tag)) or self._busy(("recv", None, src, tag)))
 
@@ -337,7 +388,7 @@ class MessageCalls(Calls):
             lane = self._lanes[key] = self._new_lane(name)
         what = f"{operation}(tag={tag})"
         if adapter is None or not self._enqueues:
-            work = lane.submit(what, _with_site(run))
+            work = lane.submit(what, with_site(run))
         else:
             # Beside the caller's stream, and beside those of other directions, peers and tags.
             # What it waits for is known now; it does not wait before its turn, or it would hold
@@ -350,7 +401,7 @@ class MessageCalls(Calls):
                 side.wait(ready)
                 return within(side, run)()
 
-            lane.submit(what, _with_site(turn), work)
+            lane.submit(what, with_site(turn), work)
         return work if async_op else work.wait()
 
     def _refuse_overlap(self, src: int, tag: int) -> None:
@@ -372,169 +423,9 @@ class MessageCalls(Calls):
         self._transport(receive)
         return sources[0]
 
-    def _message(self, what: str, x: Any) -> tuple[Head, Buffer | None, tuple[Any, ...]]:
-        """Return the head of the message that ``x`` is, and what has to follow it.
 
-        And, where that is on a GPU, the array and its adapter.
-        """
-        head = Head(_WORDS)
-        head.words[:] = 0
-        if nested.is_tree(x):
-            nested.flatten(x)  # refuses keys that cannot be sorted
-            payload = Buffer(objects.encode(x), _UINT8)
-            head.words[:3] = _OBJECT, 0, payload.count
-        else:
-            adapter, array, dtype = self._view(what, x)
-            if array.ndim > _MAX_DIMENSIONS:
-                raise ShapeError(
-                    f"{what}: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
-                )
-            on_gpu = not isinstance(array, np.ndarray)
-            kind = _FOLLOWING if on_gpu else _ARRAY
-            head.words[:4] = kind, dtype.code, array.nbytes, array.ndim
-            head.words[4 : 4 + array.ndim] = array.shape
-            payload = Buffer(array.ravel(), dtype).bytes()
-            if on_gpu:
-                return head, payload if payload.count else None, (array, adapter)
-        head.put(payload.array)
-        return head, payload if payload.count > head.room else None, ()
-
-    def _payload_room(
-        self, head: Head, words: Sequence[int], out: Any, like: Any
-    ) -> tuple[Buffer, bool, bool]:
-        """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
-        nbytes = words[2]
-        for listener in self._listeners:
-            listener.arrives(nbytes)
-        inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
-        direct = self._direct(words, out, inline is None)
-        if inline is None:
-            if direct is not None:
-                payload = direct
-            elif words[0] == _FOLLOWING and self._enqueues:
-                room = self._room(self._gpu_adapter(like), nbytes, self._seen(like))
-                payload = Buffer(room, _UINT8)
-            else:
-                payload = Buffer.empty(nbytes, _UINT8)
-            return payload, nbytes > 0, direct is not None
-        if direct is None:
-            return Buffer(inline, _UINT8), False, False
-        direct.array[:] = inline
-        return direct, False, True
-
-    def _gpu_adapter(self, like: Any) -> Adapter:
-        """Return what allocates on the GPU for a result like ``like``, which may be anything."""
-        return self._adapter(None if nested.is_tree(like) else like, on_gpu=True)
-
-    def _check_out(self, what: str, out: Any) -> tuple[Any, ...]:
-        """Refuse what cannot be written to; return an array on the GPU, and its adapter."""
-        if out is None or nested.is_tree(out):
-            return ()
-        adapter = adapter_of(out)
-        array, _ = adapter.output(out)
-        if isinstance(array, np.ndarray):
-            if not self._on_host:
-                self._view(what, out)
-            return ()
-        if not self._enqueues:
-            return ()
-        self._check_device(what, array)
-        return array, adapter
-
-    def _direct(self, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
-        """Return ``out`` as bytes, if the message can be received right into it."""
-        if out is None or nested.is_tree(out) or words[0] == _OBJECT:
-            return None
-        array, dtype = adapter_of(out).output(out)
-        on_gpu = not isinstance(array, np.ndarray)
-        if self._enqueues:
-            fits = on_gpu == (words[0] == _FOLLOWING)
-        else:
-            fits = not on_gpu or (self._on_device and follows)
-        if not fits or not array.flags.carray:
-            return None
-        if _shape(words) != array.shape or dtype.code != words[1]:
-            return None
-        return Buffer(array.ravel(), dtype).bytes()
-
-    def _arrived(self, words: Sequence[int], payload: Buffer, out: Any, like: Any) -> Any:
-        if words[0] == _OBJECT:
-            value = objects.decode(payload.array)
-            if out is None and like is not None and nested.is_tree(value):
-                adapter = self._adapter(like)
-                leaves = [_converted(leaf, adapter) for leaf in nested.flatten(value)]
-                return nested.rebuild(value, iter(leaves))
-            return value if out is None else _fill(out, value)
-        if out is not None and nested.is_tree(out):
-            raise InvalidArgumentError(
-                f"recv: a single array came; out is a structure {self._who}."
-            )
-        dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
-        array: Any = payload.array
-        on_gpu = not isinstance(array, np.ndarray)
-        if on_gpu and out is not None and self._seen(out) is None:
-            array, on_gpu = array.to_host(), False
-        adapter = adapter_of(out) if out is not None else self._adapter(like, on_gpu)
-        output = Output("recv", out, adapter, shape, dtype, array)
-        output.flat[:] = array.view(dtype.storage)
-        return output.finish()
-
-
-def _arriving(what: str, head: Head) -> list[int]:
-    """Return the numbers of a head that a peer sent.
-
-    Raises:
-        CollectiveError: they are not what :meth:`MessageCalls._message` writes.
-    """
-    words: list[int] = head.words.tolist()
-    kind, code, nbytes, ndim = words[:4]
-    if kind == _OBJECT:
-        sound = nbytes >= 0
-    else:
-        sound = (
-            kind in (_ARRAY, _FOLLOWING)
-            and 0 <= code < len(dtypes.BY_CODE)
-            and 0 <= ndim <= _MAX_DIMENSIONS
-            and min(shape := _shape(words), default=0) >= 0
-            and math.prod(shape) * dtypes.BY_CODE[code].itemsize == nbytes
-        )
-    if not sound:
-        raise CollectiveError(
-            f"{what}: a message begins with {', '.join(map(str, words))}; its kind, dtype, bytes "
-            "and shape do not fit together. The sender has another version of this package, or "
-            "its memory is damaged."
-        )
-    return words
-
-
-def _shape(words: Sequence[int]) -> tuple[int, ...]:
-    return tuple(words[4 : 4 + words[3]])
-
-
-def _converted(leaf: Any, adapter: Adapter) -> Any:
-    """Return the array ``leaf`` in the framework of ``adapter``."""
-    theirs = adapter_of(leaf)
-    if theirs is adapter:
-        return leaf
-    array, dtype = theirs.view(leaf)
-    output = Output("recv", None, adapter, array.shape, dtype, array)
-    output.flat[:] = array.ravel()
-    return output.finish()
-
-
-def _fill(out: Any, value: Any) -> Any:
-    """Copy the arrays of ``value`` to those of ``out``, if they fit."""
-    if nested.skeleton(out) != nested.skeleton(value):
-        raise InvalidArgumentError("recv: out is nested differently from what came.")
-    outputs = []
-    for target, leaf in zip(nested.flatten(out), nested.flatten(value)):
-        array, dtype = adapter_of(leaf).view(leaf)
-        output = Output("recv", target, adapter_of(target), array.shape, dtype, array)
-        outputs.append((output, array))
-    for output, array in outputs:
-        output.flat[:] = array.ravel()
-        output.finish()
-    return out
+def _is_null(rank: Any) -> bool:
+    return isinstance(rank, (int, np.integer)) and rank == NULL
 
 
 def _tag(tag: Any) -> int:

@@ -74,6 +74,11 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
             raise InvalidArgumentError(
                 f"plan: {operation} of a structure; one array. Plan a call for each of them."
             )
+        if isinstance(each, (bool, int, float, complex, np.generic)):
+            raise InvalidArgumentError(
+                f"plan: {operation}: {name} is the number {each}; an array, whose elements may "
+                f"change from call to call. Pass np.array({each}), or make the call."
+            )
         array: Any = adapter_of(each).view(each)[0]
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(
@@ -87,7 +92,7 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
             )
         if array.size and not np.may_share_memory(array, adapter_of(each).view(each)[0]):
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} has no memory that is looked at each time (a scalar, a "
+                f"plan: {operation}: {name} has no memory that is looked at each time (a "
                 "lazily conjugated or negated tensor); an array that has. Pass a copy of it."
             )
         seen.append(array)

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from collective.algorithms import arithmetic
-from collective.contract.work import Work
-from collective.errors import (
-    CollectiveError,
-    CommunicatorAbortedError,
-    DtypeError,
-    InvalidArgumentError,
-    UnsupportedError,
-)
+from collective.errors import InvalidArgumentError
 from collective.memory import nested
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS
 from collective.ops import ReduceOp, as_op
-from collective.request import Disagreement, Request
 
-from .calls import Array, Calls, View
+from .calls import Array
+from .gpu_calls import View
 from .output import Output
 from .plan import Planned
 from .rows import Rows, split_sizes
-from .streams import nearest
-
-if TYPE_CHECKING:
-    from collective.contract.backend import Plan
+from .structures import StructureReductions
 
 __all__ = ["Reductions"]
 
 
-class Reductions(Calls):
+class Reductions(StructureReductions):
     """The computing part of a communicator."""
 
     def all_reduce(
@@ -54,8 +42,9 @@ class Reductions(Calls):
         Collective: every rank calls it, with one op, shape and dtype.
 
         Args:
-            x: an array of any strides, or a nested list, tuple or dict of arrays, which
-                travel together.
+            x: an array of any strides, or one of Python's numbers; or a nested list, tuple or dict
+                of these, which travel together. An ``int`` has 64 bits on the way, and is refused
+                where the ranks' sum or product might not fit (arrays wrap).
             op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
                 ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
                 ``collective.premul_sum`` or ``collective.user_op`` return. Integers wrap.
@@ -70,10 +59,11 @@ class Reductions(Calls):
                 ``wait()`` has returned.
 
         Returns:
-            ``out``, or a new array of the framework, shape and dtype of ``x``.
+            ``out``, or a new array of the framework, shape and dtype of ``x``; a number of the type
+            of ``x``.
 
         Raises:
-            DtypeError: the op is not defined for the dtype.
+            DtypeError: the op is not defined for the dtype, or integers might not fit.
             MismatchError: the ranks' calls differ; nothing was written.
             CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
                 holds some, all or none of the result.
@@ -82,9 +72,17 @@ class Reductions(Calls):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
+        if self._enqueues:
+            done = self._straight_reduction(
+                "all_reduce", x, op, out, order, timeout, None, async_op
+            )
+            if done is not NotImplemented:
+                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
         adapter, array, dtype = self._view("all_reduce", x)
+        if adapter is NUMBERS:
+            self._refuse_long("all_reduce", array, dtype, op)
         shape = array.shape
         planned = self._plan_of("all_reduce", array, dtype, op, order)
         if not planned.takes_gpus:
@@ -132,9 +130,15 @@ class Reductions(Calls):
         root = self._rank("reduce", "root", root)
         if self.rank != root:
             out = None
+        if self._enqueues:
+            done = self._straight_reduction("reduce", x, op, out, order, timeout, root, async_op)
+            if done is not NotImplemented:
+                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
         adapter, array, dtype = self._view("reduce", x)
+        if adapter is NUMBERS:
+            self._refuse_long("reduce", array, dtype, op)
         planned = self._plan_of("reduce", array, dtype, op, order, root)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
@@ -187,6 +191,8 @@ class Reductions(Calls):
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
         adapter, array, dtype = self._view("scan", x)
+        if adapter is NUMBERS:
+            self._refuse_long("scan", array, dtype, op)
         planned = self._plan_of("scan", array, dtype, op, None)
         if not planned.takes_gpus:
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
@@ -259,6 +265,25 @@ class Reductions(Calls):
 
     # -- shared ---------------------------------------------------------------------------
 
+    def _straight_reduction(
+        self,
+        what: str,
+        x: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        root: int | None,
+        async_op: bool,
+    ) -> Any:
+        """Make a call on plain arrays of a GPU if it was planned before; see :mod:`.straight`."""
+        spot = self._spot(x)
+        if spot is None:
+            return NotImplemented
+        key = (what, spot.dtype, spot.shape, op, order, False, root)
+        shape = spot.shape if root is None or root == self.rank else None
+        return self._straight(self._plans.get(key), spot, shape, x, out, timeout, async_op)
+
     def _plan_of(
         self,
         what: str,
@@ -269,7 +294,7 @@ class Reductions(Calls):
         root: int | None = None,
     ) -> Planned:
         """Return the plan of a reduction whose result is like the input."""
-        key = (what, dtype, array.shape, op, order, type(array), root)
+        key = (what, dtype, array.shape, op, order, type(array) is np.ndarray, root)
         return self._plans.get(key) or self._reduction(key, root)
 
     def _plan_of_pieces(
@@ -284,254 +309,11 @@ class Reductions(Calls):
     ) -> Planned:
         """Return the plan of a ``reduce_scatter`` that cuts ``rows`` into ``sizes``."""
         key = (
-            "reduce_scatter", dtype, array.shape, op, order, type(array), rows.axis, tuple(sizes),
+            "reduce_scatter", dtype, array.shape, op, order, type(array) is np.ndarray, rows.axis,
+            tuple(sizes),
         )  # fmt: skip
         planned: Planned | None = self._plans.get(key)
         if planned is not None:
             return planned
         elements = [size * rows.inner for size in sizes]
         return self._reduction(key, None, elements, axis=rows.axis, counts=counts)
-
-    def _reduction(
-        self,
-        key: tuple[Any, ...],
-        root: int | None = None,
-        elements: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Planned:
-        """Check a reduction, and plan it for now and later.
-
-        Args:
-            key: by which it is known: operation, dtype, shape, op, order, the kind of array, and
-                whatever else tells it from others.
-            elements: of ``reduce_scatter``, how many each rank gets.
-            options: what else the ranks have to agree on.
-
-        Raises:
-            InvalidArgumentError, DtypeError, UnsupportedError: it cannot be made.
-        """
-        what, dtype, shape, op, order, kind = key[:6]
-        if order not in (None, "rank"):
-            raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {self._who}.")
-        reducer, ordered = as_op(op), order == "rank"
-        try:
-            arithmetic.check(reducer, dtype)
-        except DtypeError as error:
-            raise DtypeError(f"{what}: {error} {self._who}") from None
-        on_gpu = kind is not np.ndarray
-        takes_gpus = not on_gpu or self._backend.supports(what, reducer, dtype, ordered)
-        if on_gpu and takes_gpus:
-            options["device"] = "cuda" if self._enqueues else None
-        else:
-            self._check_able(what, reducer, dtype)
-        if options.get("counts") is not None:
-            options["counts"] = list(map(int, options["counts"]))
-        request = Request(
-            what, dtype, shape, op=reducer, ordered=ordered, root=root, elements=elements, **options
-        )
-        plan = self._backend.plan(request)
-        if reducer.function is not None:
-            outcome = self._backend.plan(request.step(1, "barrier"))
-            plan = functools.partial(self._fold, plan, outcome)
-        return self._remember(key, Planned(request, plan, takes_gpus=takes_gpus))
-
-    def _fold(
-        self, fold: Plan, outcome: Plan, src: Buffer, dst: Buffer | None, seconds: float
-    ) -> None:
-        """Fold with a user's operator, and return when all ranks have.
-
-        A rank whose operator raised does not come. Otherwise the others would go on with a result
-        that they cannot tell from a right one. MPI in particular has no way to stop a reduction
-        from within.
-
-        Args:
-            fold: the transport's part.
-            outcome: the barrier after it.
-        """
-        end = time.monotonic() + seconds
-        try:
-            _finish(fold(src, dst, seconds))
-        except (Disagreement, CommunicatorAbortedError):
-            raise  # nothing has been folded, or all ranks know why
-        except CollectiveError as error:
-            self._half_done(error)  # it may be the operator's
-            raise
-        _finish(outcome(None, None, max(0.0, end - time.monotonic())))
-
-    def _check_able(self, what: str, op: ReduceOp, dtype: DType) -> None:
-        able = self.capabilities
-        if op.name not in able.ops or dtype.name not in able.dtypes:
-            other = "'nccl', which does it on GPUs" if dtype.kind == "f" else "'shm' or 'threads'"
-            raise UnsupportedError(
-                f"{what}: op {op} on {dtype} is not supported by backend "
-                f"{self._backend.name!r} (ops {', '.join(sorted(able.ops))}; dtypes "
-                f"{', '.join(sorted(able.dtypes))}) {self._who}. Use backend={other}."
-            )
-
-    def _tree_reduction(
-        self,
-        what: str,
-        x: Any,
-        op: str | ReduceOp,
-        out: Any,
-        order: str | None,
-        timeout: float | None,
-        root: int | None,
-        async_op: bool,
-    ) -> Any:
-        """Start the reduction of a structure: one message for each dtype in it."""
-        views = self._views(what, x)
-        nesting = nested.skeleton(x)
-        receives = root is None or root == self.rank
-        shapes = [[view.dtype.name, *view.array.shape] for view in views]
-        seconds = self._seconds(timeout)
-        groups = []
-        for dtype, members in _by_dtype(views).items():
-            count = sum(views[i].array.size for i in members)
-            kind = type(views[members[0]].array)
-            key = (what, dtype, (count,), op, order, kind, root, str(nesting), str(shapes))
-            planned = self._plans.get(key) or self._reduction(
-                key, root, leaves=shapes, nesting=nesting
-            )
-            if not planned.takes_gpus:
-                for i in members:
-                    views[i] = self._on_the_host(views[i])
-            groups.append((dtype, members, count, planned))
-        outputs: list[Output] | None = None
-        if receives:
-            outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
-            outputs = [
-                Output(what, given, view.adapter, view.array.shape, view.dtype, view.array)
-                for given, view in zip(outs, views)
-            ]
-
-        def run() -> Any:
-            for dtype, members, count, planned in groups:
-                arrays = [views[i].array for i in members]
-                # Where nothing is enqueued other ranks may have these on the CPU.
-                on_gpu = self._enqueues and not isinstance(arrays[0], np.ndarray)
-                if on_gpu and what == "all_reduce" and outputs is not None:
-                    pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
-                    self._together(pairs, planned, out is None or out is x, seconds)
-                    continue
-                src = Buffer.empty(count, dtype, arrays[0])
-                np.concatenate([array.ravel() for array in arrays], out=src.array)
-                dst = src if receives else None
-                self._carry(planned, src, dst, seconds)
-                if outputs is not None:
-                    start = 0
-                    for i, array in zip(members, arrays):
-                        outputs[i].flat[:] = src.array[start : start + array.size]
-                        start += array.size
-            if outputs is None:
-                return None
-            return nested.rebuild(x, iter([output.finish() for output in outputs]))
-
-        return self._go(
-            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
-        )
-
-    def _together(
-        self, pairs: Sequence[tuple[Array, Output]], planned: Planned, apart: bool, seconds: float
-    ) -> None:
-        """All-reduce several arrays of a GPU where they are, started at once.
-
-        Args:
-            apart: whether it is known that no result overlaps another's input.
-        """
-        buffers = []
-        for array, output in pairs:
-            src = array.ravel()
-            dtype = planned.request.dtype
-            assert dtype is not None
-            if not apart:
-                src = src.copy()
-            elif np.may_share_memory(src, output.flat):
-                src = output.flat  # in place
-            buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
-
-        def start(src: None, dst: None, seconds: float) -> None:
-            with self._backend.batch():
-                for source, target in buffers:
-                    planned.plan(source, target, seconds)
-
-        self._carry(Planned(planned.request, start), None, None, seconds)
-
-    def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
-        if nested.skeleton(out) != nesting:
-            raise InvalidArgumentError(
-                f"{what}: out is nested differently from the input {self._who}."
-            )
-        return nested.flatten(out)
-
-    def _tree_reduce_scatter(
-        self,
-        x: Any,
-        op: str | ReduceOp,
-        counts: Sequence[int] | None,
-        axis: int,
-        out: Any,
-        order: str | None,
-        timeout: float | None,
-        async_op: bool,
-    ) -> Any:
-        what = "reduce_scatter"
-        views = self._views(what, x)
-        nesting = nested.skeleton(x)
-        shapes = [[view.dtype.name, *view.array.shape] for view in views]
-        structure = str(nesting), str(shapes), str(counts)
-        seconds = self._seconds(timeout)
-        rows = [Rows(what, view.array, axis) for view in views]
-        sizes = [split_sizes(what, r.length, self.size, counts) for r in rows]
-        groups = []
-        for dtype, members in _by_dtype(views).items():
-            elements = [sum(sizes[i][r] * rows[i].inner for i in members) for r in range(self.size)]
-            kind, whole = type(views[members[0]].array), (sum(elements),)
-            key = (what, dtype, whole, op, order, kind, axis, *structure)
-            planned = self._plans.get(key) or self._reduction(
-                key, None, elements, axis=axis, counts=counts, leaves=shapes, nesting=nesting
-            )
-            if not planned.takes_gpus:
-                for i in members:
-                    views[i] = self._on_the_host(views[i])
-                    rows[i] = Rows(what, views[i].array, axis)
-            groups.append((dtype, members, elements[self.rank], planned))
-        outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
-        outputs = [
-            Output(
-                what, given, view.adapter, r.shape_with(s[self.rank]), view.dtype, view.array
-            )
-            for given, view, r, s in zip(outs, views, rows, sizes)
-        ]  # fmt: skip
-
-        def run() -> Any:
-            for dtype, members, count, planned in groups:
-                pieces = [rows[i].piece(sizes[i], r) for r in range(self.size) for i in members]
-                src = Buffer(np.concatenate(pieces), dtype)
-                dst = Buffer.empty(count, dtype, src.array)
-                self._carry(planned, src, dst, seconds)
-                start = 0
-                for i in members:
-                    length = sizes[i][self.rank]
-                    stop = start + length * rows[i].inner
-                    rows[i].restore(dst.array[start:stop], outputs[i].flat, length)
-                    start = stop
-            return nested.rebuild(x, iter([output.finish() for output in outputs]))
-
-        return self._go(
-            what, run, async_op, *nearest([(view.array, view.adapter) for view in views])
-        )
-
-
-def _finish(work: Work[Any] | None) -> None:
-    """Wait for what a transport may have left running."""
-    if work is not None:
-        work.wait()
-
-
-def _by_dtype(views: Sequence[View]) -> dict[DType, list[int]]:
-    """Return which of the arrays have each dtype."""
-    found: dict[DType, list[int]] = {}
-    for index, view in enumerate(views):
-        found.setdefault(view.dtype, []).append(index)
-    return found

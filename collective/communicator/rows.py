@@ -86,7 +86,7 @@ def check_counts(what: str, counts: Sequence[int], size: int) -> list[int]:
         ShapeError: they are not.
     """
     try:
-        sizes = [int(count) for count in counts]
+        sizes = list(map(int, counts))
     except (TypeError, ValueError):
         sizes = [-1]
     if len(sizes) != size or min(sizes) < 0 or sizes != list(counts):

@@ -108,7 +108,7 @@ class Scattering(PieceCalls):
             deadline = Deadline(seconds)
             mine = None
             if difference is not None:
-                options = self._told_by_root(difference, root)
+                options = self._options_in(difference, root)
             elif not self._scatters_at_once:
                 options = self._root_options(call, root, deadline)
             else:
@@ -118,31 +118,42 @@ class Scattering(PieceCalls):
                     sizes = options.get("sizes", ())
                     mine = self._scatter_bytes(call, dtype, leaves, sizes, None, deadline.left())
                 except Disagreement as found_out:
-                    options = self._told_by_root(found_out, root)
-            names = [dtypes.named(name) for name, *_ in options["leaves"]]
-            shapes = [tuple(shape) for _, *shape in options["leaves"]]
-            sizes = options["sizes"]
-            models = [Rows(what, np.empty(shape, np.bool_), options["axis"]) for shape in shapes]
-            kept = likes if len(likes) == len(names) else [*likes, like][:1] * len(names)
+                    options = self._options_in(found_out, root)
+            scattered = _Scattered(options)
+            count = len(scattered.dtypes)
+            kept = likes if len(likes) == count else [*likes, like][:1] * count
             if mine is None:
-                nbytes = [
-                    sum(s[r] * m.inner * d.itemsize for s, m, d in zip(sizes, models, names))
-                    for r in range(self.size)
-                ]
-                room = None
-                if "device" in options:
-                    model = kept[0] if kept else None
-                    near = leaves[0].rows.array if leaves else self._seen(model)
-                    room = self._room(self._adapter(model, True), nbytes[self.rank], near)
-                agreed = Request(what, root=root, elements=nbytes, sizes=nbytes)
-                mine = self._scatter_bytes(agreed, UINT8, leaves, sizes, room, deadline.left())
-            results = [(m, d, [s[self.rank]]) for s, m, d in zip(sizes, models, names)]
-            found = self._assemble(what, [mine], results, kept, out, options["nesting"], x)
+                mine = self._scatter_known(scattered, root, leaves, kept, deadline)
+            results = scattered.results(self.rank)
+            found = self._assemble(what, [mine], results, kept, out, scattered.nesting, x)
             if not leaves:
                 self._settle(what, mine, deadline.left())
             return found
 
         return self._go(what, run, async_op, *self._near(leaves))
+
+    def _scatter_known(
+        self,
+        scattered: _Scattered,
+        root: int,
+        leaves: Sequence[Leaf],
+        likes: Sequence[Any],
+        deadline: Deadline,
+    ) -> Array:
+        """Scatter what is known on all ranks by now; return this rank's bytes.
+
+        Args:
+            leaves: the root's; none elsewhere.
+            likes: what this rank's results are to be like.
+        """
+        nbytes = scattered.nbytes(self.size)
+        room = None
+        if scattered.on_gpu:
+            model = likes[0] if likes else None
+            near = leaves[0].rows.array if leaves else self._seen(model)
+            room = self._room(self._adapter(model, True), nbytes[self.rank], near)
+        agreed = Request("scatter", root=root, elements=nbytes, sizes=nbytes)
+        return self._scatter_bytes(agreed, UINT8, leaves, scattered.sizes, room, deadline.left())
 
     def _scatter_request(
         self, root: int, axis: int, leaves: Sequence[Leaf], nesting: Any, counts: Any
@@ -223,7 +234,7 @@ class Scattering(PieceCalls):
             try:
                 self._agree(request, deadline.left())
             except Disagreement as difference:
-                return self._told_by_root(difference, root)
+                return self._options_in(difference, root)
             return request.options  # the others have guessed it
         head = Head(1)
         text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
@@ -243,7 +254,7 @@ class Scattering(PieceCalls):
             self._carry(plan, text_of_root, text_of_root, deadline.left(), alike=False)
         return dict(json.loads(received.tobytes()))
 
-    def _told_by_root(self, difference: Disagreement, root: int) -> dict[str, Any]:
+    def _options_in(self, difference: Disagreement, root: int) -> dict[str, Any]:
         """Return the options of the root's call, if the others' are only less of it."""
         headers = difference.headers
         for header in headers:
@@ -252,3 +263,42 @@ class Scattering(PieceCalls):
         if "leaves" not in headers[root]["options"]:
             self._mismatch(headers)
         return dict(headers[root]["options"])
+
+
+class _Scattered:
+    """What the root scatters, by the options of its call.
+
+    Attributes:
+        dtypes: of each leaf.
+        sizes: of each leaf, how many rows each rank gets.
+        nesting: of the structure; 0 for one array.
+        on_gpu: whether it is in a GPU's memory.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.dtypes = [dtypes.named(name) for name, *_ in options["leaves"]]
+        self.sizes: Sequence[Sequence[int]] = options["sizes"]
+        self.nesting = options["nesting"]
+        self.on_gpu = "device" in options
+        # Of the shapes that the rows have at the root, of a byte each.
+        self._models = [
+            Rows("scatter", np.empty(shape, np.bool_), options["axis"])
+            for _, *shape in options["leaves"]
+        ]
+
+    def nbytes(self, size: int) -> list[int]:
+        """Return how many bytes each of ``size`` ranks gets, of all leaves together."""
+        return [
+            sum(
+                rows[rank] * model.inner * dtype.itemsize
+                for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+            )
+            for rank in range(size)
+        ]
+
+    def results(self, rank: int) -> list[tuple[Rows, dtypes.DType, list[int]]]:
+        """Return of each leaf what a rank's piece is put together by."""
+        return [
+            (model, dtype, [rows[rank]])
+            for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+        ]

@@ -1,28 +1,30 @@
-"""Going on after a loss: the ranks that are left agree who they are, and connect anew.
+"""Going on after a loss, or with more: the ranks agree who they are, and connect anew.
 
 The rules are in ``docs/failures.md``, and who decides in :mod:`collective.contract.decision`. What
-is here has no communicator: one that shrinks gives its *lineage*, which is what it knows of where
-its ranks met and of who they once were, and its transport, which knows who is lost; it gets those
-of the next generation.
+is here has no communicator: one that shrinks or grows gives its *lineage*, which is what it knows
+of where its ranks met and of who they once were, and its transport, which knows who is lost; it
+gets those of the next generation. Who waits to be let in is in :mod:`.arrivals`.
 
-A *generation* is what lies between two losses. Ranks are numbered in keys and decisions as they
-were in generation 0: some may have gone on to the next already while others have not.
+A *generation* is what lies between two such changes. Ranks are numbered in keys and decisions as
+they were in generation 0: some may have gone on to the next already while others have not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from collective.algorithms.barrier import barrier
 from collective.algorithms.broadcast import broadcast
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision, Note
+from collective.contract.process import RankProcess
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import (
@@ -36,7 +38,10 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
-__all__ = ["Lineage", "Shrinking", "agreed"]
+from .arrivals import Arrivals
+from .meeting import PrefixedStore
+
+__all__ = ["Lineage", "NextGeneration", "agreed"]
 
 _TOKEN_BYTES = 8
 _UINT8 = BY_NAME["uint8"]
@@ -62,11 +67,12 @@ class Lineage:
         root: the world of generation 0, whose rank this one was.
         name: the same on all ranks, and no other communicator's that meets in the same store.
         origin: the ranks of generation 0 that are in this one, in the order of their present ranks.
-        generation: how often it was shrunk.
+        generation: how often it was shrunk, or grew.
         lost: of the parent's ranks, those that are not here.
         local_rank, local_size: this rank among those of its host.
         grace: seconds that a rank may be silent when the others shrink.
         min_ranks: with fewer, nobody goes on.
+        founders: how many ranks there were at first; 0 for a group, which nobody joins.
     """
 
     root: World
@@ -78,6 +84,7 @@ class Lineage:
     local_size: int = 1
     grace: float = 5.0
     min_ranks: int = 1
+    founders: int = 0
 
     @classmethod
     def begin(
@@ -99,14 +106,19 @@ class Lineage:
                     f"{world.rank} of {world.size}]: {error}"
                 ) from error
             name = token.array.tobytes().decode()
+            # Nobody goes on before all have it: the first call of one may break them all. Then it
+            # is for the others' first calls to say so.
+            with contextlib.suppress(*_OF_PEERS):
+                barrier(backend, timeout)
         return cls(
-            root=world,
+            root=replace(world, store=backend.lasting(world.store)),
             name=name,
             origin=tuple(range(world.size)),
             local_rank=world.local_rank,
             local_size=world.local_size,
             grace=grace,
             min_ranks=min_ranks,
+            founders=world.size,
         )
 
     @property
@@ -134,18 +146,23 @@ class Lineage:
             lost=frozenset(),
             local_rank=backend.rank,
             local_size=backend.size,
+            founders=0,
         )
 
 
-class Shrinking:
-    """One call of ``shrink()``, of one rank.
+class NextGeneration:
+    """One call of ``shrink()`` or ``grow()``, of one rank.
 
     Args:
-        lineage: the communicator's.
+        lineage: the communicator's. A process that joins has that of the members, with its own
+            number as ``root.rank``.
         backend: its transport, broken or not, which stays open until the next one is.
         exclude: present ranks that are out, dead or not.
         min_ranks: as in :class:`Lineage`.
         timeout: seconds for all of it.
+        arrivals: those who wait to be let in, if the ranks are to grow: then who lives and is
+            silent is waited for to the end.
+        kind: of a process that joins: what it connects by.
     """
 
     def __init__(
@@ -156,9 +173,14 @@ class Shrinking:
         exclude: Sequence[int],
         min_ranks: int,
         timeout: float,
+        arrivals: Arrivals | None = None,
+        kind: type[Backend] | None = None,
     ) -> None:
         self._lineage = lineage
         self._backend = backend
+        self._reconnect = kind.connect if kind is not None else backend.reconnect
+        self._arrivals = arrivals
+        self._what = "shrink" if arrivals is None and kind is None else "grow"
         self._exclude = [lineage.origin[rank] for rank in exclude]
         self._min_ranks = min_ranks
         self._timeout = timeout
@@ -167,6 +189,8 @@ class Shrinking:
         # The number of the generation that is being decided on, and who may be in it.
         self._number = self._first
         self._candidates = self._members = lineage.origin
+        # Those of them that join now, which the last transport does not know.
+        self._joining: dict[int, RankProcess | None] = {}
         self._looked_at = 0.0
 
     def run(self) -> tuple[Backend, Lineage]:
@@ -187,7 +211,7 @@ class Shrinking:
             except _OF_PEERS as error:
                 if time.monotonic() >= self._end:
                     raise CollectiveTimeoutError(
-                        f"shrink: timed out: after {self._timeout:g} s ranks "
+                        f"{self._what}: timed out: after {self._timeout:g} s ranks "
                         f"{self._present(members)} are agreed on and not connected {self._who}: "
                         f"{error}"
                     ) from error
@@ -210,47 +234,79 @@ class Shrinking:
                     rank for rank, first in enumerate(self._lineage.origin) if first not in members
                 ),
             )
+            if lineage.founders:
+                self._store.without(set(range(lineage.founders)) - set(members))
             return backend, lineage
 
     # -- the decision ---------------------------------------------------------------------
 
     def _decide(self) -> tuple[tuple[int, ...], list[str]]:
         """Return the members of the next generation by their first numbers, and their hosts."""
-        if self._candidates == (self._root.rank,):
+        if self._candidates == (self._root.rank,) and not self._grows:
             verdict = self._verdict({self._root.rank: self._note}, frozenset())
         else:
-            # Whoever still connects the last one is to come here; and the store may refuse.
-            self._store.put_if_absent(self._key("open"), b"open")
-            decision = Decision(
-                self._store, self._key(), self._root.rank, self._candidates, self._lost,
-                f"shrink to generation {self._number}", self._lineage.origin.index,
-            )  # fmt: skip
-            left = max(0.0, self._end - time.monotonic())
-            verdict = decision.made(
-                self._note, self._verdict, grace=self._lineage.grace, timeout=left
-            )
+            try:
+                verdict = self._agreed()
+            except RendezvousError as error:
+                if not self._joined_later or not self._store.served_by_rank:
+                    raise
+                raise RendezvousError(
+                    f"{self._what}: the store in which the ranks met is gone with the process of "
+                    "their first rank 0, and this one, which has joined, has no part in the one "
+                    f"that the others serve instead {self._who}. Have the ranks meet in a "
+                    "directory that all see (COLLECTIVE_STORE=DIR), or at an address that their "
+                    f"launcher serves, as torchrun does: {error}"
+                ) from error
         members = tuple(verdict["members"])
         if self._root.rank not in members:
             raise ExcludedError(
-                f"shrink: ranks {self._present(members)} went on as generation {self._number} "
-                f"without this one {self._who}: it was silent for longer than they waited "
-                "(COLLECTIVE_SHRINK_GRACE), or they excluded it. It can only leave."
+                f"{self._what}: ranks {self._present(members)} went on as generation "
+                f"{self._number} without this one {self._who}: it was silent for longer than they "
+                "waited (COLLECTIVE_SHRINK_GRACE), or they excluded it. It can only leave."
             )
         if len(members) < verdict["min_ranks"]:
             gone = self._present(set(self._lineage.origin) - set(members))
             raise PeerLostError(
-                f"shrink: {len(members)} of {len(self._lineage.origin)} ranks are left, and "
+                f"{self._what}: {len(members)} of {len(self._lineage.origin)} ranks are left, and "
                 f"{verdict['min_ranks']} are needed (min_ranks, COLLECTIVE_MIN_RANKS); lost: ranks "
                 f"{gone} {self._who}. Start all ranks again.",
                 tuple(gone),
             )
         self._members = members
+        self._joining.update(
+            {int(number): RankProcess.parse(text) for number, text in verdict["joining"].items()}
+        )
         return members, verdict["hosts"]
 
-    @cached_property
+    def _agreed(self) -> dict[str, Any]:
+        """Return what all candidates go by."""
+        # Whoever still connects the last one is to come here; and the store may refuse.
+        self._store.put_if_absent(self._key("open"), b"open")
+        decision = Decision(
+            self._store, self._key(), self._root.rank, self._candidates, self._lost,
+            f"{self._what} to generation {self._number}", self._shown,
+        )  # fmt: skip
+        left = max(0.0, self._end - time.monotonic())
+        verdict: dict[str, Any] = decision.made(
+            self._note, self._verdict, grace=self._lineage.grace, timeout=left
+        )
+        return verdict
+
+    @property
+    def _joined_later(self) -> bool:
+        """Whether this process was none of the first ranks."""
+        return 0 < self._lineage.founders <= self._root.rank
+
+    @property
+    def _grows(self) -> bool:
+        """Whether this decision may let somebody in: the first, if it does not come of a loss."""
+        return self._arrivals is not None and self._number == self._first
+
+    @property
     def _note(self) -> Note:
         return {
             "exclude": self._exclude, "host": self._root.host, "min_ranks": self._min_ranks,
+            "patient": self._grows,
         }  # fmt: skip
 
     def _verdict(self, notes: Mapping[int, Note], lost: Set[int]) -> dict[str, Any]:
@@ -262,10 +318,17 @@ class Shrinking:
                 out.update(notes[rank]["exclude"])
                 members.append(rank)
         members = [rank for rank in members if rank not in out]
+        joining = []
+        # With one that shrinks nobody is let in: first the ranks have to be whole again.
+        if self._arrivals is not None and all(note["patient"] for note in notes.values()):
+            joining = self._arrivals.claim(
+                self._lineage.name, self._number, self._lineage.origin, self._lineage.founders
+            )
         return {
-            "members": members,
-            "hosts": [notes[rank]["host"] for rank in members],
+            "members": [*members, *(each.number for each in joining)],
+            "hosts": [*(notes[rank]["host"] for rank in members), *(each.host for each in joining)],
             "min_ranks": self._min_ranks,
+            "joining": {each.number: each.process for each in joining},
         }
 
     def _lost(self) -> set[int]:
@@ -273,7 +336,9 @@ class Shrinking:
         origin = self._lineage.origin
         lost = {origin[rank] for rank in self._backend.lost()}.intersection(self._candidates)
         # Who stands in a generation that this rank tries to reach in vain has left the last one.
-        return {rank for rank in lost if not self._stands(rank)}
+        lost = {rank for rank in lost if not self._stands(rank)}
+        joining = self._joining.items()
+        return lost | {number for number, each in joining if each and each.has_ended()}
 
     def _stands(self, rank: int) -> bool:
         """Tell whether a rank stands in a generation that this one is not in yet."""
@@ -284,7 +349,7 @@ class Shrinking:
 
     def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
         secret = self._root.secret
-        meeting = _PrefixedStore(self._store, self._key(), self._look)
+        meeting = PrefixedStore(self._store, self._key(), self._look)
         world = replace(
             self._root,
             rank=members.index(self._root.rank),
@@ -298,7 +363,7 @@ class Shrinking:
         patience = max(_CONNECT_GRACES * self._lineage.grace, _CONNECT_S)
         left = self._end - time.monotonic()
         try:
-            return self._backend.reconnect(world, max(0.001, min(patience, left)))
+            return self._reconnect(world, max(0.001, min(patience, left)))
         finally:
             meeting.release()
 
@@ -315,9 +380,9 @@ class Shrinking:
             return
         self._looked_at = now
         if self._store.try_get(self._key("open", self._number + 1)) is not None:
-            raise RendezvousError(f"shrink: a rank has begun generation {self._number + 1}")
+            raise RendezvousError(f"{self._what}: a rank has begun generation {self._number + 1}")
         if lost := self._lost() & set(self._members):
-            raise RendezvousError(f"shrink: ranks {self._present(lost)} died meanwhile")
+            raise RendezvousError(f"{self._what}: ranks {self._present(lost)} died meanwhile")
 
     # -- names ----------------------------------------------------------------------------
 
@@ -334,44 +399,18 @@ class Shrinking:
         return f"{found}.{what}" if what != "" else found
 
     def _present(self, ranks: Set[int] | Sequence[int]) -> list[int]:
-        return [rank for rank, first in enumerate(self._lineage.origin) if first in ranks]
+        return [self._shown(each) for each in sorted(ranks)]
+
+    def _shown(self, number: int) -> int:
+        """Return a rank's present number; of one that joins, the number that it gets."""
+        origin = self._lineage.origin
+        return origin.index(number) if number in origin else number
 
     @property
     def _who(self) -> str:
+        if self._root.rank not in self._lineage.origin:
+            return f"[a process that joins as number {self._root.rank}]"
         return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
-
-
-class _PrefixedStore(Store):
-    """Where the ranks of one generation meet: keys of their own in the store of all."""
-
-    def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._look = look
-
-    def release(self) -> None:
-        """Look no more: a transport keeps its world, which is not to keep the last transport."""
-        self._look = lambda: None
-
-    def __str__(self) -> str:
-        return str(self._store)
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(f"{self._prefix}.{key}", value)
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        return self._store.put_if_absent(f"{self._prefix}.{key}", value)
-
-    def try_get(self, key: str) -> bytes | None:
-        self._look()
-        return self._store.try_get(f"{self._prefix}.{key}")
-
-    def delete(self, key: str) -> None:
-        self._store.delete(f"{self._prefix}.{key}")
-
-    def check(self) -> None:
-        self._store.check()
-        self._look()
 
 
 def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout: float) -> bool:
