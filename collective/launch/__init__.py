@@ -21,13 +21,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from collective.communicator.arrivals import Arrivals
+from collective.contract.secret import parse
+from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
 from .attempts import run_attempts
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
 from .processes import adopt_orphans, end_children
-from .supervisor import Supervisor
+from .supervisor import Replacing, Supervisor
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
 
@@ -44,6 +47,7 @@ def launch(
     mpi: bool = False,
     min_ranks: int | None = None,
     max_restarts: int = 0,
+    replace: bool = False,
 ) -> int:
     """Run a program as ``size`` ranks and wait until all have ended.
 
@@ -61,6 +65,8 @@ def launch(
             by default all.
         max_restarts: how often all ranks are started again, each time from nothing, once more
             have failed than that.
+        replace: whether a process is started in place of each rank that is lost, while enough are
+            left, which joins them. Not with ``mpi``.
 
     Returns:
         0, also if some were lost that may be; or the exit code of the rank that failed first,
@@ -87,11 +93,14 @@ def launch(
         directory = store / f"start-{number}"
         directory.mkdir(mode=0o700)
         shared = {**os.environ, **_shared_variables(size, directory), **settings}
+        if replace:
+            shared["COLLECTIVE_GROW"] = "on"
         count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
         environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
         if start:
             return MpiSupervisor(control, start, command, environments, directory, spare)
-        return Supervisor(control, command, environments, spare)
+        replacing = _replacing(environments, directory) if replace else None
+        return Supervisor(control, command, environments, spare, replacing)
 
     try:
         return _watch_over(
@@ -99,6 +108,16 @@ def launch(
         )
     finally:
         leave(store, hold)
+
+
+def _replacing(environments: Sequence[Mapping[str, str]], directory: Path) -> Replacing:
+    """Return how lost ranks of an attempt are replaced."""
+    secret = parse(environments[0]["COLLECTIVE_SECRET"])
+
+    def admitted() -> set[int]:
+        return Arrivals(in_directory(directory, secret), "").admitted()
+
+    return Replacing(lambda rank: {**environments[rank], "COLLECTIVE_JOIN": "late"}, admitted)
 
 
 def _watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) -> int:

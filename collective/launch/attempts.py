@@ -49,6 +49,12 @@ def run_attempts(
         )
         ending = wait(control, pause)
         if ending is not None:
+            if ending == signal.SIGINT:
+                print(
+                    f"collective run: interrupted before restart {number + 1} of {restarts}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return 128 + ending
     return code
 

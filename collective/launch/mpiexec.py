@@ -60,6 +60,16 @@ class Mpiexec:
             options += _HYDRA_LASTS
         return [program, *options, "-n", str(size)]
 
+    def outlasts_ranks(self) -> bool:
+        """Tell whether ranks that are started ``lasting`` can go on without one that died.
+
+        False if there is no such program here.
+        """
+        try:
+            return _open_mpi(self._found()) >= _ULFM_SINCE
+        except BackendUnavailableError:
+            return False
+
     def require_shrinking(self) -> None:
         """Refuse a library whose world breaks when a rank dies.
 

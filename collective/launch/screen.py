@@ -165,14 +165,36 @@ class RankOutput:
         self._keep = keep
         self._tail = bytearray()
         self._line = bytearray()
+        self._held: bytearray | None = None
 
     @property
     def tail(self) -> bytes:
         """The end of what it said."""
         return bytes(self._tail[-self._keep :]) if self._keep else b""
 
+    def hold(self) -> None:
+        """Show nothing from now on, until it is released."""
+        self._held = bytearray()
+
+    @property
+    def held(self) -> bytes:
+        """What it said since it is held."""
+        return bytes(self._held or b"")
+
+    def release(self, output: bytes) -> None:
+        """Show ``output`` in place of what was held, and all that follows at once."""
+        if self._held is not None:
+            self._held = None
+            self.feed(output)
+            self.finish()
+
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote and show its complete lines."""
+        if self._held is not None:
+            self._held += data
+            if len(self._held) > _LINE_LIMIT:  # no traceback, and it will not end either
+                self.release(self.held)
+            return
         if self._keep:
             self._tail += data
             if len(self._tail) > 2 * self._keep:
@@ -194,7 +216,7 @@ class RankOutput:
 
     def finish(self) -> None:
         """End the line that has no end, for nothing more will come."""
-        if self._line:
+        if self._line and self._held is None:
             bare = _NOTHING.fullmatch(self._line)
             self.screen.put(self, bytes(self._line), b"\r" if bare else b"\n")
             self._line.clear()

@@ -15,14 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from typing import NamedTuple
 
+from .interrupt import sift, summary
 from .processes import adopt_orphans, die_with_parent, end_children
 from .screen import RankOutput, Screen
 from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
 
-__all__ = ["Rank", "Supervisor"]
+__all__ = ["Rank", "Replacing", "Supervisor"]
 
 # After the first failure the others have a moment to notice and to say so. Together
 # with what end_children allows it stays below the two seconds that are promised.
@@ -31,6 +33,8 @@ _ORPHANS_AFTER_FAILURE_S = 0.15
 _ORPHANS_AFTER_SUCCESS_S = 0.5
 # After Ctrl-C or a signal they have as long to clean up.
 _AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
+# A process that stands in for a rank and fails sooner would fail again.
+_QUICK_S = 10.0
 # Unfinished lines (prompts, bars) appear on a terminal once the rank pauses.
 _PAUSE_S = 0.05
 # Longer than a traceback gets, with the peer's tracebacks that it may carry.
@@ -42,13 +46,17 @@ class Rank:
 
     Attributes:
         number: which.
+        joins: whether it was started in place of one that was lost.
+        began: when it was started, on the clock of ``time.monotonic()``.
         process: that of the rank itself, or of whoever started it for us.
         code: as ``subprocess`` gives it; None while the rank runs.
         streams: its output and its error output.
     """
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], joins: bool = False) -> None:
         self.number = number
+        self.joins = joins
+        self.began = time.monotonic()
         self.process = process
         self.code: int | None = None
         self.streams: list[RankOutput] = []
@@ -66,6 +74,22 @@ class Rank:
                 (os.killpg if group else os.kill)(self.process.pid, number)
 
 
+class Replacing(NamedTuple):
+    """How lost ranks are replaced by processes that join the others.
+
+    Attributes:
+        environment: returns the environment of the process in place of a rank.
+        admitted: returns the process ids of those that the ranks have let in.
+    """
+
+    environment: Callable[[int], Mapping[str, str]]
+    admitted: Callable[[], Set[int]]
+
+    def fits(self, rank: Rank) -> bool:
+        """Tell whether a lost rank is replaced: not one that failed as soon as it stood in."""
+        return not rank.joins or time.monotonic() - rank.began > _QUICK_S
+
+
 class Supervisor:
     """Runs one process per environment to the end of all of them, once.
 
@@ -75,6 +99,7 @@ class Supervisor:
         command: what each rank executes.
         environments: each rank's environment variables, by rank.
         spare: how many ranks may fail before the others are stopped, and the run is a failure.
+        replacing: how lost ranks are replaced; None if they are not.
     """
 
     def __init__(
@@ -83,8 +108,10 @@ class Supervisor:
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         spare: int = 0,
+        replacing: Replacing | None = None,
     ) -> None:
         self._control = control
+        self._replacing = replacing
         self._command = command
         self._environments = environments
         self._spare = spare
@@ -98,6 +125,7 @@ class Supervisor:
         self._signal: int | None = None
         self._signalled = False
         self._hurried = False
+        self._stopped: set[int] = set()  # the ranks that a signal had to end which they can't heed
         # All that is open for this run alone: there may be another after it.
         self._open = contextlib.ExitStack()
         # Unlike epoll it takes regular files.
@@ -109,7 +137,20 @@ class Supervisor:
     @property
     def failed(self) -> bool:
         """Whether more ranks failed than may, and nobody ended the run from outside."""
-        return len(self._failed) > self._spare and self._signal is None
+        return self._left() < self._least and self._signal is None
+
+    @property
+    def _least(self) -> int:
+        return len(self._environments) - self._spare
+
+    def _left(self) -> int:
+        """Return how many ranks there are that have not failed; who waits to join is none."""
+        lost = sum(not rank.joins for rank in self._failed)
+        joined = [rank for rank in self._ranks if rank.joins and rank not in self._failed]
+        if joined and self._replacing is not None:
+            admitted = self._replacing.admitted()
+            joined = [rank for rank in joined if rank.process.pid in admitted]
+        return len(self._environments) - lost + len(joined)
 
     def run(self) -> int:
         """Start the ranks, see them to their end, and return the exit code of the whole.
@@ -137,9 +178,8 @@ class Supervisor:
 
     def _begin(self) -> None:
         """Start the ranks."""
-        prepare = die_with_parent()
         for number, environment in enumerate(self._environments):
-            self._start(number, environment, prepare)
+            self._start(number, environment)
 
     # -- events --------------------------------------------------------------------
 
@@ -181,6 +221,7 @@ class Supervisor:
         while self._schedule and self._schedule[0][0] <= now:
             _, number = self._schedule.pop(0)
             self._signalled = True
+            self._stopped |= {rank.number for rank in self._ranks if rank.runs and rank.streams}
             for rank in self._ranks:
                 rank.send(number, group=True)
                 rank.send(signal.SIGCONT, group=True)  # a stopped one cannot heed it
@@ -194,10 +235,10 @@ class Supervisor:
         self,
         number: int,
         environment: Mapping[str, str],
-        prepare: Callable[[], None],
+        joins: bool = False,
     ) -> None:
         # A terminal cannot be read from another session; a pipe or file goes to rank 0.
-        to_rank_0 = number == 0 and not os.isatty(0)
+        to_rank_0 = number == 0 and not joins and not os.isatty(0)
         process = subprocess.Popen(
             self._command,
             env=environment,
@@ -206,13 +247,14 @@ class Supervisor:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=prepare,  # safe: this process has one thread
+            preexec_fn=die_with_parent(),  # safe: this process has one thread
         )
         assert process.stdout is not None
         assert process.stderr is not None
         self._open.callback(process.stdout.close)
         self._open.callback(process.stderr.close)
-        self._attend(Rank(number, process), process.stdout.fileno(), process.stderr.fileno())
+        rank = Rank(number, process, joins)
+        self._attend(rank, process.stdout.fileno(), process.stderr.fileno())
 
     def _attend(self, rank: Rank, out: int, error: int) -> None:
         """Take ``rank`` among the ranks, and relay what it writes to the two pipes."""
@@ -277,11 +319,15 @@ class Supervisor:
         self._failed.append(rank)
         if self._stopping:
             return
-        size = len(self._environments)
-        if len(self._failed) <= self._spare:
-            text = loss(rank.number, code, size - len(self._failed), size, size - self._spare)
+        left = self._left()
+        if left >= self._least:
+            replaced = self._replacing is not None and self._replacing.fits(rank)
+            size = len(self._environments)
+            text = loss(rank.number, code, left, size, self._least, replaced)
             self._error.fresh_line()
             self._error.write(text.encode())
+            if self._replacing is not None and replaced:
+                self._start(rank.number, self._replacing.environment(rank.number), joins=True)
             return
         self._stopping = True
         now = time.monotonic()
@@ -317,6 +363,8 @@ class Supervisor:
             self._signalled = True
             self._schedule = [(now + after, later) for after, later in schedule]
             for rank in self._ranks:
+                for stream in rank.streams[1:] if number == signal.SIGINT else ():
+                    stream.hold()  # a traceback a rank, of which one line is worth reading
                 # The rank alone: it knows best how to end what it has started.
                 rank.send(number, group=False)
                 rank.send(signal.SIGCONT, group=True)
@@ -329,13 +377,14 @@ class Supervisor:
         patience = _ORPHANS_AFTER_FAILURE_S if self._stopping else _ORPHANS_AFTER_SUCCESS_S
         end_children(0.0 if self._hurried else patience)
         self._drain()
+        interrupted = self._explain_interrupt() if self._signal == signal.SIGINT else ""
         failures = [
             FailedRank(rank.number, rank.code or 0, rank.streams[1].tail) for rank in self._failed
         ]
         size = len(self._environments)
-        if len(failures) > self._spare:
+        if self._left() < self._least:
             first = first_in_cause(failures)
-            text = shortfall(failures, size, size - self._spare) if self._spare else ""
+            text = shortfall(failures, size, self._least) if self._spare else ""
             self._error.write((text + report(first)).encode(errors="replace"))
             code = exit_code(first)
         else:
@@ -343,11 +392,26 @@ class Supervisor:
                 self._error.write(losses(failures, size).encode(errors="replace"))
             if self._out.reason:
                 self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
+        self._error.write(interrupted.encode(errors="replace"))
         # Whoever reads our output may be slow; a signal ends our patience with that.
         self._stopping = True
         while not self._hurried and (self._out.waiting or self._error.waiting):
             self._step()
+        self._out.flush()
+        self._error.flush()
         return code
+
+    def _explain_interrupt(self) -> str:
+        """Show what the ranks wrote but for their being interrupted; return a line about that."""
+        sites = {}
+        for rank in self._ranks:
+            for stream in rank.streams[1:]:
+                output, site = sift(stream.held)
+                stream.release(output)
+                if site is not None:
+                    sites[rank.number] = site
+        self._error.restore()
+        return summary(sites, sorted(self._stopped))
 
     def _drain(self) -> None:
         """Take what is left in the ranks' pipes; nobody writes to them any more."""

@@ -28,6 +28,7 @@ from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.start import session
 from collective.start.memory_store import MemoryStore
 
+from .interrupt import sites_of_threads, summary
 from .verdict import FailedRank, loss, losses, shortfall
 
 __all__ = ["load_program", "main"]
@@ -187,6 +188,9 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
                 thread.join(_GRACE_S / size)
     except KeyboardInterrupt as end:
         result = 128 + getattr(end, "number", signal.SIGINT)
+        if result == 128 + signal.SIGINT:
+            sites = sites_of_threads({n: each.ident for n, each in enumerate(threads)})
+            print(summary(sites), end="", file=sys.stderr)
     lost = [
         FailedRank(rank, ranks.codes.get(rank, 1), text.encode())
         for _, rank, text in ranks.failures

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 __all__ = [
+    "CONSEQUENCE",
     "FailedRank",
     "exit_code",
     "first_in_cause",
     "loss",
     "losses",
+    "plain",
     "report",
     "shortfall",
+    "traceback_start",
 ]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -30,7 +33,8 @@ _CHAINED = (
 )
 # A timeout comes before what it causes, so it ranks between a cause and a consequence.
 _TIMED_OUT = re.compile(r"(?:\w+\.)*CollectiveTimeoutError\b")
-_CONSEQUENCE = re.compile(r"(?:\w+\.)*(?:PeerLostError|PeerFailedError|CommunicatorAbortedError)\b")
+#: An exception that follows from another rank's failure.
+CONSEQUENCE = re.compile(r"(?:\w+\.)*(?:PeerLostError|PeerFailedError|CommunicatorAbortedError)\b")
 # Enough for a message of an extension or of the dynamic linker.
 _LAST_LINES = 20
 
@@ -69,7 +73,7 @@ def report(failure: FailedRank) -> str:
     return _last_words(failure, "failed first")
 
 
-def loss(rank: int, code: int, left: int, size: int, least: int) -> str:
+def loss(rank: int, code: int, left: int, size: int, least: int, replaced: bool = False) -> str:
     """Return what is said when a rank is lost and the others go on.
 
     Args:
@@ -77,29 +81,32 @@ def loss(rank: int, code: int, left: int, size: int, least: int) -> str:
         code: as :attr:`FailedRank.code`.
         left: how many are left.
         least: how many have to be.
+        replaced: whether another process is to join in its place.
     """
     return (
         f"collective run: rank {rank} is lost ({_how(code)}); {left} of {size} ranks are left, "
-        f"and {least} are enough.\n"
+        f"and {least} are enough.{' Another is to join them.' * replaced}\n"
     )
 
 
 def losses(failures: Sequence[FailedRank], size: int) -> str:
     """Return the summary of a run that went on without some of its ranks."""
-    head = f"collective run: {len(failures)} of {size} ranks {_were(failures)} lost:\n"
+    ranks = {failure.rank for failure in failures}  # some of them more than once
+    head = f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"
     return head + "".join(_last_words(failure, "was lost") for failure in failures)
 
 
 def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
     """Return what is said of a run that lost more ranks than it can do without."""
     listed = ", ".join(f"rank {each.rank} ({_how(each.code)})" for each in failures)
+    ranks = {failure.rank for failure in failures}
     return (
-        f"collective run: {len(failures)} of {size} ranks {_were(failures)} lost, and {least} have "
+        f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost, and {least} have "
         f"to be left: {listed}\n"
     )
 
 
-def _were(failures: Sequence[FailedRank]) -> str:
+def _were(failures: Sized) -> str:
     return "was" if len(failures) == 1 else "were"
 
 
@@ -117,8 +124,9 @@ def _last_words(failure: FailedRank, what: str) -> str:
     head = f"collective run: rank {failure.rank} {what} ({_how(failure.code)})"
     text = failure.stderr.decode(errors="replace")
     lines = text.splitlines()
-    start = _traceback_start([_COLOUR.sub("", line) for line in lines])
-    if start is not None:
+    found = traceback_start([plain(line) for line in lines])
+    if found is not None:
+        start, _ = found
         return "\n".join([f"{head}; its traceback:", *lines[start:]]) + "\n"
     if text.strip():
         last = lines[-_LAST_LINES:]
@@ -133,13 +141,22 @@ def _distance(failure: FailedRank) -> int:
     lines = _COLOUR.sub("", failure.stderr.decode(errors="replace")).splitlines()
     # Not only the last exception: one of these may carry its peer's traceback in its
     # text, and code that handles it may fail in turn.
-    if any(_CONSEQUENCE.match(line) for line in lines):
+    if any(CONSEQUENCE.match(line) for line in lines):
         return 2
     return 1 if any(_TIMED_OUT.match(line) for line in lines) else 0
 
 
-def _traceback_start(lines: Sequence[str]) -> int | None:
-    """Return where the last traceback begins, with all that it is chained to."""
+def plain(line: str) -> str:
+    """Return a line without its end and its colours."""
+    return _COLOUR.sub("", line.rstrip("\r\n"))
+
+
+def traceback_start(lines: Sequence[str]) -> tuple[int, int] | None:
+    """Return where the last traceback begins, with all that it is chained to; None if none does.
+
+    Returns:
+        The first line of the chain, and that of the last traceback in it.
+    """
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     if not headers:
         return None
@@ -149,8 +166,8 @@ def _traceback_start(lines: Sequence[str]) -> int | None:
         # its exception, perhaps with a text of several lines, and what joins them.
         end = next((n for n in range(header + 1, start) if not lines[n].startswith("  ")), start)
         between = lines[end:start]
-        carried = any(_CONSEQUENCE.match(line) for line in between[:1])
+        carried = any(CONSEQUENCE.match(line) for line in between[:1])
         if not carried and not any(line in _CHAINED for line in between):
             break
         start = header
-    return start
+    return start, headers[-1]

@@ -71,6 +71,8 @@ class Config:
     start_timeout: float
     shrink_grace: float
     min_ranks: int
+    join: str
+    grow: str
     restart: int
     check: str
     store: str | None

@@ -124,6 +124,10 @@ def _meeting_place(value: Any) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+def _join(value: Any) -> str:
+    return "late" if value == "late" else _switch(value)
+
+
 def _switch(value: Any) -> str:
     if value in (True, "on", "1"):
         return "on"
@@ -185,6 +189,20 @@ KEYS: Mapping[str, Key] = {
         "an integer >= 1",
         "how many ranks have to be left for a communicator to shrink when some are lost",
         _integer(1),
+    ),
+    "join": Key(
+        "off",
+        "'off', 'on' or 'late'",
+        "whether this process joins ranks that are connected: on, in init(); late, with the first "
+        "grow(), as `collective run --replace` asks of one that stands in for a lost rank",
+        _join,
+    ),
+    "grow": Key(
+        "off",
+        "'on' or 'off'",
+        "whether elastic training looks for processes that want to join, at each commit "
+        "(`collective run --replace` sets it)",
+        _switch,
     ),
     "restart": Key(
         0,

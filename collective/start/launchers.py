@@ -17,7 +17,7 @@ from collective.errors import ConfigError
 
 from .network import is_loopback
 
-__all__ = ["MPI_LAUNCHERS", "Launched", "detect"]
+__all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect"]
 
 #: Those whose processes are the ranks of an MPI world.
 MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
@@ -48,6 +48,47 @@ class Launched:
     local_size: int
     job: str | None
     hosts: int | None = None
+
+
+class Allocation(NamedTuple):
+    """What is to be launched on this host, as far as the environment tells before that.
+
+    Attributes:
+        ranks: how many there are to be on this host.
+        variable: which says so.
+        hosts: how many the job has.
+    """
+
+    ranks: int
+    variable: str
+    hosts: int
+
+
+def allocation(environ: Environ) -> Allocation | None:
+    """Return how many ranks a batch script, or the shell of an allocation, is to start here.
+
+    Slurm's number of tasks on this host, if the job asked for tasks; or else what torchrun would
+    take for its ``--nproc-per-node``. None where nobody says.
+
+    Args:
+        environ: environment variables, such as ``os.environ``.
+
+    Raises:
+        ConfigError: Slurm's variables are incomplete or contradict each other.
+    """
+    # Without either it counts cores, or what else Slurm was set up to take for a task.
+    if "SLURM_JOB_ID" in environ and {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & set(environ):
+        variables = _Environment("slurm", environ)
+        here = _slurm_tasks_here(variables, "SLURM_TASKS_PER_NODE")
+        nodes = variables.number("SLURM_JOB_NUM_NODES")
+        return Allocation(here.number, here.variable, nodes.number)
+    each = environ.get("PET_NPROC_PER_NODE", "").strip()
+    if re.fullmatch(r"[1-9][0-9]*", each):  # "auto" and "gpu" count what torch sees
+        nodes_text = environ.get("PET_NNODES", "1").rpartition(":")[2].strip()
+        return Allocation(
+            int(each), "PET_NPROC_PER_NODE", int(nodes_text) if nodes_text.isdecimal() else 1
+        )
+    return None
 
 
 def detect(environ: Environ) -> Launched | None:
@@ -152,7 +193,7 @@ def _slurm(environ: Environ) -> Launched | None:
         variables.number("SLURM_PROCID"),
         variables.number("SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS"),
         variables.number("SLURM_LOCALID"),
-        _slurm_tasks_here(variables),
+        _slurm_tasks_here(variables, "SLURM_STEP_TASKS_PER_NODE"),
         variables.job(environ.get("SLURM_JOB_ID"), step),
         variables.number(nodes).number if nodes in environ else None,
     )
@@ -216,9 +257,8 @@ class _Environment:
         return Launched(self.launcher, *identity, job, hosts)
 
 
-def _slurm_tasks_here(variables: _Environment) -> _Number:
+def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:
     """Return this node's entry of a list such as ``4(x2),3``."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
     text = variables.environ.get(name, "")
     counts: list[int] = []
     for part in text.split(","):
@@ -226,7 +266,7 @@ def _slurm_tasks_here(variables: _Environment) -> _Number:
         if match is None:
             raise ConfigError(
                 f"launcher slurm: {name}={text!r}; it must be a list such as '4(x2),3', as "
-                "srun sets it."
+                "Slurm sets it."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(set(counts)) == 1:

@@ -15,13 +15,14 @@ from typing import Any
 
 from collective.backends.peers.link import Link, Message, close_in_children, connect
 from collective.backends.peers.server import Server
+from collective.backends.peers.values import Values
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls
 from collective.errors import RendezvousError
 
 from .rendezvous import Endpoint
-from .tcp import listen, reach
+from .tcp import listen, reach, refuses
 
 __all__ = ["PrivateStore"]
 
@@ -72,6 +73,11 @@ class PrivateStore(Store):
     def __str__(self) -> str:
         return str(self._endpoint)
 
+    served_by_rank = True
+
+    def has_ended(self) -> bool:
+        return refuses(self._endpoint)
+
     def set(self, key: str, value: bytes) -> None:
         self._ask({"kind": "set", "key": key, "value": value.hex()})
 
@@ -99,6 +105,8 @@ class PrivateStore(Store):
                     # The connection may have broken since it was used; all questions can be
                     # asked twice.
                     self._link.close()
+                    if self.has_ended():
+                        raise
                     self._link = self._connect(max(0.0, deadline - time.monotonic()))
                     return self._answer(question, deadline)
             except (EOFError, OSError, ValueError, RendezvousError) as error:
@@ -139,41 +147,6 @@ class PrivateStore(Store):
 # -- serving -------------------------------------------------------------------------------
 
 
-class _Values:
-    """What the server keeps."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def turn(self) -> bool:
-        return True
-
-    def pause(self) -> float | None:
-        return None
-
-    def heard(self, link: Link, message: Message) -> None:
-        kind, key, number = message["kind"], message["key"], message["number"]
-        if not isinstance(key, str) or type(number) is not int:
-            raise ValueError("a key that is no text, or a number that is none")
-        value = None
-        if kind == "set":
-            bytes.fromhex(message["value"])
-            self._values[key] = message["value"]
-        elif kind == "put":  # in one thread, so that one is first
-            bytes.fromhex(message["value"])
-            value = self._values.setdefault(key, message["value"])
-        elif kind == "get":
-            value = self._values.get(key)
-        elif kind == "delete":
-            self._values.pop(key, None)
-        else:
-            raise ValueError(f"a question of kind {kind!r:.40}")
-        link.send({"number": number, "value": value})
-
-    def gone(self, link: Link, why: str) -> None:
-        """Do nothing: it comes again, or its job fails."""
-
-
 def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
     """Serve at ``endpoint``, unless this process does so already."""
     where = endpoint.host, endpoint.port
@@ -193,6 +166,6 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
             "port, on all ranks alike."
         )
     close_in_children(listening)
-    server = Server(listening, key, _Values(), tls)
+    server = Server(listening, key, Values(), tls)
     threading.Thread(target=server.run, name="collective-store", daemon=True).start()
     _serving[where] = key

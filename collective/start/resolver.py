@@ -10,6 +10,7 @@ import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from collective import native
@@ -33,10 +34,15 @@ from .tcp_store import TcpStore
 __all__ = [
     "adopt",
     "build",
+    "in_directory",
     "name_libraries",
     "options",
     "warn_of_open",
 ]
+
+
+# The name of a launch that has none which its hosts have in common.
+_BY_HAND = "by hand"
 
 
 def build(config: Config) -> World:
@@ -59,7 +65,7 @@ def build(config: Config) -> World:
         secret = secret.within(_name(config))
     elif _is_open(config, endpoint):
         warn_of_open(config, str(endpoint))
-    ours = _Offer(config, secret, certificates.resolve(config))
+    ours = _Credentials(config, secret, certificates.resolve(config))
     job, store = _meeting(ours, launched, endpoint)
     return World(
         config.rank,
@@ -76,6 +82,11 @@ def build(config: Config) -> World:
         open=secret is None and _is_open(config, endpoint),
         tls=ours.tls,
     )
+
+
+def in_directory(directory: Path, secret: Secret) -> Store:
+    """Return the store of the ranks that `collective run` has started, which is a directory."""
+    return seal(FileStore(directory), secret.within(_BY_HAND))
 
 
 def adopt(comm: Any, config: Config, world: World) -> World:
@@ -150,8 +161,8 @@ def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
     return endpoint
 
 
-class _Offer(NamedTuple):
-    """What this rank brings to where the ranks meet."""
+class _Credentials(NamedTuple):
+    """With what this rank comes to where the ranks meet."""
 
     config: Config
     secret: Secret | None
@@ -159,7 +170,7 @@ class _Offer(NamedTuple):
 
 
 def _meeting(
-    ours: _Offer, launched: Launched | None, endpoint: Endpoint | None
+    ours: _Credentials, launched: Launched | None, endpoint: Endpoint | None
 ) -> tuple[str, Store]:
     """Return the job's name and its store."""
     config = ours.config
@@ -168,6 +179,12 @@ def _meeting(
         if endpoint is not None:
             return job or config.store, _LateStore(lambda: _tcp(ours, endpoint))
         return job or config.store, FileStore(config.store)
+    if config.join != "off":
+        raise ConfigError(
+            f"join: {config.join!r} ({config.origin('join')}), and nothing says where the ranks "
+            "are. Give store=DIR or store='tcp://HOST:PORT' (COLLECTIVE_STORE), as they have it, "
+            "and their secret."
+        )
     if config.size == 1:
         alone = f"alone-{secrets.token_hex(8)}"
         return job or alone, _LateStore(lambda: RunStore(alone))
@@ -194,7 +211,7 @@ def _over_mpi(config: Config) -> bool:
     return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
 
 
-def _across_hosts(ours: _Offer, endpoint: Endpoint | None) -> Store:
+def _across_hosts(ours: _Credentials, endpoint: Endpoint | None) -> Store:
     """Return the store of ranks on several hosts."""
     config = ours.config
     if _over_mpi(config):
@@ -239,7 +256,7 @@ def _name(config: Config) -> str:
     # launchers' names for a job are one host's.
     launched = config.launched
     known = launched is not None and launched.launcher in ("torchrun", "slurm")
-    return str(launched.job) if launched and known else "by hand"
+    return str(launched.job) if launched and known else _BY_HAND
 
 
 def _is_open(config: Config, endpoint: Endpoint | None) -> bool:
@@ -272,9 +289,10 @@ def warn_of_open(config: Config, where: str) -> None:
         )
 
 
-def _tcp(ours: _Offer, endpoint: Endpoint) -> Store:
+def _tcp(ours: _Credentials, endpoint: Endpoint) -> Store:
     config = ours.config
-    spans_hosts, serve = config.local_size < config.size, config.rank == 0
+    spans_hosts = config.local_size < config.size
+    serve = config.rank == 0 and config.join == "off"
     if ours.secret is not None and not endpoint.served:
         return PrivateStore(
             endpoint, ours.secret,
@@ -335,6 +353,13 @@ class _LateStore(Store):
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+
+    @property
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        return self._store().served_by_rank
+
+    def has_ended(self) -> bool:
+        return self._store().has_ended()
 
     def __str__(self) -> str:
         return str(self._opened)

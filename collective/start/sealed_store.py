@@ -65,6 +65,13 @@ class SealedStore(Store):
     def close(self) -> None:
         self._store.close()
 
+    @property
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        return self._store.served_by_rank
+
+    def has_ended(self) -> bool:
+        return self._store.has_ended()
+
     def check(self) -> None:
         self._store.check()
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from collective.communicator import Communicator
+from collective.contract import registry
+from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.recorder import dump_on_signal
 from collective.contract.world import World
@@ -21,7 +23,7 @@ from collective.errors import CommunicatorClosedError, InvalidArgumentError, Uns
 from .choice import Choice, choose
 from .config import Config, Setting, load
 from .config import settings as collect
-from .connecting import connect
+from .connecting import connect, connect_alone, joined_by
 from .keys import KEYS
 from .resolver import adopt, build, name_libraries, options
 
@@ -48,8 +50,8 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     timeout: float | None = None,
-    comm: Any = None,
-    **settings: Any,
+    comm: object = None,
+    **settings: object,
 ) -> Communicator:
     """Join the other ranks of this program and return the communicator of all of them.
 
@@ -69,7 +71,8 @@ def init(
             is, and the program goes on to own it; messages over it and ours never mix.
         settings: further keys of the configuration: ``store``, ``start_timeout``,
             ``check``, ``local_rank``, ``local_size``, ``interface``, ``across``,
-            ``device``, …: all that ``collective config`` shows.
+            ``device``, …: all that ``collective config`` shows. With ``join=True`` this process
+            joins ranks that met in ``store`` and are connected already, when they call ``grow()``.
 
     Returns:
         The communicator, which is also what module-level calls use from now on.
@@ -81,6 +84,8 @@ def init(
         BackendNotFoundError, BackendUnavailableError: no such transport, or not here; with
             ``comm``, MPI connects fewer processes than the launcher started.
         RendezvousError: not all ranks arrived within ``start_timeout``; names them.
+        CollectiveTimeoutError, ExcludedError: with ``join``, nobody let this process in within
+            ``start_timeout``, or the ranks have ended.
 
     Warns:
         RuntimeWarning: a file with settings was not read, since others could have written it.
@@ -106,7 +111,24 @@ def init(
         world, chosen = replace(world, options=options(settled)), _of_threads(settled)
     world = replace(world, options={**world.options, **chosen.options})
     try:
-        made = connect(
+        made = _connected(world, chosen, settled)
+    except BaseException:
+        if not as_thread:
+            world.store.close()
+        raise
+    if not as_thread:
+        lineage = made._lineage
+        made._store = world.store if lineage is None else lineage.root.store
+    set_current(made)
+    _see_to(made)
+    dump_on_signal(settled.dump_signal)
+    return made
+
+
+def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
+    """Connect with the other ranks, or join them, or be alone until the program does."""
+    if settled.join == "off":
+        return connect(
             world,
             chosen.name,
             timeout=settled.timeout,
@@ -116,16 +138,33 @@ def init(
             shrink_grace=settled.shrink_grace,
             min_ranks=settled.min_ranks,
         )
-    except BaseException:
-        if not as_thread:
-            world.store.close()
-        raise
-    if not as_thread:
-        made._store = world.store
-    set_current(made)
-    _see_to(made)
-    dump_on_signal(settled.dump_signal)
-    return made
+    if world.comm is not None or getattr(_of_thread, "world", None) is not None:
+        raise UnsupportedError(
+            f"init: join {settled.join!r} ({settled.origin('join')}); ranks of an MPI.Comm, and "
+            "ranks that `collective run` starts as threads, are as many as they were at first. "
+            "Leave it out, or use COLLECTIVE_BACKEND=shm."
+        )
+
+    def find(theirs: str) -> type[Backend]:
+        if settled.backend == "auto" and theirs in registry.BUILT_IN:
+            return registry.find(theirs)
+        return joined_by(registry.find(chosen.name), theirs)
+
+    alone = connect_alone(
+        world,
+        find,
+        timeout=settled.timeout,
+        check=settled.check,
+        trace=settled.trace,
+        shrink_grace=settled.shrink_grace,
+        min_ranks=settled.min_ranks,
+    )
+    if settled.join == "late":
+        return alone
+    try:
+        return alone.grow(timeout=settled.start_timeout)
+    finally:
+        alone.close()
 
 
 def _see_to(comm: Communicator) -> None:

@@ -11,7 +11,7 @@ from collective.errors import RendezvousError
 from .network import interfaces, is_loopback
 from .rendezvous import Endpoint
 
-__all__ = ["CONNECT_S", "listen", "reach"]
+__all__ = ["CONNECT_S", "listen", "reach", "refuses"]
 
 #: Longer than a connection across the world takes. A lost packet costs a second.
 CONNECT_S = 3.0
@@ -64,6 +64,29 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
             "of rank 0."
         ) from error
     return [(family, str(address[0])) for family, *_, address in found]
+
+
+def refuses(endpoint: Endpoint) -> bool:
+    """Tell whether nobody listens at ``endpoint`` any more: its host refuses a connection there.
+
+    False after any other answer, or none: who served there may live.
+    """
+    try:
+        addresses = _resolve(endpoint)
+    except RendezvousError:
+        return False
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_S)
+            try:
+                probe.connect((address, endpoint.port))
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                return False
+            if probe.getsockname() != probe.getpeername():  # a port may connect to itself
+                return False
+    return True
 
 
 def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:

@@ -26,7 +26,7 @@ from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint
 
 from .rendezvous import Endpoint
-from .tcp import CONNECT_S, listen, reach
+from .tcp import CONNECT_S, listen, reach, refuses
 
 __all__ = ["TcpStore"]
 
@@ -97,6 +97,13 @@ class TcpStore(Store):
 
     def __str__(self) -> str:
         return str(self._endpoint)
+
+    @property
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        return not self._endpoint.served
+
+    def has_ended(self) -> bool:
+        return refuses(self._endpoint)
 
     def set(self, key: str, value: bytes) -> None:
         name = self._prefix + key
