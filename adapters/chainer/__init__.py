@@ -7,8 +7,9 @@ exported is imported when it is first asked for.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from collective.lazy import on_demand as _on_demand
 
 from . import compatibility
 
@@ -26,6 +27,31 @@ if TYPE_CHECKING:
     from .splits import Split
     from .state import broadcast_state
     from .updaters import MultiNodeUpdater
+else:  # to a type checker it would mean that there is any name
+    __getattr__, __dir__ = _on_demand(
+        __name__,
+        {
+            "MultiNodeOptimizer": "optimizer",
+            "MultiNodeSnapshot": "snapshot",
+            "MultiNodeUpdater": "updaters",
+            "ParallelUpdater": "parallel_updater",
+            "Pipeline": "pipeline",
+            "Replicas": "parallel_updater",
+            "ShardedIterator": "dataset",
+            "SnapshotError": "snapshot",
+            "Split": "splits",
+            "SyncBatchNormalization": "batch_normalization",
+            "WorkerLostError": "compatibility.processes",
+            "broadcast_state": "state",
+            "convert_batch_normalization": "batch_normalization",
+            "create_multi_node_evaluator": "evaluator",
+            "create_multi_node_optimizer": "optimizer",
+            "functional": "functional",
+            "load_snapshot": "snapshot",
+            "save_snapshot": "snapshot",
+            "scatter_dataset": "dataset",
+        },
+    )
 
 __all__ = [
     "MultiNodeOptimizer",
@@ -49,33 +75,4 @@ __all__ = [
     "scatter_dataset",
 ]
 
-_MODULES = {
-    "MultiNodeOptimizer": "optimizer",
-    "MultiNodeSnapshot": "snapshot",
-    "MultiNodeUpdater": "updaters",
-    "ParallelUpdater": "parallel_updater",
-    "Pipeline": "pipeline",
-    "Replicas": "parallel_updater",
-    "ShardedIterator": "dataset",
-    "SnapshotError": "snapshot",
-    "Split": "splits",
-    "SyncBatchNormalization": "batch_normalization",
-    "WorkerLostError": "compatibility.processes",
-    "broadcast_state": "state",
-    "convert_batch_normalization": "batch_normalization",
-    "create_multi_node_evaluator": "evaluator",
-    "create_multi_node_optimizer": "optimizer",
-    "load_snapshot": "snapshot",
-    "save_snapshot": "snapshot",
-    "scatter_dataset": "dataset",
-}
-
 compatibility.install()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "functional":
-        return importlib.import_module(f"{__name__}.functional")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -10,6 +10,7 @@ import chainer
 from chainer.dataset import convert
 
 from collective.errors import InvalidArgumentError
+from collective.training.rebinding import Rebindable
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -50,7 +51,16 @@ def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> An
         )
     actual_evaluator.comm = comm
     actual_evaluator.evaluate = types.MethodType(_evaluate, actual_evaluator)
+    actual_evaluator.rebind = types.MethodType(_rebind, actual_evaluator)
     return actual_evaluator
+
+
+def _rebind(evaluator: Any, comm: Communicator) -> None:
+    """Evaluate among other ranks; a shard of ``scatter_dataset`` stays what it is."""
+    evaluator.comm = comm
+    for iterator in evaluator.get_all_iterators().values():
+        if isinstance(iterator, Rebindable):
+            iterator.rebind(comm)
 
 
 def _evaluate(evaluator: Any) -> dict[str, float]:

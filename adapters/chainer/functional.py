@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from collective.communicator import Communicator
+from collective.ops import Op
 from collective.training import differentiable
 
 from .tape import Tape
@@ -38,7 +39,7 @@ __all__ = [
 _TAPE = Tape()
 
 
-def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> Any:
+def all_reduce(x: Any, comm: Communicator, op: Op = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, an all-reduce itself, the gradient is for
@@ -67,7 +68,7 @@ def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> Any:
     return differentiable.all_reduce(_TAPE, x, comm, op)
 
 
-def reduce(x: Any, comm: Communicator, root: int = 0, op: str = "sum") -> Any:
+def reduce(x: Any, comm: Communicator, root: int = 0, op: Op = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -199,7 +200,7 @@ def scatter(
 def reduce_scatter(
     x: Any,
     comm: Communicator,
-    op: str = "sum",
+    op: Op = "sum",
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,

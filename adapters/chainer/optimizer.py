@@ -167,7 +167,8 @@ class MultiNodeOptimizer:
         self.comm = comm
         self._inner = comm.dup()
         self._gradients = None
-        self._syncing, self._reduced = True, False
+        # A rank may have joined that has not made a step yet.
+        self._syncing, self._reduced, self._agreed = True, False, False
         if isinstance(self._reduce, Rebindable):
             self._reduce.rebind(comm.dup())
         if self.target is None:

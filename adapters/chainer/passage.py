@@ -13,6 +13,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from collective.memory.annotations import Framework
 from collective.training.pipelines import Action, Span
 
 from .tape import bare
@@ -51,7 +52,7 @@ class Passage:
     ) -> None:
         self._stage, self._comm, self._inputs, self._others = stage, comm, inputs, others
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
-        self._like = "numpy" if stage.xp is np else "cupy"
+        self._like: Framework = "numpy" if stage.xp is np else "cupy"
         # Of each micro-batch from its forward to its backward pass: inputs, outputs and, where
         # they are known already, the outputs' gradients.
         self._kept: dict[int, tuple[_Arrays, _Arrays, _Arrays | None]] = {}

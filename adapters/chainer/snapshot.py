@@ -155,9 +155,16 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
         self._autoload = autoload
         self._retain = retain
 
+    def rebind(self, comm: Communicator) -> None:
+        """Write what other ranks have."""
+        self._comm = comm
+
     def initialize(self, trainer: Any) -> None:
-        """Go on from the newest snapshot, if that was asked for."""
-        if not self._autoload:
+        """Go on from the newest snapshot, if that was asked for.
+
+        Not after a loss, when the ranks go on from what they have in memory.
+        """
+        if not self._autoload or (self._comm.generation and trainer.updater.iteration):
             return
         found = self._files(trainer) if self._comm.rank == 0 else []
         path = self._comm.broadcast_object(str(found[-1]) if found else None)

@@ -12,6 +12,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.ops import Op
 from collective.training.differentiable import CollectiveStep, check_op
 
 __all__ = ["Tape", "bare", "module_of"]
@@ -109,7 +110,7 @@ class Tape:
         return found
 
     @staticmethod
-    def check(what: str, x: Any, op: str = "sum") -> None:
+    def check(what: str, x: Any, op: Op = "sum") -> None:
         """Refuse what is no array, or not differentiated.
 
         Raises:

@@ -85,6 +85,10 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                     "scatter_dataset(padded=True)."
                 )
 
+    def rebind(self, comm: Communicator) -> None:
+        """Go on among other ranks; iterators and optimizers are rebound by themselves."""
+        self.comm = comm
+
     def update_core(self) -> None:
         """Make a step; every rank does."""
         super().update_core()

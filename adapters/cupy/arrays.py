@@ -17,6 +17,7 @@ from collective.memory.device_adapter import root_owner
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import DType
+from collective.memory.spot import Spot, new_spot
 
 __all__ = ["CupyAdapter"]
 
@@ -48,6 +49,17 @@ class CupyAdapter(Adapter):
             space=_SPACE,
         )
         return array, dtype
+
+    def spot(self, x: Any) -> Spot | None:
+        dtype = dtypes.BY_NUMPY.get(x.dtype)
+        if dtype is None or dtype.storage != x.dtype or not x.flags.c_contiguous:
+            return None
+        address, ordinal = x.data.ptr, x.data.device_id
+        if not x.size or address % x.dtype.alignment:
+            return None
+        device = cuda.device(ordinal)
+        stream = device.stream(_current_handle(ordinal))
+        return new_spot((address, x.size, dtype, x.shape, stream, device))
 
     def wrap(self, array: Any, dtype: DType) -> Any:
         """Return CuPy over an array's memory; what is in host memory is copied to the GPU."""

@@ -6,8 +6,9 @@ communicator does without.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from collective.lazy import on_demand as _on_demand
 
 from .autoload import autoload as _autoload
 
@@ -25,6 +26,32 @@ if TYPE_CHECKING:
     from .sharded_optimizer import ShardedOptimizer
     from .sparse import all_reduce_sparse
     from .splits import Split
+else:  # to a type checker it would mean that there is any name
+    __getattr__, __dir__ = _on_demand(
+        __name__,
+        {
+            "DataParallel": "replicas",
+            "DistributedDataParallel": "distributed_data_parallel",
+            "PrefetchLoader": "data",
+            "ShardedOptimizer": "sharded_optimizer",
+            "ShardedSampler": "data",
+            "Split": "splits",
+            "SyncBatchNorm": "batch_norm",
+            "all_reduce_sparse": "sparse",
+            "broadcast_coalesced": "coalescing",
+            "broadcast_state": "distributed_data_parallel",
+            "convert_sync_batchnorm": "batch_norm",
+            "data_parallel": "replicas",
+            "functional": "functional",
+            "gather": "scattering",
+            "parallel_apply": "applying",
+            "reduce_add_coalesced": "coalescing",
+            "replicate": "replicating",
+            "scatter": "scattering",
+            "sync_gradients": "loops",
+            "sync_initial_weights": "loops",
+        },
+    )
 
 __all__ = [
     "DataParallel",
@@ -49,35 +76,5 @@ __all__ = [
     "sync_initial_weights",
 ]
 
-_MODULES = {
-    "DataParallel": "replicas",
-    "DistributedDataParallel": "distributed_data_parallel",
-    "PrefetchLoader": "data",
-    "ShardedOptimizer": "sharded_optimizer",
-    "ShardedSampler": "data",
-    "Split": "splits",
-    "SyncBatchNorm": "batch_norm",
-    "all_reduce_sparse": "sparse",
-    "broadcast_coalesced": "coalescing",
-    "broadcast_state": "distributed_data_parallel",
-    "convert_sync_batchnorm": "batch_norm",
-    "data_parallel": "replicas",
-    "gather": "scattering",
-    "parallel_apply": "applying",
-    "reduce_add_coalesced": "coalescing",
-    "replicate": "replicating",
-    "scatter": "scattering",
-    "sync_gradients": "loops",
-    "sync_initial_weights": "loops",
-}
-
 # For torch.distributed.init_process_group("collective").
 _autoload()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "functional":
-        return importlib.import_module(f"{__name__}.functional")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -15,6 +15,7 @@ from collective.memory.dtypes import BY_NAME, DType
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
+    from collective.memory.spot import Spot
 
 __all__ = ["TorchAdapter"]
 
@@ -28,6 +29,7 @@ _BITS = {
     "float8_e4m3fn": (torch.uint8, np.dtype("uint8")),
     "float8_e5m2": (torch.uint8, np.dtype("uint8")),
 }
+_STRIDED = torch.strided
 native.see_tensors(torch.Tensor, torch.nn.Parameter)
 
 
@@ -43,11 +45,11 @@ class TorchAdapter(Adapter):
     def accepts(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor)
 
-    def view(self, x: Any) -> tuple[Any, DType]:
+    def view(self, x: Any, writes: bool = False) -> tuple[Any, DType]:
         if x.requires_grad:
             x = x.detach()
-        on_cpu = x.is_cpu
-        if not (on_cpu or x.is_cuda) or x.layout is not torch.strided or x.is_nested:
+        on_gpu = x.is_cuda
+        if not (on_gpu or x.is_cpu) or x.layout is not _STRIDED or x.is_nested:
             raise DeviceError(
                 f"torch: a {'nested' if x.is_nested else x.layout} tensor on {x.device}; "
                 "allowed are dense tensors on the CPU and on GPUs of NVIDIA's. Use x.cpu() or "
@@ -59,21 +61,27 @@ class TorchAdapter(Adapter):
                 f"torch: {x.dtype} cannot travel; one of {', '.join(map(str, _DTYPES))}. "
                 "Convert with x.to(...)."
             )
-        if x.is_conj() or x.is_neg():
+        if x.is_neg() or (dtype.kind == "c" and x.is_conj()):
+            if writes:
+                raise InvalidArgumentError(
+                    "out: a lazily conjugated or negated tensor has no memory of its own to write "
+                    "to; pass x.resolve_conj().resolve_neg()."
+                )
             x = x.resolve_conj().resolve_neg()
-        if not on_cpu:
-            return _on_gpu().view(x, dtype), dtype
+        if on_gpu:
+            return (_gpu or _on_gpu()).view(x, dtype), dtype
         if dtype.name in _BITS:
             return x.view(_BITS[dtype.name][0]).numpy().view(dtype.storage), dtype
         return x.numpy(), dtype
 
+    def spot(self, x: Any) -> Spot | None:
+        dtype = _DTYPES.get(x.dtype)
+        if dtype is None or not x.is_cuda:
+            return None
+        return (_gpu or _on_gpu()).spot(x, dtype)  # type: ignore[no-any-return]
+
     def output(self, x: Any) -> tuple[Any, DType]:
-        if x.is_conj() or x.is_neg():
-            raise InvalidArgumentError(
-                "out: a lazily conjugated or negated tensor has no memory of its own to write "
-                "to; pass x.resolve_conj().resolve_neg()."
-            )
-        return self.view(x)
+        return self.view(x, writes=True)
 
     def wrap(self, array: Any, dtype: DType) -> Any:
         if type(array) is np.ndarray and dtype.name not in _BITS:

@@ -16,8 +16,9 @@ from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PLAIN
 from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import BY_NAME, DType
+from collective.memory.spot import Spot, new_spot
 
-__all__ = ["current_stream", "empty", "used_on", "view", "wrap"]
+__all__ = ["current_stream", "empty", "spot", "used_on", "view", "wrap"]
 
 try:
     # Private, and ten times as fast as the public way; torch's own compiler uses it.
@@ -32,6 +33,7 @@ if torch.cuda.is_available():
     _init: Any = torch.cuda.init
     _init()  # the functions used here do not do it themselves
 
+_FOR_AMD = torch.version.hip is not None
 # Types by the size of an element, in which bits are moved.
 _MOVED = {
     1: (torch.uint8, "uint8"),
@@ -50,7 +52,7 @@ def current_stream(device: Device) -> Stream:
 
 def view(x: Any, dtype: DType) -> DeviceArray:
     """Return the memory of a dense tensor that requires no gradient."""
-    if torch.version.hip is not None:
+    if _FOR_AMD:
         raise DeviceError("torch: this build is for AMD's GPUs; only NVIDIA's are reached.")
     try:
         address = x.data_ptr()
@@ -61,17 +63,40 @@ def view(x: Any, dtype: DType) -> DeviceArray:
             f"torch: a {type(x).__name__} has no memory of its own; pass the tensor inside, as "
             "x.to_local() of a DTensor."
         )
-    device = cuda.device(x.device.index)
+    ordinal = x.get_device()
+    device = cuda.device(ordinal)
+    stream = device.stream(_current_handle(ordinal))
+    if x.is_contiguous():
+        return DeviceArray.contiguous(
+            address, tuple(x.shape), dtype.storage, device, stream, x, _SPACE
+        )
     return DeviceArray(
         address,
         tuple(x.shape),
         dtype.storage,
         device,
-        device.stream(_current_handle(device.ordinal)),
-        strides=None if x.is_contiguous() else _in_bytes(x),
+        stream,
+        strides=_in_bytes(x),
         owner=x,
         space=_SPACE,
     )
+
+
+def spot(x: Any, dtype: DType) -> Spot | None:
+    """Return where a tensor on a GPU is; see :meth:`Adapter.spot`."""
+    if _FOR_AMD or not x.is_contiguous() or x.is_neg() or (dtype.kind == "c" and x.is_conj()):
+        return None
+    try:
+        # Of a sparse tensor the first of these raises, of a nested one the other.
+        address, shape = x.data_ptr(), x.shape
+    except RuntimeError:
+        return None
+    if not address or address % dtype.storage.alignment:
+        return None
+    ordinal = x.get_device()
+    device = cuda.device(ordinal)
+    stream = device.stream(_current_handle(ordinal))
+    return new_spot((address, x.numel(), dtype, shape, stream, device))
 
 
 def empty(

@@ -343,7 +343,7 @@ class DistributedDataParallel(nn.Module):
         """Return for each parameter whether it has a gradient on any rank."""
         used = torch.ones(len(self._trained), dtype=torch.uint8)
         used[list(unused)] = 0
-        found: list[int] = self.comm.all_gather_object(used.tolist())
+        found: list[list[int]] = self.comm.all_gather_object(used.tolist())
         return [max(each) for each in zip(*found)]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
+from collective.ops import Op
 from collective.training import differentiable
 
 from .tape import Tape
@@ -38,7 +39,7 @@ __all__ = [
 _TAPE = Tape()
 
 
-def all_reduce(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, an all-reduce itself, the gradient is for
@@ -67,7 +68,7 @@ def all_reduce(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Te
     return found
 
 
-def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
+def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -206,7 +207,7 @@ def scatter(
 def reduce_scatter(
     x: torch.Tensor,
     comm: Communicator,
-    op: str = "sum",
+    op: Op = "sum",
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,

@@ -17,7 +17,7 @@ from collective.communicator import Communicator
 from collective.communicator.point_to_point import Status
 from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
-from collective.ops import ReduceOp, as_op, premul_sum
+from collective.ops import ReduceOp, as_op, premul_sum, user_op
 
 __all__ = [
     "all_gather",
@@ -51,12 +51,22 @@ _OPS = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
+# What NCCL averages beyond our own ``avg``, by a division that drops the remainder.
+_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # torch counts True as 1 and anything but 0 as True.
 _OF_TRUTHS = {"sum": "lor", "max": "lor", "prod": "land", "min": "land"}
 
 
+def _sum_of_average(a: Any, b: Any) -> Any:
+    return a + b
+
+
+# Another operator than ``sum``, so that ranks which differ in it are found out.
+_SUMMED = user_op(_sum_of_average, commutative=True)
+
+
 def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
-    """Return our operator for one of torch's.
+    """Return our operator for one of torch's; for an average of integers, that of its sum.
 
     Raises:
         UnsupportedError: a ``PREMUL_SUM`` by a tensor of several factors.
@@ -72,8 +82,20 @@ def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
                 )
             factor = factor.item()
         return premul_sum(factor)
+    if _averages_integers(op, dtype):
+        return _SUMMED
     name = _OPS[kind.name]
     return as_op(_OF_TRUTHS.get(name, name) if dtype is torch.bool else name)
+
+
+def _averages_integers(op: Any, dtype: torch.dtype) -> bool:
+    return bool(getattr(op, "op", op) == dist.ReduceOp.AVG) and dtype in _WHOLE
+
+
+def _divided(comm: Communicator, tensor: Tensor, op: Any) -> None:
+    """Make the average of integers, rounded toward zero, of their sum."""
+    if _averages_integers(op, tensor.dtype):
+        tensor.div_(comm.size, rounding_mode="trunc")
 
 
 # -- flat tensors --------------------------------------------------------------------------
@@ -133,6 +155,7 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Any, seconds: float | Non
         target.finish()
     else:
         comm.all_reduce(tensor, op=operator, out=tensor, timeout=seconds)
+        _divided(comm, tensor, op)
 
 
 def all_reduce_together(
@@ -149,23 +172,29 @@ def all_reduce_together(
         plain = [tensor.detach() for tensor in tensors]
         operator = operator_of(op, plain[0].dtype)
         comm.all_reduce(plain, op=operator, out=plain, timeout=seconds)
+        for tensor in plain:
+            _divided(comm, tensor, op)
 
 
 def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: float | None) -> None:
-    operator = operator_of(op, tensor.dtype)
-    if tensor.layout is not torch.sparse_coo or operator.name not in ("sum", "avg"):
+    kind = getattr(op, "op", op)
+    averages = kind == dist.ReduceOp.AVG
+    if tensor.layout is not torch.sparse_coo or not (averages or kind == dist.ReduceOp.SUM):
         raise UnsupportedError(
-            f"all_reduce: op {operator.name} of a {tensor.layout} tensor; of sparse tensors, the "
-            "sum and the average of those of coordinates (COO) [rank "
+            f"all_reduce: op {operator_of(op, tensor.dtype)} of a {tensor.layout} tensor; of "
+            "sparse tensors, the sum and the average of those of coordinates (COO) [rank "
             f"{comm.rank} of {comm.size}]. Use to_dense() first."
         )
     mine = tensor.detach().coalesce()
     places = comm.all_gather(mine.indices(), axis=1, timeout=seconds)
     values = comm.all_gather(mine.values(), timeout=seconds)
     total = torch.sparse_coo_tensor(places, values, tensor.shape).coalesce()
+    if averages:
+        whole = "trunc" if tensor.dtype in _WHOLE else None
+        total = torch.div(total, comm.size, rounding_mode=whole)
     # Of a sparse tensor, detach() would be a copy.
     with torch.no_grad():
-        tensor.copy_(total / comm.size if operator.name == "avg" else total)
+        tensor.copy_(total)
 
 
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: float | None) -> None:
@@ -176,6 +205,7 @@ def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: floa
         _flat(tensor), root=root, op=operator_of(op, tensor.dtype), out=out, timeout=seconds
     )
     if target is not None:
+        _divided(comm, target.flat, op)
         target.finish()
 
 
@@ -188,6 +218,7 @@ def reduce_scatter(
     comm.reduce_scatter(
         joined, op=operator_of(op, output.dtype), counts=counts, out=target.flat, timeout=seconds
     )
+    _divided(comm, target.flat, op)
     target.finish()
 
 
@@ -200,6 +231,7 @@ def reduce_scatter_single(
         _flat(tensor), op=operator_of(op, output.dtype), counts=[output.numel()] * comm.size,
         out=target.flat, timeout=seconds,
     )  # fmt: skip
+    _divided(comm, target.flat, op)
     target.finish()
 
 

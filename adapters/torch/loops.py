@@ -13,6 +13,7 @@ from .sparse import all_reduce_sparse, empty_sparse
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
+    from collective.ops import Op
 
 __all__ = ["sync_gradients", "sync_initial_weights"]
 
@@ -29,7 +30,7 @@ def sync_initial_weights(module: nn.Module, comm: Communicator, root: int = 0) -
 
 
 def sync_gradients(
-    parameters: nn.Module | Iterable[nn.Parameter], comm: Communicator, op: str = "avg"
+    parameters: nn.Module | Iterable[nn.Parameter], comm: Communicator, op: Op = "avg"
 ) -> None:
     """Fold the gradients over the ranks, between ``backward()`` and ``step()``.
 

@@ -192,6 +192,13 @@ class TorchStore(Store):
         found: bytes | None = self._ask("get", key, look)
         return found
 
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        # An absent key compares as empty, and no rank publishes nothing.
+        won: bytes = self._ask(
+            "put_if_absent", key, lambda: bytes(self._store.compare_set(key, "", value))
+        )
+        return won
+
     def delete(self, key: str) -> None:
         self._ask("delete", key, lambda: self._store.delete_key(key))
 

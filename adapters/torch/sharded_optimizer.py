@@ -227,14 +227,22 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         """Make this rank's share of the state what it was when it was kept."""
         self._load(kept["held"][kept["rank"]], kept)
 
-    def regain_shards(self, comm: Communicator, kept: dict[str, Any]) -> None:
+    def regain_shards(self, comm: Communicator, kept: dict[str, Any] | None) -> None:
         """Share out what the ranks of another communicator hold of the state.
 
         Collective: every rank of ``comm`` calls it, as :meth:`collective.elastic.State.sync` does.
 
+        Args:
+            comm: the ranks.
+            kept: what :meth:`keep_shards` has returned; None of a rank that holds nothing.
+
         Raises:
             StateLostError: the share of a lost rank is on no other; names its parameters.
         """
+        known = kept and {name: value for name, value in kept.items() if name != "held"}
+        every = comm.all_gather_object(known)
+        if kept is None:
+            kept = {**next(each for each in every if each is not None), "held": {}}
         giver = givers(comm, kept["held"])
         lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
         if lost and kept["has_state"]:

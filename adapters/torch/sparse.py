@@ -10,6 +10,7 @@ from collective.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
+    from collective.ops import Op
 
 __all__ = ["all_reduce_sparse", "empty_sparse"]
 
@@ -26,7 +27,7 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
 
 
-def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: str = "sum") -> torch.Tensor:
+def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
     """Return the elementwise sum of the ranks' sparse tensors.
 
     Indices and values are gathered, so that what is sent grows with the elements that are

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from collective.errors import DtypeError, InvalidArgumentError
+from collective.ops import Op
 from collective.training.differentiable import CollectiveStep, check_op
 
 __all__ = ["Tape"]
@@ -67,7 +68,7 @@ class Tape:
         return found
 
     @staticmethod
-    def check(what: str, x: Any, op: str = "sum") -> None:
+    def check(what: str, x: Any, op: Op = "sum") -> None:
         """Refuse what is no tensor, or not differentiated.
 
         Raises:

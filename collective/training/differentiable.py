@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from collective.communicator import Communicator
+from collective.communicator import NULL, Communicator
 from collective.communicator.rows import split_sizes
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
+from collective.ops import Op
 
 __all__ = [
     "CollectiveStep", "Tape", "all_gather", "all_reduce", "all_to_all", "broadcast", "check_op",
@@ -46,7 +47,7 @@ class CollectiveStep:
 class Tape(Protocol):
     """What a framework offers: nodes of its graph, and the little arithmetic of backwards."""
 
-    def check(self, what: str, x: Any, op: str = "sum") -> None:
+    def check(self, what: str, x: Any, op: Op = "sum") -> None:
         """Refuse what is none of the framework's, or not differentiated."""
 
     def record(self, step: CollectiveStep, x: Any, near: Any = None) -> Any:
@@ -74,7 +75,7 @@ class Tape(Protocol):
         """Compare two arrays: ones and zeros of the dtype of ``y``."""
 
 
-def check_op(what: str, op: str) -> None:
+def check_op(what: str, op: Op) -> None:
     """Refuse an op that is not differentiated.
 
     Raises:
@@ -90,7 +91,7 @@ def check_op(what: str, op: str) -> None:
 # -- folds ------------------------------------------------------------------------------------
 
 
-def all_reduce(tape: Tape, x: Any, comm: Communicator, op: str) -> Any:
+def all_reduce(tape: Tape, x: Any, comm: Communicator, op: Op) -> Any:
     """Fold; backward all-reduces."""
     tape.check("all_reduce", x, op)
 
@@ -108,7 +109,7 @@ def all_reduce(tape: Tape, x: Any, comm: Communicator, op: str) -> Any:
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: str) -> Any:
+def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: Op) -> Any:
     """Fold at ``root``; backward broadcasts."""
     tape.check("reduce", x, op)
     room = tape.room(x, x.shape)
@@ -132,7 +133,7 @@ def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: str) -> Any:
 
 
 def reduce_scatter(
-    tape: Tape, x: Any, comm: Communicator, op: str, axis: int, counts: Sequence[int] | None
+    tape: Tape, x: Any, comm: Communicator, op: Op, axis: int, counts: Sequence[int] | None
 ) -> Any:
     """Fold, a piece a rank; backward all-gathers."""
     tape.check("reduce_scatter", x, op)
@@ -157,7 +158,7 @@ def reduce_scatter(
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: str) -> Any:
+def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: Op) -> Any:
     """Return ``∂y/∂x`` of this rank's ``x``, elementwise, for the array ``y`` folded of all."""
     if op == "prod":
         pieces = all_gather(tape, x.reshape((1, *x.shape)), comm, 0, [1] * comm.size)
@@ -296,7 +297,7 @@ class _Lengths:
 
     def __call__(self) -> list[int]:
         if self._known is None:
-            mine = self._integers([self._shape[self._axis]])
+            mine: Any = self._integers([self._shape[self._axis]])
             self._known = self._comm.all_gather(mine, counts=[1] * self._comm.size).tolist()
         return self._known
 
@@ -311,7 +312,12 @@ def _length(x: Any, axis: int) -> int:
 
 
 def send(tape: Tape, x: Any, dst: int, comm: Communicator, tag: int) -> Any:
-    """Send; backward receives."""
+    """Send; backward receives.
+
+    Raises:
+        RankError: ``dst`` is ``NULL``, from whom no gradient would be received.
+    """
+    _refuse_null("send", "dst", dst, comm)
     tape.check("send", x)
 
     def forward(x: Any) -> Any:
@@ -327,8 +333,9 @@ def recv(tape: Tape, comm: Communicator, src: int, tag: int, like: Any, after: A
     """Receive; backward sends.
 
     Raises:
-        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent.
+        RankError: ``src`` is ``ANY_SOURCE`` or ``NULL``, to whom no gradient could be sent.
     """
+    _refuse_null("recv", "src", src, comm)
     if src == ANY_SOURCE:
         raise RankError(
             f"recv: ANY_SOURCE; a rank, to which the gradient is sent [rank {comm.rank} of "
@@ -347,3 +354,11 @@ def recv(tape: Tape, comm: Communicator, src: int, tag: int, like: Any, after: A
         return send(tape, g, src, comm, tag)
 
     return tape.record(CollectiveStep(forward, adjoint, False), after, near)
+
+
+def _refuse_null(what: str, name: str, rank: int, comm: Communicator) -> None:
+    if rank == NULL:
+        raise RankError(
+            f"{what}: {name} NULL; a rank, with which the gradient is exchanged [rank {comm.rank} "
+            f"of {comm.size}]. Leave the call out at the edge, or use comm.{what}."
+        )

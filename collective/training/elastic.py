@@ -1,8 +1,9 @@
-"""Training that goes on when ranks are lost: one generation of ranks after the other."""
+"""Training that goes on when ranks are lost, or join: one generation after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from collective.errors import (
     CommunicatorAbortedError,
     ExcludedError,
     InvalidArgumentError,
+    RanksJoinError,
 )
+from collective.start.config import load
 
 from .elastic_state import State
 
@@ -29,18 +32,20 @@ _LOSSES = (CommunicatorAbortedError, CollectiveTimeoutError)
 class Generation:
     """The ranks between two losses: a context manager around what they do together.
 
-    Entered it is their communicator. An error in the body that says that ranks are lost ends the
-    body, and nothing else; any other one passes, and aborts the peers.
+    Entered it is their communicator. An error in the body that says that ranks are lost, or want to
+    join, ends the body, and nothing else; any other one passes, and aborts the peers.
 
     Attributes:
         comm: connects the ranks.
         error: what ended the body, if it was a loss.
+        joining: whether it was ended by processes that want to join.
     """
 
     def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
         self.comm = comm
         self._timeout = timeout
         self.error: CollectiveError | None = None
+        self.joining = False
         self._entered = False
 
     def __enter__(self) -> Communicator:
@@ -53,6 +58,9 @@ class Generation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        if isinstance(error, RanksJoinError):
+            self.joining = True
+            return True
         if (
             isinstance(error, _LOSSES)
             and not isinstance(error, ExcludedError)
@@ -91,7 +99,12 @@ class Generation:
 
 
 def generations(
-    comm: Communicator, state: State, *, min_ranks: int | None = None, timeout: float | None = None
+    comm: Communicator,
+    state: State,
+    *,
+    min_ranks: int | None = None,
+    timeout: float | None = None,
+    grow: bool | None = None,
 ) -> Iterator[Generation]:
     """Yield the ranks, and after each loss those that are left, with the state to go on from.
 
@@ -110,6 +123,13 @@ def generations(
     ``CollectiveTimeoutError``). Then the ranks that are left agree who they are
     (:meth:`Communicator.shrink`), and the body runs again: also for one that had got to its end.
 
+    Where ranks may join (``grow``), each commit is the point at which they do: it ends the body by
+    ``RanksJoinError`` on all ranks, when processes wait, and the body runs again with them
+    (:meth:`Communicator.grow`). Such a process has the same program. Its ``init()`` has returned a
+    communicator of itself alone, over which it makes its model and all else; here it joins, and
+    gets the state. If the others are through, there is nothing left for it: its program
+    ends here, with exit code 0.
+
     The communicator that was given is closed then; the last one stays open. On a transport that
     cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss is its error.
 
@@ -123,6 +143,8 @@ def generations(
         timeout: seconds that ranks which live have to come to the end of the body when another
             has, or has met a loss; by default the communicator's. Who is silent for longer, and
             for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left behind.
+        grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
+            which ``collective run --replace`` sets. It costs a small broadcast each commit.
 
     Raises:
         PeerLostError: fewer ranks than that are left; on all of them, so that the launcher may
@@ -130,17 +152,26 @@ def generations(
         ExcludedError: the others went on without this rank.
         CollectiveError: what ended the body, where nobody was lost and nothing was committed
             since it began: it would end so again.
+        UnsupportedError: ``grow=True``, and nobody can join ``comm``.
+        SystemExit: this process was to join, and the others are through.
     """
-    comm = _synced(comm, state, min_ranks)
+    if comm.joins:
+        comm = _joined(comm)
+    grows = comm.grows and load({}).grow == "on" if grow is None else grow
+    comm = _synced(comm, state, min_ranks, grows)
     while True:
         generation, begun_at = Generation(comm, timeout), state.commits
         yield generation
-        if generation.survived():
+        survived = generation.survived()
+        if survived and not generation.joining:
             return
+        if survived:
+            comm = _synced(_grown(comm, min_ranks), state, min_ranks, grows)
+            continue
         error = generation.error
         following = comm.shrink(min_ranks=min_ranks)
         lost = following.lost
-        comm = _synced(following, state, min_ranks)
+        comm = _synced(following, state, min_ranks, grows)
         if not lost and state.commits == begun_at:
             raise error or CommunicatorAbortedError(
                 "generations: a peer's body ended with an error, and nobody was lost nor anything "
@@ -149,11 +180,28 @@ def generations(
             )
 
 
-def _synced(comm: Communicator, state: State, min_ranks: int | None) -> Communicator:
+def _joined(comm: Communicator) -> Communicator:
+    """Return the communicator of the others, with this process in it."""
+    try:
+        return comm.grow()
+    except ExcludedError as error:
+        print(f"collective: {error}", file=sys.stderr)
+        raise SystemExit(0) from error
+
+
+def _grown(comm: Communicator, min_ranks: int | None) -> Communicator:
+    try:
+        return comm.grow()
+    except CollectiveTimeoutError:
+        # Somebody that had got to the end of the body has stopped since.
+        return comm.shrink(min_ranks=min_ranks)
+
+
+def _synced(comm: Communicator, state: State, min_ranks: int | None, grows: bool) -> Communicator:
     """Return the ranks that have got the state, of those of ``comm`` that are left."""
     while True:
         try:
-            state.sync(comm)
+            state.sync(comm, grows=grows)
         except _LOSSES as error:
             if isinstance(error, ExcludedError) or not comm.capabilities.shrinks:
                 raise

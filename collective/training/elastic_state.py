@@ -1,35 +1,38 @@
 """What training has to have on every rank: kept in memory, gone back to, made equal again.
 
-A part of a state is kept as a *copy*: nested dicts, lists and tuples with plain data and arrays in
-them, which are the part's own no longer. Its *leaves* are named by the keys on the way to them.
+A part of a state is kept as a *copy* (:mod:`.elastic_copies`) of plain data and arrays, which are
+the part's own no longer.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from collective.communicator.objects import encode
-from collective.errors import InvalidArgumentError, MismatchError, StateLostError
+from collective.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    RanksJoinError,
+    StateLostError,
+)
 from collective.memory.arrays import is_array
 
+from .elastic_copies import Path, copied, digest_of, leaves, mapped, plain
 from .rebinding import Rebindable
 from .shard_copies import Sharded
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["Kind", "State", "StateDict", "register"]
-
-Path = tuple[Any, ...]
-_DIGEST_BYTES = 16
+__all__ = ["Keeper", "State", "StateDict", "register"]
 
 
-class Kind(NamedTuple):
+class Keeper(NamedTuple):
     """How objects of a class are kept.
 
     Attributes:
@@ -37,10 +40,13 @@ class Kind(NamedTuple):
             own memory, for whoever asks copies them.
         load: makes an object what a copy says, and returns it, or another in its place. The copy
             is the object's from then on.
+        rebind: has an object go on over another communicator; None where that is what its own
+            method ``rebind`` does, if it has one.
     """
 
     copy: Callable[[Any], Any]
     load: Callable[[Any, Any], Any]
+    rebind: Callable[[Any, Communicator], Any] | None = None
 
 
 @runtime_checkable
@@ -54,21 +60,26 @@ class StateDict(Protocol):
         """Take over a state."""
 
 
-_registered: dict[type, Kind] = {}
+_registered: dict[type, Keeper] = {}
 #: Adapters with kinds of their own, by the package whose classes those are for.
-_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
+_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic_trainer"}
 
 
-def register(cls: type, copy: Callable[[Any], Any], load: Callable[[Any, Any], Any]) -> None:
-    """Have objects of ``cls``, and of classes derived from it, kept by two functions.
+def register(
+    cls: type,
+    copy: Callable[[Any], Any],
+    load: Callable[[Any, Any], Any],
+    rebind: Callable[[Any, Communicator], Any] | None = None,
+) -> None:
+    """Have objects of ``cls``, and of classes derived from it, kept by functions.
 
     For parts of a :class:`State` that have neither ``state_dict()`` and ``load_state_dict()``, nor
     are arrays or plain data.
 
     Args:
-        copy, load: see :class:`Kind`.
+        copy, load, rebind: see :class:`Keeper`.
     """
-    _registered[cls] = Kind(copy, load)
+    _registered[cls] = Keeper(copy, load, rebind)
 
 
 def _load_state_dict(part: StateDict, kept: Any) -> StateDict:
@@ -77,16 +88,18 @@ def _load_state_dict(part: StateDict, kept: Any) -> StateDict:
 
 
 def _load_array(part: Any, kept: Any) -> Any:
+    if isinstance(part, np.generic):  # a number, such as a mean: it is no memory to write to
+        return kept
     (part.detach() if hasattr(part, "detach") else part)[...] = kept
     return part
 
 
-_STATE_DICT = Kind(lambda part: part.state_dict(), _load_state_dict)
-_ARRAY = Kind(lambda part: part, _load_array)
-_PLAIN = Kind(lambda part: part, lambda part, kept: kept)
+_STATE_DICT = Keeper(lambda part: part.state_dict(), _load_state_dict)
+_ARRAY = Keeper(lambda part: part, _load_array)
+_PLAIN = Keeper(lambda part: part, lambda part, kept: kept)
 
 
-def _kind_of(part: Any) -> Kind:
+def _keeper_of(part: Any) -> Keeper:
     for cls in type(part).__mro__:
         names = cls.__module__.split(".")
         root = names[2] if names[:2] == ["collective", "adapters"] else names[0]
@@ -97,44 +110,6 @@ def _kind_of(part: Any) -> Kind:
     if isinstance(part, StateDict):
         return _STATE_DICT
     return _ARRAY if is_array(part) else _PLAIN
-
-
-# -- copies ---------------------------------------------------------------------------------------
-
-
-def _mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return a tree of the same containers with ``function`` of each leaf in its place."""
-    if isinstance(tree, dict) and tree:
-        made = copy.copy(tree)  # of its class, with what PyTorch keeps beside the entries
-        for key, value in tree.items():
-            made[key] = _mapped(value, function, (*path, key))
-        return made
-    if isinstance(tree, (list, tuple)) and tree and not hasattr(tree, "_fields"):
-        return type(tree)(_mapped(value, function, (*path, n)) for n, value in enumerate(tree))
-    return function(path, tree)
-
-
-def _leaves(tree: Any) -> dict[Path, Any]:
-    found: dict[Path, Any] = {}
-    _mapped(tree, found.setdefault)
-    return found
-
-
-def _copied(tree: Any) -> Any:
-    """Return a tree that shares no memory with this one."""
-
-    def leaf(_: Path, value: Any) -> Any:
-        if not is_array(value):
-            return copy.deepcopy(value)
-        if hasattr(value, "clone"):
-            return value.detach().clone()
-        return value.copy()
-
-    return _mapped(tree, leaf)
-
-
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(encode(value).data, digest_size=_DIGEST_BYTES).digest()
 
 
 # -- the state ------------------------------------------------------------------------------------
@@ -163,20 +138,22 @@ class _Commit:
 
     def digests(self) -> dict[Path, bytes]:
         """Return the digest of each leaf."""
-        return {path: _digest(value) for path, value in _leaves(self.parts).items()}
+        return {path: digest_of(value) for path, value in leaves(self.parts).items()}
 
 
 class State:
     """What training goes on from: parts by name, of which a copy is kept in memory.
 
     A part is what has ``state_dict()`` and ``load_state_dict()`` (PyTorch's modules, optimizers and
-    schedulers, and our ``ShardedSampler``), a link, optimizer or iterator of Chainer's, an array,
-    or plain data; :func:`register` takes others. Parts are attributes: ``state.step += 1``.
+    schedulers, and our ``ShardedSampler``), a link, optimizer, iterator or Trainer of Chainer's, an
+    array, or plain data; :func:`register` takes others. Parts are attributes: ``state.step += 1``.
 
     What is to be the same on all ranks is a part, and nothing else: after a loss all ranks have the
     parts of one of them.
 
-    The copy is on the device of what it is of, and costs as much memory as that.
+    The copies of the last two commits are on the device of what they are of, and cost twice as much
+    memory as that: the next one is written over the older one, so that one that is interrupted
+    harms none, and costs no new memory.
 
     Args:
         comm: the ranks that have the state.
@@ -199,8 +176,12 @@ class State:
                 )
         # Assignments go to parts.
         self.__dict__.update({"comm": comm, "_parts": dict(parts), "_pending": None})
-        self._keep(0, self._copies({}), comm)
-        for path, value in _leaves(self._kept.parts).items():
+        # Whether it has been the same on all ranks, and whether commits look who wants to join.
+        self.__dict__.update({"_synced": False, "_grows": False})
+        # The copies of the commit before the last, whose arrays the next one is written to.
+        self.__dict__["_rooms"] = {}
+        self._keep(0, self._copies({}, {}), comm)
+        for path, value in leaves(self._kept.parts).items():
             self._refuse_unknown(path, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -228,19 +209,31 @@ class State:
         """Keep what the parts are now: where all ranks go on from after a loss.
 
         Every rank calls it after the same step. It sends nothing, unless a part is cut over the
-        ranks, as a ``ShardedOptimizer``: then it is collective.
+        ranks, as a ``ShardedOptimizer``, or processes may join: then it is collective.
 
         Args:
             taken: for samplers whose loader works ahead (``num_workers``), by the part's name: how
                 many samples of this iteration this rank has used, as
                 ``ShardedSampler.state_dict(taken)`` takes it.
+
+        Raises:
+            RanksJoinError: processes wait to join; the commit is made. ``generations`` takes it.
         """
         strange = sorted(set(taken) - set(self._parts))
         if strange:
             raise InvalidArgumentError(
                 f"commit: no part {', '.join(strange)}; there are {', '.join(self._parts)}."
             )
-        self._keep(self._kept.number + 1, self._copies(taken), self.comm)
+        last, rooms = self._kept, self._rooms
+        # Whatever interrupts this, they are neither in the last commit nor written to again.
+        self.__dict__["_rooms"] = {}
+        self._keep(last.number + 1, self._copies(taken, rooms), self.comm)
+        self.__dict__["_rooms"] = last.parts
+        if self._grows and (count := self.comm.waiting()):
+            raise RanksJoinError(
+                f"commit: {count} to join; the body of elastic.generations ends here, and runs "
+                "again with all. Let this error pass."
+            )
 
     def _keep(self, number: int, parts: dict[str, Any], comm: Communicator) -> None:
         """Put a commit in place: only as a whole, whatever interrupts it."""
@@ -269,27 +262,33 @@ class State:
         for name in self._kept.parts:
             part = self._parts[name]
             # Copied once more: what is loaded may be changed in place from now on.
-            self._parts[name] = _kind_of(part).load(part, _copied(self._kept.parts[name]))
+            self._parts[name] = _keeper_of(part).load(part, copied(self._kept.parts[name]))
 
-    def sync(self, comm: Communicator) -> None:
+    def sync(self, comm: Communicator, *, grows: bool = False) -> None:
         """Have the same parts on all ranks of ``comm``, and go on with that communicator.
 
         All ranks go back to the last commit of the one that is furthest, the lowest of those.
         Who has other values than that one gets them from it; after a plain loss nobody has, and
         no part is sent. Parts with a method ``rebind`` are then bound to ``comm``.
 
+        Who has not been in a ``sync`` yet, where others have, has joined: it has nothing that
+        counts, whatever it has committed, and gets all.
+
         Collective: every rank calls it, whatever it has, before it goes on.
+
+        Args:
+            comm: the ranks.
+            grows: whether commits look for processes that want to join: the same on all ranks.
 
         Raises:
             MismatchError: the ranks' states have other parts.
             StateLostError: something of a part that is cut over the ranks was on lost ones alone.
             CollectiveError: of the calls; the state is as it was, or is what all have gone back to.
         """
-        if self._sharded():
-            self._take_latest(comm)
+        joined = self._take_latest(comm) if self._sharded() else False
         digests = self._kept.digests()
         names = sorted(self._parts)
-        mine = [self._kept.number, _digest(sorted(digests.items(), key=repr)), names]
+        mine = [self._version, digest_of(sorted(digests.items(), key=repr)), names]
         every: list[list[Any]] = comm.all_gather_object(mine)
         for rank, (_, _, theirs) in enumerate(every):
             if theirs != every[0][2]:
@@ -303,35 +302,58 @@ class State:
         if others and comm.rank in (source, *others):
             with comm.group([source, *others]) as group:
                 kept = self._from_first(group, digests)
-        before = self._kept
-        self.__dict__["_kept"] = _Commit(every[source][0], kept, before.generation, before.shards)
+        before, number = self._kept, every[source][0][1]
+        self.__dict__["_kept"] = _Commit(number, kept, before.generation, before.shards)
         self._restore_parts()
         for name, part in self._sharded():
-            part.regain_shards(comm, before.shards[name])
-        self._keep(every[source][0], kept, comm)
-        self.__dict__["comm"] = comm
+            part.regain_shards(comm, None if joined else before.shards[name])
+        self._keep(number, kept, comm)
+        self.__dict__.update({"comm": comm, "_synced": True, "_grows": grows})
         for name in names:
-            if isinstance(self._parts[name], Rebindable):
-                self._parts[name].rebind(comm)
+            part = self._parts[name]
+            rebind = _keeper_of(part).rebind
+            if rebind is not None:
+                rebind(part, comm)
+            elif isinstance(part, Rebindable):
+                part.rebind(comm)
 
-    def _take_latest(self, comm: Communicator) -> None:
-        """Have in place the latest commit that some rank of ``comm`` has there."""
+    @property
+    def _version(self) -> list[int]:
+        """What is greater for the rank that is further, and least for one that has joined."""
+        return [int(self._synced), self._kept.number]
+
+    def _take_latest(self, comm: Communicator) -> bool:
+        """Have in place the latest commit that some rank of ``comm`` has there.
+
+        Returns:
+            Whether this rank has joined, and holds nothing of it.
+        """
         known = [each.version for each in (self._kept, self._pending) if each is not None]
-        every: list[list[list[int]]] = comm.all_gather_object(known)
-        latest = max(versions[0] for versions in every)
-        behind = [rank for rank, versions in enumerate(every) if latest not in versions]
+        every: list[tuple[bool, list[list[int]]]]
+        every = comm.all_gather_object((self._synced, known))
+        # At the very first nobody has been in a sync, and all count.
+        counting = any(synced for synced, _ in every)
+        latest = max(versions[0] for synced, versions in every if synced is counting)
+        behind = [
+            rank
+            for rank, (synced, versions) in enumerate(every)
+            if synced is counting and latest not in versions
+        ]
         if behind:
             raise StateLostError(
                 f"State: ranks {behind} have nothing of commit {latest[0]}, and a part is cut over "
                 f"the ranks [rank {comm.rank} of {comm.size}]. Start all ranks again."
             )
+        if self._synced is not counting:
+            return True
         if self._kept.version != latest:
             self.__dict__.update({"_kept": self._pending, "_pending": None})
+        return False
 
     def _from_first(self, group: Communicator, digests: dict[Path, bytes]) -> dict[str, Any]:
         """Return the parts of the group's rank 0, of which only what differs is sent."""
         every = [dict(each) for each in group.all_gather_object(list(digests.items()))]
-        here = _leaves(self._kept.parts)
+        here = leaves(self._kept.parts)
         paths = list(every[0])
         missing = [
             number
@@ -341,25 +363,27 @@ class State:
         sent = None
         if group.rank == 0:
             numbers = iter(range(len(paths)))
-            outline = _mapped(self._kept.parts, lambda path, value: next(numbers))
-            sent = [_plain(outline), [here[paths[number]] for number in missing]]
+            outline = mapped(self._kept.parts, lambda path, value: next(numbers))
+            sent = [plain(outline), [here[paths[number]] for number in missing]]
         outline, values = group.broadcast_object(sent)
         if group.rank == 0:
             kept: dict[str, Any] = self._kept.parts
             return kept
         found = dict(zip(missing, values))
-        received: dict[str, Any] = _mapped(
-            outline, lambda _, number: found[number] if number in found else here[paths[number]]
+        # Copied, as what was received together may share memory, and is written to later.
+        received: dict[str, Any] = mapped(
+            outline,
+            lambda _, number: copied(found[number]) if number in found else here[paths[number]],
         )
         return received
 
-    def _copies(self, taken: Mapping[str, int]) -> dict[str, Any]:
+    def _copies(self, taken: Mapping[str, int], rooms: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name in self._parts if not self._is_cut(name)]
-        return {name: _copied(self._copy(name, taken)) for name in names}
+        return {name: copied(self._copy(name, taken), rooms.get(name)) for name in names}
 
     def _copy(self, name: str, taken: Mapping[str, int]) -> Any:
         part = self._parts[name]
-        return part.state_dict(taken[name]) if name in taken else _kind_of(part).copy(part)
+        return part.state_dict(taken[name]) if name in taken else _keeper_of(part).copy(part)
 
     def _refuse_unknown(self, path: Path, value: Any) -> None:
         try:
@@ -372,13 +396,3 @@ class State:
                 "and what has state_dict() and load_state_dict() can be kept. For others call "
                 "elastic.register(cls, copy, load)."
             ) from error
-
-
-def _plain(outline: Any) -> Any:
-    """Return an outline with dicts, lists and tuples of Python's own alone, to be sent."""
-    if isinstance(outline, dict):
-        return {key: _plain(value) for key, value in outline.items()}
-    if isinstance(outline, (list, tuple)):
-        kind = tuple if isinstance(outline, tuple) else list
-        return kind(map(_plain, outline))
-    return outline

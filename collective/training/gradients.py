@@ -148,9 +148,9 @@ class Gradients:
         Returns:
             Whether all ranks have what reduces beside a backward pass: the same on all of them.
         """
-        mine = [tuple(parameter) for parameter in self.parameters]
-        found = self.comm.all_gather_object([mine, _overlaps(self.comm)])
-        every: list[list[Any]] = [theirs for theirs, _ in found]
+        mine: list[Any] = [tuple(parameter) for parameter in self.parameters]
+        found = self.comm.all_gather_object((mine, _overlaps(self.comm)))
+        every = [theirs for theirs, _ in found]
         for rank, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
@@ -224,7 +224,13 @@ class Gradients:
                 self._bucket_of[number] = bucket
 
     def _settle(self) -> None:
-        """Lay out the buckets in rank 0's order of arrival, if that is another one."""
+        """Lay out the buckets in rank 0's order of arrival, if that is another one.
+
+        Gradients arrive in about one order in all passes. A bucket of such as arrive one after the
+        other is full early, and is reduced while later layers' gradients are still computed.
+        """
+        # One rank's for all: what arrives at one time may do so in another order elsewhere, and
+        # buckets are folded elementwise.
         self._settled = True
         seen = set(self._arrived)
         late = [number for number in range(len(self.parameters)) if number not in seen]
@@ -360,6 +366,9 @@ class Gradients:
 
     def _launch(self, all_of_them: bool) -> None:
         """Start the reductions of full buckets, in order; the last one only if ``all_of_them``.
+
+        In the buckets' order, and not as they are full: that may be another one on each rank, and
+        collective calls are made by all ranks in one order. A full one waits for those before it.
 
         Whoever starts the last waits for it anyway: it needs nobody in the background.
         """

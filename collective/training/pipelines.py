@@ -3,18 +3,13 @@
 A model is cut into stages, one a rank, and a batch into micro-batches. A micro-batch goes forward
 through the stages from the first to the last, and its gradient back. Two orders are known here:
 
-======== =========================================================== ===========================
-schedule what a rank does                                            micro-batches kept at most
-======== =========================================================== ===========================
-gpipe    all forward passes, then all backward passes                all
-         (Y. Huang et al., "GPipe: Efficient Training of Giant
-         Neural Networks using Pipeline Parallelism", 2019)
-1f1b     so many forward passes as there are stages after its own,   ``stages - rank``
-         then one forward and one backward pass in turn, then the
-         backward passes that are left (D. Narayanan et al.,
-         "Efficient Large-Scale Language Model Training on GPU
-         Clusters Using Megatron-LM", 2021, section 2.2.1)
-======== =========================================================== ===========================
+- ``gpipe``: all forward passes, then all backward passes; a stage keeps all micro-batches.
+  (Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+  Parallelism", 2019.)
+- ``1f1b``: so many forward passes as there are stages after its own, then one forward and one
+  backward pass in turn, then the backward passes that are left; a stage keeps ``stages - rank``
+  micro-batches at most. (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+  Clusters Using Megatron-LM", 2021, section 2.2.1.)
 
 Both end a step with all micro-batches through ("flush"), so that its gradients are those of the
 whole batch; both take the same time. There is no framework and no transport here.
@@ -42,7 +37,7 @@ __all__ = [
     "replay",
 ]
 
-Kind = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 #: The orders that are known.
 SCHEDULES = "1f1b", "gpipe"
@@ -53,7 +48,7 @@ REDUCTIONS = "mean", "sum"
 class Action(NamedTuple):
     """One pass of one micro-batch through a stage."""
 
-    kind: Kind
+    kind: Direction
     microbatch: int
 
 
@@ -66,7 +61,7 @@ class Span(NamedTuple):
         cpu: seconds that the thread which ran it was on a processor.
     """
 
-    kind: Kind
+    kind: Direction
     microbatch: int
     start: float
     end: float
@@ -152,7 +147,7 @@ def least_idle(stages: int, microbatches: int) -> float:
 
 
 def replay(
-    actions: Sequence[Sequence[Action]], seconds: Sequence[Mapping[Kind, float]]
+    actions: Sequence[Sequence[Action]], seconds: Sequence[Mapping[Direction, float]]
 ) -> list[list[Span]]:
     """Return when everything would run on ranks that wait for nothing but each other.
 

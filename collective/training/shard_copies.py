@@ -31,6 +31,10 @@ class Sharded(Protocol):
     def regain_shards(self, comm: Communicator, kept: Any, /) -> Any:
         """Cut what the ranks of ``comm`` hold over them. Collective.
 
+        Args:
+            comm: the ranks.
+            kept: what :meth:`keep_shards` has returned; None of a rank that has joined.
+
         Raises:
             StateLostError: they do not hold all of it; on all of them.
         """

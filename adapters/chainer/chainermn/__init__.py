@@ -38,6 +38,7 @@ __all__ = [
     "register",
 ]
 
+#: What ChainerMN knows it by: ``chainermn.create_communicator(NAME)``.
 NAME = "collective"
 #: ChainerMN's communicators, those of versions before 7 too, for which ours can stand.
 REPLACED = (

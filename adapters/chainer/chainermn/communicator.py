@@ -13,6 +13,7 @@ from chainermn.communicators.communicator_base import CommunicatorBase
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
+from collective.memory.annotations import Framework
 
 from . import arrays as messages
 from .gradients import PackedGradients
@@ -212,7 +213,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         self._framework(x, root)
         return self.comm.broadcast(x, root=root)
 
-    def _framework(self, x: Any, root: int) -> str | None:
+    def _framework(self, x: Any, root: int) -> Framework | None:
         """Return what arrays from the root are to be like: ``x``, which it alone has."""
         if not self._gpus:
             return None

@@ -12,7 +12,7 @@ import chainer
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
-from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.layered import BlockGrid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
 
@@ -92,7 +92,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         self._cuts = batch, channels, tuple(data)
         self._recompute, self._halo, self._strict = recompute, halo, strict
         self._inputs, self._outputs = inputs, outputs
-        self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
+        self._grid = None if comm is None else BlockGrid(comm, batch, channels, tuple(data))
         self._own = filters == "own"
         self._filters = self.filters_of(link)
         self.joined: tuple[str, ...] = ()

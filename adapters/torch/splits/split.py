@@ -12,7 +12,7 @@ import torch
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.chained import Chained
-from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.layered import BlockGrid, Layered
 from collective.training.splits.options import check_axes, check_options
 from collective.training.splits.report import MemoryReport, Verification
 
@@ -122,7 +122,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self._parts = batch, channels, tuple(data)
         self._recompute, self._halo, self._strict = recompute, halo, strict
         self._inputs, self._outputs = inputs, outputs
-        self._grid = None if comm is None else Grid(comm, batch, channels, tuple(data))
+        self._grid = None if comm is None else BlockGrid(comm, batch, channels, tuple(data))
         self._own = filters == "own"
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():

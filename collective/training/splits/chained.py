@@ -12,7 +12,7 @@ from typing import Any
 
 from .blocks import Step, Value, order, wanted
 from .exchanges import Exchanges
-from .layered import Grid, Layered, fetch
+from .layered import BlockGrid, Layered, fetch
 from .serial import Serial, read_by
 from .windows import pieces
 
@@ -25,7 +25,7 @@ class Chained:
     Collective: the ranks make the same calls in the same order.
     """
 
-    def __init__(self, arrays: Exchanges, grid: Grid, recompute: bool) -> None:
+    def __init__(self, arrays: Exchanges, grid: BlockGrid, recompute: bool) -> None:
         self._arrays = arrays
         self._grid = grid
         self._layered = Layered(arrays, grid)

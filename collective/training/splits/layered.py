@@ -37,10 +37,10 @@ from .options import check_axes
 from .serial import CHANNELS, dimension, select_rows
 from .windows import overlap, pieces
 
-__all__ = ["Grid", "Layered", "fetch"]
+__all__ = ["BlockGrid", "Layered", "fetch"]
 
 
-class Grid:
+class BlockGrid:
     """Which block each rank of a communicator has.
 
     Collective: every rank of ``comm`` makes it, with the same numbers.
@@ -69,14 +69,13 @@ class Grid:
                 f"Split: batch={batch}, channels={channels}, data={tuple(data)} are "
                 f"{math.prod(extents)} pieces; one for each of the {comm.size} ranks of comm."
             )
-        places = list(itertools.product(*map(range, extents)))
-        mine = places[comm.rank]
+        grid = comm.grid(extents)
+        mine = grid.coords
         groups: list[Communicator | None] = []
         for axis, extent in enumerate(extents):
             group = None
             if extent > 1:
-                others = (*mine[:axis], 0, *mine[axis + 1 :])
-                group = comm if extent == comm.size else comm.split(places.index(others))
+                group = comm if extent == comm.size else grid.along(axis)
             groups.append(group)
         self.comm = comm
         self.parts = (batch, *data)
@@ -84,7 +83,7 @@ class Grid:
         self.groups = (groups[0], *groups[2:])
         self.channels, self.channel, self.channel_group = channels, mine[1], groups[1]
 
-    def reaching(self, axes: int) -> Grid:
+    def reaching(self, axes: int) -> BlockGrid:
         """Return the grid of arrays with ``axes`` data axes: the further ones are not cut.
 
         Raises:
@@ -116,7 +115,7 @@ class Layered:
     Collective: the ranks make the same calls in the same order.
     """
 
-    def __init__(self, arrays: Exchanges, grid: Grid) -> None:
+    def __init__(self, arrays: Exchanges, grid: BlockGrid) -> None:
         self._arrays = arrays
         self._grid = grid
         # The channels that the pieces have, where they have not all of them.

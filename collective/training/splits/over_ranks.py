@@ -9,7 +9,7 @@ from collective.training.splits.blocks import Step, Value
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
 from collective.training.splits.filters import Filters
-from collective.training.splits.layered import Grid, Layered
+from collective.training.splits.layered import BlockGrid, Layered
 from collective.training.splits.options import check_same
 
 __all__ = ["OverRanks"]
@@ -32,7 +32,7 @@ class OverRanks:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: BlockGrid,
         layered: Layered | Chained,
         exchanges: Exchanges,
         parameters: Sequence[Any],
