@@ -83,6 +83,7 @@ class ThreadsBackend(OneSided):
         any_source=True,
         detects_lost_peers=True,
         shrinks=True,
+        grows=True,
     )
 
     def __init__(self, hub: _Shared, rank: int) -> None:

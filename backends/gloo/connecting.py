@@ -12,12 +12,12 @@ import contextlib
 import hmac
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collective.errors import BackendError
+from collective.errors import BackendError, CommunicatorAbortedError
 
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
     from collective.contract.world import World
 
-__all__ = ["Connector"]
+__all__ = ["Connector", "is_shrunk"]
 
 # Every communicator has a process group for collectives, with a thread, and one for messages.
 _GROUPS = (("collectives", 1), ("messages", 0))
@@ -46,6 +46,7 @@ class Connector:
         ranks: their numbers there.
         where: the operation, for errors.
         timeout: seconds.
+        look: raises if it is known otherwise that the others will not all connect.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class Connector:
         ranks: Sequence[int],
         where: str,
         timeout: float,
+        look: Callable[[], None],
     ) -> None:
         self._world = world
         self._channel = channel
         self._parent = parent
         self._ranks = ranks
         self._where = where
+        self._look = look
         self._end = time.monotonic() + timeout
         self._key = channel.secret.key("gloo")
 
@@ -95,7 +98,13 @@ class Connector:
         group, flaw = None, ""
         try:
             left = max(0.0, self._end - time.monotonic())
-            group = process_group(meeting, rank, size, listening, threads, left)
+            watching = self._parent.wait(self._where, left)
+
+            def look() -> None:
+                watching.check()
+                self._look()
+
+            group = process_group(meeting, rank, size, listening, threads, left, look)
             self._prove(name, group)
         except BackendError as error:
             # Its text alone: of its traceback this frame is part, and would keep Gloo's sockets.
@@ -180,6 +189,18 @@ class Connector:
         while len(offered := self._channel.offered(name)) < self._channel.size:
             if flaw and time.monotonic() >= patience:
                 raise BackendError(flaw, "gloo")
-            wait.turn()
+            self._look()
+            try:
+                wait.turn()
+            except CommunicatorAbortedError:
+                # Who shrinks has connected with all, this rank too, which would hear of it next.
+                if flaw or not is_shrunk(self._channel):
+                    raise
+                break
         self._channel.withdraw(name)
         return [text for _, text in sorted(offered.items()) if text]
+
+
+def is_shrunk(channel: Channel) -> bool:
+    """Tell whether a rank has come out of connecting and gone on to the next generation."""
+    return channel.failure is not None and channel.failure.kind == "shrink"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +18,8 @@ import torch.distributed
 from collective.contract.forking import keep_in_children
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
+
+from .waiting import Elsewhere
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
@@ -34,6 +37,12 @@ _TASKS = "/proc/self/task"
 _IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
 # Shorter than Gloo's smallest unit it would mean "for ever".
 _CUT_S = 0.001
+# How often it is looked whether those who are awaited will connect at all, and how long Gloo may
+# take to notice that nobody waits any more.
+_LOOK_S, _GIVE_UP_S = 0.02, 2.0
+# What Gloo lets the peers know: the lengths of a name and of an address (a sockaddr_storage and a
+# number), each before what it is of, and the number that each peer is to say when it connects.
+_NUMBER_BYTES = 8
 
 
 def seconds(number: float) -> timedelta:
@@ -128,10 +137,13 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         self._wait_for = wait_for
         # What waiting raised: Gloo hands on no more than its text.
         self.raised: BaseException | None = None
+        self._given_up = False
+        self._own = b""
 
     def set(self, key: str, value: Any) -> None:
         """Offer this rank's address."""
-        self._channel.offer(self._name, bytes(value).hex())
+        self._own = bytes(value)
+        self._channel.offer(self._name, self._own.hex())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all ``keys`` are there. The deadline is ours, not Gloo's."""
@@ -143,6 +155,8 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         rank, wait = int(key.rpartition("/")[2]), None
         try:
             while (text := self._channel.offered(self._name).get(rank)) is None:
+                if self._given_up:
+                    raise BackendError("gloo: connecting was given up", "gloo")
                 wait = wait or self._wait_for(rank)
                 wait.turn()
             return bytes.fromhex(text)
@@ -150,9 +164,30 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
             self.raised = error
             raise
 
+    def give_up(self) -> None:
+        """End the waits of whoever connects by this.
+
+        Of two ranks one connects and the other waits for that, in Gloo, which nobody interrupts: if
+        the one has died it waits five times the deadline that it was given. But it takes whoever
+        says the right number for the peer, and that is this rank itself then.
+        """
+        self._given_up = True
+        for address, number in _expected(self._own):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(address, _GIVE_UP_S) as sock,
+            ):
+                sock.sendall(number)
+
 
 def process_group(
-    meeting: AddressStore, rank: int, size: int, listening: Any, threads: int, timeout: float
+    meeting: AddressStore,
+    rank: int,
+    size: int,
+    listening: Any,
+    threads: int,
+    timeout: float,
+    look: Callable[[], None],
 ) -> Any:
     """Return a process group, connected to those of the other ranks.
 
@@ -163,27 +198,68 @@ def process_group(
         listening: what :func:`device` returned.
         threads: how many collectives can run at once; messages need none.
         timeout: seconds.
+        look: called again and again meanwhile; raises if the others will not all connect.
 
     Raises:
         BackendError: the connection failed.
-        Exception: what ``meeting`` raised while it waited.
+        Exception: what ``look`` raised, or ``meeting`` while it waited.
     """
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [listening]
     options._threads = threads
     options._timeout = seconds(timeout)
+    made: list[Any] = []
+    failed: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            made.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
+        except BaseException as error:  # whatever it is, it is that of the thread which waits
+            failed.append(error)
+
+    # Not in this thread: a peer may die meanwhile, and Gloo would wait for it.
+    making = Elsewhere(make)
     try:
-        made = _dist.ProcessGroupGloo(meeting, rank, size, options)
-        keep_in_children(made)
-        return made
-    except BaseException as error:
-        if meeting.raised is not None:
-            raise meeting.raised from None
-        if not isinstance(error, RuntimeError):
-            raise
-        raise BackendError(
-            f"gloo: connecting {size} ranks: {_first_line(error)} [rank {rank}]", "gloo"
-        ) from error
+        while not making.over.acquire(timeout=_LOOK_S):
+            look()
+    except BaseException:
+        meeting.give_up()
+        # Longer it takes only where a host does not answer: then Gloo's own deadline ends it.
+        if making.over.acquire(timeout=_GIVE_UP_S) and made:
+            cut(made[0], rank, size)
+        raise
+    if made:
+        keep_in_children(made[0])
+        return made[0]
+    error = failed.pop()
+    if meeting.raised is not None:
+        raise meeting.raised from None
+    if not isinstance(error, RuntimeError):
+        raise error
+    raise BackendError(
+        f"gloo: connecting {size} ranks: {_first_line(error)} [rank {rank}]", "gloo"
+    ) from error
+
+
+def _expected(own: bytes) -> list[tuple[tuple[str, int], bytes]]:
+    """Return where a rank listens, and what its peers say there; nothing if that is not clear.
+
+    Args:
+        own: what Gloo lets the peers know of it.
+    """
+    start = _NUMBER_BYTES + int.from_bytes(own[:_NUMBER_BYTES], sys.byteorder)
+    end = start + _NUMBER_BYTES
+    end += int.from_bytes(own[start:end], sys.byteorder)
+    address, numbers = own[start + _NUMBER_BYTES : end], own[end:]
+    family = int.from_bytes(address[:2], sys.byteorder)
+    hosts = {int(socket.AF_INET): address[4:8], int(socket.AF_INET6): address[8:24]}
+    try:
+        host = socket.inet_ntop(family, hosts[family])
+    except (KeyError, ValueError):
+        return []  # another version of Gloo: its own deadline ends the wait
+    listening = host, int.from_bytes(address[2:4], "big")
+    starts = range(0, len(numbers), _NUMBER_BYTES)
+    return [(listening, numbers[at : at + _NUMBER_BYTES]) for at in starts]
 
 
 def cut(group: Any, rank: int, size: int) -> None:

@@ -28,7 +28,7 @@ from collective.errors import CollectiveError, RendezvousError
 from collective.memory.buffer import Buffer
 
 from . import exchanges
-from .connecting import Connector
+from .connecting import Connector, is_shrunk
 from .engine import device, ended
 from .messages import Messenger, limit
 from .tensors import GlooFold, as_bytes, gloo_fold
@@ -58,7 +58,7 @@ class GlooBackend(Messenger):
 
     name = "gloo"
     capabilities = Capabilities(
-        across_hosts=True, any_source=True, detects_lost_peers=True, shrinks=True
+        across_hosts=True, any_source=True, detects_lost_peers=True, shrinks=True, grows=True
     )
 
     def __init__(self, world: World, channel: Channel, listening: Any) -> None:
@@ -78,7 +78,8 @@ class GlooBackend(Messenger):
         try:
             if short := shortage(self.descriptors(range(world.size))):
                 channel.abort(Failure("aborted", world.rank, f"rank {world.rank}: {short}"))
-            self._connect(channel, range(world.size), "connect", end - time.monotonic())
+            left = end - time.monotonic()
+            self._connect(channel, range(world.size), "connect", left, world.store.check)
         except CollectiveError as error:
             raise RendezvousError(
                 f"gloo: the ranks have met and cannot connect [rank {world.rank} of "
@@ -89,21 +90,31 @@ class GlooBackend(Messenger):
     def group(self, ranks: Sequence[int], timeout: float) -> GlooBackend:
         self.refuse_broken("group")
         child = type(self)(self._world, self.channel.group(ranks), self._listening)
-        child._connect(self.channel, ranks, "group", timeout)
+        child._connect(self.channel, ranks, "group", timeout, lambda: None)
         return child
 
     def descriptors(self, ranks: Sequence[int]) -> int:
         return 2 * (len(ranks) - 1)  # a connection a peer, for collectives and for messages
 
-    def _connect(self, channel: Channel, ranks: Sequence[int], where: str, timeout: float) -> None:
-        """Connect with the others of ``ranks``, who are watched through ``channel``."""
+    def _connect(
+        self,
+        channel: Channel,
+        ranks: Sequence[int],
+        where: str,
+        timeout: float,
+        look: Callable[[], None],
+    ) -> None:
+        """Connect with the others of ``ranks``, watched through ``channel`` and by ``look``."""
         channel.check(where, ())
         self._running = where
         try:
-            connector = Connector(self._world, self.channel, channel, ranks, where, timeout)
+            connector = Connector(self._world, self.channel, channel, ranks, where, timeout, look)
             self._groups, self._listening = connector.connect(self._listening)
             self.channel.on_failure.append(_cutter(self))
-            self.channel.check(where, ())  # or it broke before
+            if is_shrunk(self.channel):
+                self._cut()  # the first call tells why
+            else:
+                self.channel.check(where, ())  # or it broke before
         except BaseException:
             self.close()
             raise

@@ -26,8 +26,8 @@ from collective.contract.backend import Backend
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
-from .places import Places, part, put, room, take
 from .steps import Scaled, Steps
+from .topology import Topology, part, put, room, take
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
@@ -44,7 +44,7 @@ class TwoLevel(Backend):
         _inner: connects the ranks of this host, numbered by place.
         _across: connects the ranks at this place of all hosts, numbered by host; None if
             there is one host only, or not every host has this place.
-        _places: who is where.
+        _topology: who is where.
         shared_bytes: from here on a message is cut into parts, one a place.
     """
 
@@ -56,7 +56,7 @@ class TwoLevel(Backend):
     _outer: Backend
     _inner: Backend
     _across: Backend | None
-    _places: Places
+    _topology: Topology
 
     @abstractmethod
     def explained(
@@ -70,19 +70,19 @@ class TwoLevel(Backend):
 
     def _regroups(self, op: ReduceOp, ordered: bool) -> bool:
         """Tell whether a fold may be made host by host."""
-        places = self._places
-        return places.levels and not ordered and (op.commutative or places.in_order)
+        topology = self._topology
+        return topology.levels and not ordered and (op.commutative or topology.in_order)
 
     def agree(self, request: Request, timeout: float) -> None:
         self._outer.agree(request, timeout)
 
     def plan(self, request: Request) -> Plan:
         operation = request.operation
-        one_level = not self._places.levels or operation == "scan"
+        one_level = not self._topology.levels or operation == "scan"
         if request.op is not None:
             one_level = one_level or not self._regroups(request.op, request.ordered)
         if operation == "reduce_scatter":
-            one_level = one_level or not self._places.even
+            one_level = one_level or not self._topology.even
         if one_level:
             return self._outer.plan(request)
         return partial(getattr(self, f"_{operation}_in"), Steps(self.explained, request))
@@ -91,30 +91,30 @@ class TwoLevel(Backend):
         with steps.within(timeout):
             # All of this host are there; then all hosts; only then is anybody let go.
             steps.run(0, self._inner, "barrier", None, None)
-            if self._places.local_rank == 0 and self._across is not None:
+            if self._topology.local_rank == 0 and self._across is not None:
                 steps.run(1, self._across, "barrier", None, None)
             steps.run(2, self._inner, "barrier", None, None)
 
     def _broadcast_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
-        places, root = self._places, steps.request.root
-        host, gateway = places.host_of(root), self._gateway(root)
+        topology, root = self._topology, steps.request.root
+        host, gateway = topology.host_of(root), self._gateway(root)
         parts = self._parts(dst, gateway)
-        mine = part(dst, parts, places.local_rank)
+        mine = part(dst, parts, topology.local_rank)
         with steps.within(timeout):
-            if places.host == host:
-                to = places.local.index(root)
+            if topology.host == host:
+                to = topology.local.index(root)
                 steps.run(0, self._inner, "broadcast", dst, dst, root=to)
             # A place with nothing to carry stays out of it: of a short message all but the gateway.
             if mine.count and self._across is not None:
                 steps.run(1, self._across, "broadcast", mine, mine, root=host)
-            if places.host != host:
+            if topology.host != host:
                 steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
     @np.errstate(all="ignore")
     def _all_reduce_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
         scaled = Scaled(steps.request.op, src.dtype, self.size)
         op, parts = scaled.op, self._parts(src, 0)
-        mine = part(dst, parts, self._places.local_rank)
+        mine = part(dst, parts, self._topology.local_rank)
         with steps.within(timeout):
             source = scaled.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
@@ -128,15 +128,15 @@ class TwoLevel(Backend):
 
     @np.errstate(all="ignore")
     def _reduce_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
-        places, root = self._places, steps.request.root
+        topology, root = self._topology, steps.request.root
         scaled = Scaled(steps.request.op, src.dtype, self.size)
-        op, host, gateway = scaled.op, places.host_of(root), self._gateway(root)
+        op, host, gateway = scaled.op, topology.host_of(root), self._gateway(root)
         parts = self._parts(src, gateway)
         if dst is not None:
-            mine = part(dst, parts, places.local_rank)
+            mine = part(dst, parts, topology.local_rank)
         else:
-            mine = Buffer.empty(parts[places.local_rank], src.dtype)
-        at_root = places.host == host
+            mine = Buffer.empty(parts[topology.local_rank], src.dtype)
+        at_root = topology.host == host
         with steps.within(timeout):
             source = scaled.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
@@ -145,22 +145,22 @@ class TwoLevel(Backend):
                 steps.run(1, self._across, "reduce", mine, result, op=op, root=host, count=count)
             if at_root:
                 scaled.leave(mine)
-                to = places.local.index(root)
+                to = topology.local.index(root)
                 steps.run(2, self._inner, "gather", mine, dst, root=to, elements=parts)
 
     @np.errstate(all="ignore")
     def _reduce_scatter_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
         # The parts for the ranks of one local rank on all hosts are folded by the rank of that
         # local rank here, so that they are where they belong when they have crossed.
-        places, counts = self._places, steps.request.elements
+        topology, counts = self._topology, steps.request.elements
         scaled = Scaled(steps.request.op, src.dtype, self.size)
         op = scaled.op
-        mine = [counts[rank] for rank in places.at(places.local_rank)]
+        mine = [counts[rank] for rank in topology.at(topology.local_rank)]
         folded = Buffer.empty(sum(mine), src.dtype)
         with steps.within(timeout):
             source = scaled.enter(src)
             for host, (start, stop) in enumerate(pairwise(pieces.limits(mine))):
-                members = places.members[host]
+                members = topology.members[host]
                 elements = [counts[rank] for rank in members]
                 steps.run(
                     1 + host, self._inner, "reduce_scatter",
@@ -177,19 +177,21 @@ class TwoLevel(Backend):
             scaled.leave(dst)
 
     def _scatter_in(self, steps: Steps, src: Buffer | None, dst: Buffer, timeout: float) -> None:
-        places, counts, root = self._places, steps.request.elements, steps.request.root
-        order = list(chain(*places.members))
-        host, gateway = places.host_of(root), self._gateway(root)
-        blocks = [sum(counts[rank] for rank in members) for members in places.members]
-        mine = [counts[rank] for rank in places.local]
+        topology, counts, root = self._topology, steps.request.elements, steps.request.root
+        order = list(chain(*topology.members))
+        host, gateway = topology.host_of(root), self._gateway(root)
+        blocks = [sum(counts[rank] for rank in members) for members in topology.members]
+        mine = [counts[rank] for rank in topology.local]
         whole = None if src is None else take(src, counts, order)
-        at_root, here = places.host == host, places.local_rank == gateway
+        at_root, here = topology.host == host, topology.local_rank == gateway
         with steps.within(timeout):
-            if at_root and places.members[host][gateway] != root:
+            if at_root and topology.members[host][gateway] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
-                everything = [sum(blocks) * (each == gateway) for each in range(len(places.local))]
-                sender = places.local.index(root)
+                everything = [
+                    sum(blocks) * (each == gateway) for each in range(len(topology.local))
+                ]
+                sender = topology.local.index(root)
                 steps.run(
                     0, self._inner, "scatter", whole, moved, root=sender, elements=everything
                 )  # fmt: skip
@@ -201,18 +203,18 @@ class TwoLevel(Backend):
                     start = sum(blocks[:host])
                     block = whole.part(start, start + blocks[host])
                 else:
-                    block = Buffer.empty(blocks[places.host], dst.dtype)
+                    block = Buffer.empty(blocks[topology.host], dst.dtype)
                 steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
             given = block if here else None
             steps.run(2, self._inner, "scatter", given, dst, root=gateway, elements=mine)
 
     def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
-        places, counts, root = self._places, steps.request.elements, steps.request.root
-        order = list(chain(*places.members))
-        host, gateway = places.host_of(root), self._gateway(root)
-        blocks = [sum(counts[rank] for rank in members) for members in places.members]
-        mine = [counts[rank] for rank in places.local]
-        at_root, here = places.host == host, places.local_rank == gateway
+        topology, counts, root = self._topology, steps.request.elements, steps.request.root
+        order = list(chain(*topology.members))
+        host, gateway = topology.host_of(root), self._gateway(root)
+        blocks = [sum(counts[rank] for rank in members) for members in topology.members]
+        mine = [counts[rank] for rank in topology.local]
+        at_root, here = topology.host == host, topology.local_rank == gateway
         result = None if dst is None else room(dst, counts, order)
         whole, block = None, None
         if here and at_root:
@@ -220,34 +222,36 @@ class TwoLevel(Backend):
             start = sum(blocks[:host])
             block = whole.part(start, start + blocks[host])
         elif here:
-            block = Buffer.empty(blocks[places.host], src.dtype)
+            block = Buffer.empty(blocks[topology.host], src.dtype)
         with steps.within(timeout):
             steps.run(0, self._inner, "gather", src, block, root=gateway, elements=mine)
             if here and self._across is not None:
                 assert block is not None
                 steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
-            if at_root and places.members[host][gateway] != root:
+            if at_root and topology.members[host][gateway] != root:
                 # As in scatter(): another has taken the root's part.
-                everything = [sum(blocks) * (each == gateway) for each in range(len(places.local))]
+                everything = [
+                    sum(blocks) * (each == gateway) for each in range(len(topology.local))
+                ]
                 given = whole or Buffer.empty(0, src.dtype)
-                to = places.local.index(root)
+                to = topology.local.index(root)
                 steps.run(2, self._inner, "gather", given, result, root=to, elements=everything)
         if dst is not None:
             assert result is not None
             put(dst, counts, order, result)
 
     def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
-        places, counts = self._places, steps.request.elements
+        topology, counts = self._topology, steps.request.elements
         # Host after host: where that is not the ranks' order, it is put right at the end.
-        order = list(chain(*places.members))
+        order = list(chain(*topology.members))
         whole = room(dst, counts, order)
-        limits = pieces.limits([sum(counts[r] for r in each) for each in places.members])
-        start, stop = limits[places.host], limits[places.host + 1]
+        limits = pieces.limits([sum(counts[r] for r in each) for each in topology.members])
+        start, stop = limits[topology.host], limits[topology.host + 1]
         block = whole.part(start, stop)
         with steps.within(timeout):
-            mine = [counts[rank] for rank in places.local]
+            mine = [counts[rank] for rank in topology.local]
             steps.run(0, self._inner, "all_gather", src, block, elements=mine)
-            if places.local_rank == 0 and self._across is not None:
+            if topology.local_rank == 0 and self._across is not None:
                 blocks = [high - low for low, high in pairwise(limits)]
                 steps.run(1, self._across, "all_gather", block, whole, elements=blocks)
             # Its own block the host has already: what others sent is before it and behind it.
@@ -257,7 +261,7 @@ class TwoLevel(Backend):
         put(dst, counts, order, whole)
 
     def _all_to_all_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
-        local, request = self._places.local, steps.request
+        local, request = self._topology.local, steps.request
         sends, receives = request.elements, request.incoming
         others = [rank for rank in range(self.size) if rank not in local]
         into = room(dst, receives, local)
@@ -280,10 +284,10 @@ class TwoLevel(Backend):
     def _parts(self, buffer: Buffer, gateway: int) -> list[int]:
         """Return how ``buffer`` is cut: all for ``gateway`` as long as it is short."""
         short = buffer.nbytes < self.shared_bytes
-        return self._places.parts(buffer.count, gateway if short else None)
+        return self._topology.parts(buffer.count, gateway if short else None)
 
     def _gateway(self, root: int) -> int:
         """Return the local rank that crosses for ``root``: its own if all hosts have it, else 0."""
-        places = self._places
-        gateway = places.members[places.host_of(root)].index(root)
-        return gateway if gateway < places.common else 0
+        topology = self._topology
+        gateway = topology.members[topology.host_of(root)].index(root)
+        return gateway if gateway < topology.common else 0

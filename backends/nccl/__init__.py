@@ -6,18 +6,14 @@ neither NCCL nor CUDA.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from collective.lazy import on_demand
 
 if TYPE_CHECKING:
     from .transport import NcclBackend
+else:  # to a type checker it would mean that there is any name
+    # Whoever asks where the library is does not need the transport.
+    __getattr__, __dir__ = on_demand(__name__, {"NcclBackend": "transport"})
 
 __all__ = ["NcclBackend"]
-
-
-def __getattr__(name: str) -> Any:
-    # Whoever asks where the library is does not need the transport.
-    if name != "NcclBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .transport import NcclBackend
-
-    return NcclBackend

@@ -39,6 +39,8 @@ _BYTE = DTYPES["uint8"]
 # Of the types of 8 bits factors are not tried: NCCL wants them rounded to the type.
 _SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+# Those of which a plan knows whether all ranks' pieces are equally long.
+_PIECES = frozenset({"reduce_scatter", "scatter", "gather", "all_gather"})
 _ndarray = np.ndarray
 
 
@@ -81,10 +83,10 @@ class Collectives(Backend):
             return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
 
-    def _reduction(
-        self, op: ReduceOp, dtype: DType, request: Request, timeout: float
-    ) -> tuple[int, int]:
+    def _reduction(self, request: Request, timeout: float) -> tuple[int, int]:
         """Return NCCL's codes for what is not a plain operator, or refuse it."""
+        op, dtype = request.op, request.dtype
+        assert dtype is not None
         if not self.supports("reduce", op, dtype, False):
             raise UnsupportedError(
                 f"{request}: NCCL does not reduce {dtype} with {op} [rank {self.rank} of "
@@ -117,33 +119,35 @@ class Collectives(Backend):
         if operation == "barrier":  # does not wait for work on the GPUs
             return self._host.plan(request)
         on_gpu = partial(getattr(self, f"_enqueue_{operation}"), request)
+        if operation in _REDUCTIONS:
+            on_gpu = partial(on_gpu, (request.op.name, request.dtype))
+        if operation in _PIECES:
+            on_gpu = partial(on_gpu, _even(request.elements))
         if request.options.get("device") == "cuda":
             return on_gpu
         return partial(_where_it_is, self._host.plan(request), on_gpu)
 
-    def _codes_of(self, request: Request, timeout: float) -> tuple[NcclComm, int, int]:
-        """Return the communicator, and NCCL's codes for the dtype and the operator."""
-        comm, dtype = self._comm or self._open(request, timeout), request.dtype
-        assert dtype is not None
-        codes = self._codes.get((request.op.name, dtype))
-        return comm, *(codes or self._reduction(request.op, dtype, request, timeout))
-
     def _enqueue_all_reduce(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, fold: tuple[str, DType], src: Buffer, dst: Buffer, timeout: float
     ) -> None:
-        comm, dtype, op = self._codes_of(request, timeout)
+        comm = self._comm or self._open(request, timeout)
+        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
         if src.count:
-            given: Any = src.array
-            to: Any = dst.array
             self._enqueue(
-                given, request, timeout,
-                comm.all_reduce, given.address, to.address, src.count, dtype, op,
+                src.array, request, timeout,
+                comm.all_reduce, src.address, dst.address, src.count, dtype, op,
             )  # fmt: skip
 
     def _enqueue_reduce(
-        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+        self,
+        request: Request,
+        fold: tuple[str, DType],
+        src: Buffer,
+        dst: Buffer | None,
+        timeout: float,
     ) -> None:
-        comm, dtype, op = self._codes_of(request, timeout)
+        comm = self._comm or self._open(request, timeout)
+        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
         if src.count:
             to = 0 if dst is None else dst.address
             self._enqueue(
@@ -152,14 +156,21 @@ class Collectives(Backend):
             )  # fmt: skip
 
     def _enqueue_reduce_scatter(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self,
+        request: Request,
+        fold: tuple[str, DType],
+        even: bool,
+        src: Buffer,
+        dst: Buffer,
+        timeout: float,
     ) -> None:
-        comm, dtype, op = self._codes_of(request, timeout)
+        comm = self._comm or self._open(request, timeout)
+        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
         if not src.count:
             return
         counts = request.elements
-        function: Any = comm.reduce_scatter if _even(counts) else comm.reduce_scatter_v
-        lengths = _one_or_all(counts)
+        function: Any = comm.reduce_scatter if even else comm.reduce_scatter_v
+        lengths = counts[0] if even else counts
         self._enqueue(
             src.array, request, timeout, function, src.address, dst.address, lengths, dtype, op
         )  # fmt: skip
@@ -182,41 +193,41 @@ class Collectives(Backend):
             )  # fmt: skip
 
     def _enqueue_scatter(
-        self, request: Request, src: Buffer | None, dst: Buffer, timeout: float
+        self, request: Request, even: bool, src: Buffer | None, dst: Buffer, timeout: float
     ) -> None:
         comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(request.elements, dst.dtype)
-        if any(lengths):
-            function: Any = comm.scatter if _even(lengths) else comm.scatter_v
+        lengths = _one_or_all(request.elements, even, dst.dtype)
+        if lengths:
+            function: Any = comm.scatter if even else comm.scatter_v
             start = 0 if src is None else src.address
             self._enqueue(
                 dst.array, request, timeout,
-                function, start, dst.address, _one_or_all(lengths), _BYTE, request.root,
+                function, start, dst.address, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_gather(
-        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+        self, request: Request, even: bool, src: Buffer, dst: Buffer | None, timeout: float
     ) -> None:
         comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(request.elements, src.dtype)
-        if any(lengths):
-            function: Any = comm.gather if _even(lengths) else comm.gather_v
+        lengths = _one_or_all(request.elements, even, src.dtype)
+        if lengths:
+            function: Any = comm.gather if even else comm.gather_v
             to = 0 if dst is None else dst.address
             self._enqueue(
                 src.array, request, timeout,
-                function, src.address, to, _one_or_all(lengths), _BYTE, request.root,
+                function, src.address, to, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_all_gather(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, even: bool, src: Buffer, dst: Buffer, timeout: float
     ) -> None:
         comm = self._comm or self._open(request, timeout)
-        lengths = _in_bytes(request.elements, src.dtype)
-        if any(lengths):
-            function: Any = comm.all_gather if _even(lengths) else comm.all_gather_v
+        lengths = _one_or_all(request.elements, even, src.dtype)
+        if lengths:
+            function: Any = comm.all_gather if even else comm.all_gather_v
             self._enqueue(
                 src.array, request, timeout,
-                function, src.address, dst.address, _one_or_all(lengths), _BYTE,
+                function, src.address, dst.address, lengths, _BYTE,
             )  # fmt: skip
 
     def _enqueue_all_to_all(
@@ -247,9 +258,10 @@ def _where_it_is(
     return (host if isinstance(buffer.array, _ndarray) else on_gpu)(src, dst, timeout)
 
 
-def _one_or_all(lengths: Sequence[int]) -> int | Sequence[int]:
-    """Return the length that all ranks have, or else theirs one by one."""
-    return lengths[0] if _even(lengths) else lengths
+def _one_or_all(counts: Sequence[int], even: bool, dtype: DType) -> int | Sequence[int]:
+    """Return the bytes that all ranks have, or else theirs one by one, of which some aren't 0."""
+    itemsize = dtype.storage.itemsize
+    return counts[0] * itemsize if even else [count * itemsize for count in counts]
 
 
 def _even(counts: Sequence[int]) -> bool:

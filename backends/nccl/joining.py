@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from .library import NcclLibrary
 
-__all__ = ["IN_PROGRESS", "STEP_S", "Joining", "Poll", "in_thread", "initialise"]
+__all__ = ["IN_PROGRESS", "STEP_S", "Poll", "Unready", "in_thread", "initialise"]
 
 #: Looks at the deadline and at the ranks' health, and raises to give up.
 Poll = Callable[[], None]
 
 
-class Joining(Protocol):
+class Unready(Protocol):
     """A communicator of this process that is to come up."""
 
     library: NcclLibrary
@@ -44,7 +44,7 @@ IN_PROGRESS = 7
 STEP_S = 0.0005
 
 
-def initialise(comms: Sequence[Joining], unique_id: bytes, poll: Poll) -> None:
+def initialise(comms: Sequence[Unready], unique_id: bytes, poll: Poll) -> None:
     """Bring up communicators of this process; on an exception nothing is left of them."""
     library = comms[0].library
     if library.has("ncclCommInitRankConfig"):
@@ -65,7 +65,7 @@ def initialise(comms: Sequence[Joining], unique_id: bytes, poll: Poll) -> None:
         raise
 
 
-def _begin(comms: Sequence[Joining], name: str, unique_id: bytes, *config: int) -> int:
+def _begin(comms: Sequence[Unready], name: str, unique_id: bytes, *config: int) -> int:
     """Start what ``comms`` have to do; return the first result code that is no success."""
     library = comms[0].library
     function, identity = library.function(name), UniqueId.from_buffer_copy(unique_id)
@@ -81,7 +81,7 @@ def _begin(comms: Sequence[Joining], name: str, unique_id: bytes, *config: int) 
     return next(iter(failed or filter(None, codes)), 0)
 
 
-def _abort(comms: Sequence[Joining]) -> None:
+def _abort(comms: Sequence[Unready]) -> None:
     for comm in comms:
         comm._raw = comm._handle.value or 0
         comm.abort()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from collective import cuda
 from collective.backends.peers import levels
 from collective.backends.peers.channel import Channel, Monitored
 from collective.backends.peers.monitor import Monitor
@@ -77,7 +78,11 @@ class NcclBackend(Collectives, Monitored):
     name = "nccl"
     enqueues = True
     capabilities = Capabilities(
-        devices=frozenset({"cuda"}), across_hosts=True, detects_lost_peers=True, shrinks=True
+        devices=frozenset({"cuda"}),
+        across_hosts=True,
+        detects_lost_peers=True,
+        shrinks=True,
+        grows=True,
     )
 
     def __init__(self, host: Backend, channel: Channel, meeting: Meeting, devices: str) -> None:
@@ -102,6 +107,8 @@ class NcclBackend(Collectives, Monitored):
         self._batch: Batch | None = None
         self._sides: dict[Any, Stream] = {}
         self._closed = False
+        # Where the communicator's calls are counted.
+        self._ring: Any = None
         self._watch = Watch(channel)
         self._messages = NcclMessages(host, channel, self._watch, self._open_pair)
         self._blocks = Blocks(self._watch, weakref.WeakMethod(self._streams))
@@ -161,6 +168,7 @@ class NcclBackend(Collectives, Monitored):
 
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder
+        self._ring = recorder.ring
         self._plane.observe(recorder)
 
     def abort(self, failure: Failure) -> None:
@@ -250,11 +258,12 @@ class NcclBackend(Collectives, Monitored):
     def _enqueue(
         self, array: Any, request: Request, timeout: float, function: Any, *args: Any
     ) -> None:
+        # Each line here is part of every call's latency.
         if array.device is not self._device:
             self._refuse_device(array.device, request)
-        channel, watch, stream = self.channel, self._watch, array.effective_stream
-        recorder = channel.recorder
-        number = None if recorder is None else recorder.started
+        channel, watch, stream = self.channel, self._watch, cuda.forced.stream or array.stream
+        ring = self._ring
+        number = None if ring is None else ring.started
         # As Asked(…) does it, without a call of Python's; and Pending below.
         asked = _tuple(Asked, (request, timeout, _now() + timeout, None, number))
         if self._batch is not None:

@@ -15,18 +15,20 @@ from typing import Any, NoReturn, Protocol
 
 from collective.contract.backend import Backend, Note
 from collective.contract.failure import Failure
-from collective.contract.recorder import Recorder
+from collective.contract.recorder import Entry, Recorder
 from collective.contract.secret import Secret
 from collective.contract.stalls import look
+from collective.contract.store import Store
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     RendezvousError,
 )
-from collective.request import describe
+from collective.request import Request, describe
 
 from .link import Link, Message
+from .standby import Standby
 
 __all__ = ["WORLD", "Channel", "Monitored", "Unclosed", "Wait", "tell_dropped"]
 
@@ -47,6 +49,8 @@ _EXPLAIN_S = 1.0
 _REPORTED = 8
 # Polls in a row before a wait gives its core away, and before it sleeps.
 _SPINS, _YIELDS = 16, 2000
+# Of these ranks may pass arrays of different lengths, or None.
+_MAY_DIFFER = frozenset({"broadcast", "scatter", "gather", "all_gather", "all_to_all"})
 _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
 
@@ -71,7 +75,12 @@ class Monitoring(Protocol):
     @property
     def _lock(self) -> AbstractContextManager[Any, Any]: ...
 
+    @property
+    def standby(self) -> Standby | None: ...
+
     def gone(self) -> set[int]: ...
+
+    def look_around(self) -> None: ...
 
     def _say(self, message: Message) -> None: ...
 
@@ -92,6 +101,8 @@ class Channel:
         unfinished: returns the number of the oldest call that still runs on a device, after it
             has returned to the program; None if there is none, or no such transport.
         on_failure: called, in whatever thread, when ``failure`` has been set.
+        compares_on_arrival: whether the transport finds calls that differ by itself, once all ranks
+            have come: then a stall tells no differences that the ranks may turn out to have.
     """
 
     def __init__(self, monitor: Monitoring, name: str, members: tuple[int, ...]) -> None:
@@ -105,6 +116,7 @@ class Channel:
         self._calls: list[Recorder] = []
         self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
+        self.compares_on_arrival = False
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
         self._left_at: dict[int, tuple[float, int, str]] = {}
@@ -161,6 +173,8 @@ class Channel:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
             CollectiveTimeoutError: what the failure asks for.
         """
+        if self._monitor.hub_gone and self.failure is None:
+            self._monitor.look_around()
         if self.failure is not None:
             raise self._error(where)
         if self._left_at:
@@ -262,6 +276,11 @@ class Channel:
         gone = self._monitor.gone()
         lost = {rank for rank, member in enumerate(self.members) if member in gone}
         return (lost | self.left) - {self.rank}
+
+    def lasting(self, store: Store) -> Store:
+        """Return the world's store such that it outlives rank 0, if that is who serves it."""
+        standby = self._monitor.standby
+        return store if standby is None else standby.lasting(store)
 
     # -- what a rank tells ----------------------------------------------------------------
 
@@ -370,9 +389,16 @@ class Channel:
             ahead = recorder.entries(max(_REPORTED, started - finished))
             for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
                 header = json.loads(entry.request.header(entry.site))
-                entries.append([entry.sequence, entry.request.digest, entry.compares, header])
+                entries.append([entry.sequence, *self._compared(entry), header])
         report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
         self._monitor._say({**report, "channel": self.name})
+
+    def _compared(self, entry: Entry) -> tuple[int, bool]:
+        """Return by what other ranks' calls of this number are like this one."""
+        request = entry.request
+        if self.compares_on_arrival and request.operation in _MAY_DIFFER:
+            return Request(request.operation, root=request.root).digest, False
+        return request.digest, entry.compares
 
     def _lose(self, world_rank: int, why: str = "") -> None:
         rank = self.members.index(world_rank)
@@ -506,6 +532,9 @@ class Monitored(Backend):
 
     def lost(self) -> Set[int]:
         return self.channel.lost()
+
+    def lasting(self, store: Store) -> Store:
+        return self.channel.lasting(store)
 
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder

@@ -93,6 +93,7 @@ class Hub:
         self._ranks: dict[Link, int] = {}
         self._hosts: dict[int, str] = {}
         self._processes: dict[int, str] = {}
+        self._contacts: dict[int, str] = {}
         self._complete = False
         self._over = False
         self._checks: dict[str, _StallCheck] = {}
@@ -150,6 +151,7 @@ class Hub:
         else:
             check(message, ENROLMENT)
             self._processes[message["rank"]] = str(message.get("process", ""))
+            self._contacts[message["rank"]] = str(message.get("contact", ""))
             self._enrol(link, message["rank"], message["size"], message["host"])
 
     def gone(self, link: Link, why: str) -> None:
@@ -183,6 +185,7 @@ class Hub:
                 hosts = [self._hosts[each] for each in range(self._size)]
                 processes = [self._processes[each] for each in range(self._size)]
                 about = {"hosts": hosts, "session": self.session, "processes": processes}
+                about["contacts"] = [self._contacts[each] for each in range(self._size)]
                 self._tell(range(self._size), {"kind": "complete", **about})
 
     def _refuse(self, why: str) -> None:

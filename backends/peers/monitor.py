@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
 from collective.errors import RendezvousError
 
@@ -29,7 +30,7 @@ from .channel import WORLD, Channel, Unclosed, tell_dropped
 from .hub import Hub
 from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
-from .process import RankProcess
+from .standby import Standby
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +46,8 @@ _ANSWER_S = 2.0
 _RETRY_S = 0.01
 # How often who waits for it looks whether the others will come at all.
 _LOOK_S = 0.1
+# How often a rank looks who has ended, once the hub has: a file a rank of this host.
+_AROUND_S = 0.2
 
 
 class Monitor:
@@ -55,6 +58,7 @@ class Monitor:
         hosts: the name of every rank's host.
         secret: of this meeting of the ranks, and no other.
         processes: that of every rank, as far as it is known.
+        standby: this rank's part of a store that outlives rank 0; None if none is needed.
         hub_gone: whether the hub's process has ended, or says what is wrong.
         channel: of the communicator of all ranks.
     """
@@ -66,6 +70,7 @@ class Monitor:
         hosts: list[str],
         secret: Secret,
         processes: Sequence[RankProcess | None] = (),
+        standby: Standby | None = None,
     ) -> None:
         self.rank = world.rank
         self.size = world.size
@@ -73,6 +78,8 @@ class Monitor:
         self.secret = secret
         self.hub_gone = False
         self.processes = processes
+        self.standby = standby
+        self._looked_at = 0.0
         self._link: Link | None = link
         self._channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
         # What was said of communicators that this rank has not made yet.
@@ -120,7 +127,23 @@ class Monitor:
         for rank, process in enumerate(self.processes):
             if process is not None and rank not in found and process.has_ended():
                 found.add(rank)
+        if self.hub_gone and self.standby is not None:
+            others = set(range(self.size)) - found - {self.rank}
+            found.update(rank for rank in others if self.standby.has_ended(rank))
         return found - {self.rank}
+
+    def look_around(self) -> None:
+        """Find out, in the hub's stead, who has ended; seldom enough for whoever polls."""
+        now = time.monotonic()
+        with self._lock:
+            if self._link is None or now < self._looked_at + _AROUND_S:
+                return
+            self._looked_at = now
+        gone = self.gone()
+        with self._lock:
+            for rank in gone - self._lost:
+                if rank or 0 not in self.channel.left:
+                    self._lose(rank)
 
     def _say(self, message: Message) -> None:
         link = self._link
@@ -171,14 +194,16 @@ class Monitor:
     def _hub_gone(self, why: str) -> None:
         """The hub's process has ended, also after it has left; or what it says is wrong."""
         self.hub_gone = True
+        if self.standby is not None:
+            self.standby.doubtful = True
         with self._lock:
             if self._link is not None and 0 not in self.channel.left:
                 self._lose(0, why)
 
 
-# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret, and the
-# ranks' processes.
-_Joined = tuple[Link, list[str], Secret, "list[RankProcess | None]"]
+# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret, the
+# ranks' processes, and this one's standby.
+_Joined = tuple[Link, list[str], Secret, "list[RankProcess | None]", Standby | None]
 
 
 def _derived(world: World) -> bytes | None:
@@ -256,20 +281,32 @@ def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
         EOFError, OSError: it is not there, or gone before it was complete.
     """
     link = connect(address, key, max(0.001, deadline - time.monotonic()), world.tls)
+    standby = None
     try:
+        standby = Standby.of(world)
         here = {"rank": world.rank, "size": world.size, "host": world.host}
+        here["contact"] = "" if standby is None else standby.address
         link.send({"kind": "here", **here, "process": str(RankProcess.own())})
         answer = _answer(world, link, deadline)
         if check(answer, FROM_HUB) == "complete" and len(answer["hosts"]) == world.size:
             processes = [RankProcess.parse(text) for text in answer.get("processes", ())]
-            return link, answer["hosts"], Secret(key).within(answer["session"]), processes
+            secret = Secret(key).within(answer["session"])
+            if standby is not None:
+                standby.begin(list(map(str, answer.get("contacts", ()))), secret.key("standby"))
+            return link, answer["hosts"], secret, processes, standby
         raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
     except ValueError as error:
-        link.close()
+        _give_up(link, standby)
         raise _refused(world, f"the hub of rank 0 says what no hub says: {error}") from error
     except BaseException:
-        link.close()
+        _give_up(link, standby)
         raise
+
+
+def _give_up(link: Link, standby: Standby | None) -> None:
+    link.close()
+    if standby is not None:
+        standby.close()
 
 
 def _answer(world: World, link: Link, deadline: float) -> Message:

@@ -21,7 +21,7 @@ from .link import Challenge, Link, Message, ProofError
 if TYPE_CHECKING:
     from collective.contract.world import Tls
 
-__all__ = ["Server", "Service"]
+__all__ = ["Handler", "Server"]
 
 # How many strangers there are at once, and how long they may take to prove who they are: at
 # least the first while others wait, at most the second. With 1,000 connections held open
@@ -38,7 +38,7 @@ _SCARCE_S = 0.1
 _LISTED = 8
 
 
-class Service(Protocol):
+class Handler(Protocol):
     """What a server serves. All its methods are called in the server's thread."""
 
     def turn(self) -> bool:
@@ -70,12 +70,12 @@ class _Stranger:
 
 
 class Server:
-    """Serves ``service`` to all who know the key.
+    """Serves ``handler`` to all who know the key.
 
     Args:
         listening: a socket from :func:`backends.link.listen`; closed in the end.
         key: what peers have to know.
-        service: what is done with what they say.
+        handler: what is done with what they say.
         tls: for connections that leave this host, or None.
 
     Attributes:
@@ -85,7 +85,7 @@ class Server:
     """
 
     def __init__(
-        self, listening: socket.socket, key: bytes, service: Service, tls: Tls | None = None
+        self, listening: socket.socket, key: bytes, handler: Handler, tls: Tls | None = None
     ) -> None:
         self.peers: set[Link] = set()
         self.refused: dict[str, int] = {}
@@ -95,16 +95,16 @@ class Server:
         self._listens, self._listens_at = True, 0.0
         self._key = key
         self._tls = tls.listening if tls and listening.family != socket.AF_UNIX else None
-        self._service = service
+        self._handler = handler
         self._strangers: dict[Link, _Stranger] = {}  # those who came first first
         self._selector = selectors.DefaultSelector()
         listening.setblocking(False)  # whoever knocked may have gone again
         self._selector.register(listening, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the service is over."""
+        """Serve until the handler is through."""
         try:
-            while self._service.turn():
+            while self._handler.turn():
                 for key, _ in self._selector.select(self._pause()):
                     if isinstance(key.fileobj, Link):
                         self._read(key.fileobj)
@@ -125,7 +125,7 @@ class Server:
             self._turn_away(stranger)
 
     def drop(self, link: Link) -> None:
-        """End the connection of a peer, of which the service is not told."""
+        """End the connection of a peer, of which the handler is not told."""
         self.peers.discard(link)
         self._selector.unregister(link)
         link.close()
@@ -141,7 +141,7 @@ class Server:
 
     def _pause(self) -> float | None:
         now = time.monotonic()
-        left = [] if (pause := self._service.pause()) is None else [pause]
+        left = [] if (pause := self._handler.pause()) is None else [pause]
         if not self._listens and self._listens_at < math.inf:
             left.append(self._listens_at - now)
         for stranger in self._strangers.values():  # the oldest
@@ -230,7 +230,7 @@ class Server:
             try:
                 for message in link.receive():
                     if link in self.peers:
-                        self._service.heard(link, message)
+                        self._handler.heard(link, message)
                 return
             except (EOFError, OSError):
                 pass
@@ -239,7 +239,7 @@ class Server:
                 why = f"{type(error).__name__}: {error}"
             if link in self.peers:
                 self.drop(link)
-                self._service.gone(link, why)
+                self._handler.gone(link, why)
 
     def _prove(self, link: Link, stranger: _Stranger) -> None:
         stranger.received += link.read()

@@ -26,16 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled"]
 
-# How often C looks at a word before it yields the processor: some microseconds of a core of one's
-# own, and a moment of one that the peer needs.
-_LOOKS, _LOOKS_CROWDED = 4000, 50
-# Up to here calls are made in C, and ordinary memory is staged. What is longer has the kernel read
-# a peer's memory, where it does: one copy instead of two, which pays as soon as the caches do not
-# hold both: of what only moves from 8 MiB on (16 MiB take 1.1 ms instead of 1.8), of what
-# is folded from 16 MiB on, and earlier where the cores share no cache (docs/decisions.md). Each
-# block of what is staged may cost a time slice where ranks don't have a core each.
+# How often C looks at a word before it yields the processor, at 10 to 40 ns: some microseconds of a
+# core of one's own, and a moment of one that the peer needs.
+_LOOKS, _LOOKS_CROWDED = 200, 4
+# Longer calls on ordinary memory are not staged where the kernel reads a peer's: it copies once
+# instead of twice, which pays as soon as the caches do not hold both, and earlier where the cores
+# share no cache or each rank has its own part to copy meanwhile (docs/decisions.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
-_STAGED_BYTES, _STAGED_BYTES_CROWDED = 32 << 20, 1 << 20
 # From so many bytes on, on the rank that has most, a call is a long one: below that a copy through
 # an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
@@ -60,22 +57,23 @@ class Compiled:
         control, heap: of the ranks.
         crowded: whether any rank says that there are more ranks than cores.
         single_copy: whether all ranks can have the kernel read each other's memory.
+        streamed: bytes that the caches hold twice.
     """
 
-    def __init__(self, control: Control, heap: Heap, crowded: bool, single_copy: bool) -> None:
+    def __init__(
+        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, streamed: int
+    ) -> None:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE, control.layout.areas,
-            control.layout.area_bytes, _LEAST_LONG, looks, _Callbacks(control),
+            control.layout.area_bytes, _LEAST_LONG, looks, _ControlCallbacks(control),
         )  # fmt: skip
         assert made is not None  # or nobody would make this
         # Kept, as one rank may switch it off later.
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = made
-        most = _STAGED_BYTES_CROWDED if crowded else _STAGED_BYTES
-        self._most_moved = min(most, _MOVED_BYTES) if single_copy else most
-        self._most_folded = min(most, _FOLDED_BYTES) if single_copy else most
+        self._crowded, self._single_copy, self._streamed = crowded, single_copy, streamed
         heap.tell(made.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -88,7 +86,7 @@ class Compiled:
         nbytes = request.nbytes
         if elements is not None:
             nbytes = max(nbytes, sum(elements) * (_WIDEST if dtype is None else dtype.itemsize))
-        if nbytes > (self._most_folded if operation in _REDUCTIONS else self._most_moved):
+        if not self._stages(operation, nbytes):
             return None
         fold, mean, scale, code = None, False, None, 0
         if operation in _REDUCTIONS:
@@ -108,6 +106,14 @@ class Compiled:
             finish = arithmetic.post(request.op, dtype, 1)
             return plan if finish is None else partial(_finished, finish, plan)
         return plan if scale is None else partial(_scaled, scale, plan)
+
+    def _stages(self, operation: str, nbytes: int) -> bool:
+        if not self._single_copy:
+            return True
+        # Of which one rank would copy while the other waits, if it has a core for that.
+        if operation == "broadcast" and not self._crowded:
+            return nbytes <= self._streamed
+        return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
 
 
 def _scaled(
@@ -137,7 +143,7 @@ def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -
         dst.array[...] = result.array
 
 
-class _Callbacks:
+class _ControlCallbacks:
     """What C asks Python to do: it has waited in vain for a moment, or a call has failed."""
 
     def __init__(self, control: Control) -> None:

@@ -10,7 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from collective import native
 from collective.contract.failure import Failure
 from collective.contract.stalls import look
 from collective.errors import RendezvousError, UnsupportedError
@@ -33,12 +35,15 @@ LINE = 64
 # state, what was noted, and three counters behind, each alone in a line of the cache.
 _STEP = 0
 _DIGEST = 1  # + parity
+_ASLEEP = 3
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
 # The next one: drawn by rank 0, for those who meet here.
 _TOKEN = 1
+# In a line of the cache by itself: how many ranks nap; see collective/native/sleeping.h.
+_SLEEPERS = 8
 
 _JOINED, _LEFT, _DROPPED = 1, 2, 3
 # What a rank has done that will not come again, by its state.
@@ -55,7 +60,7 @@ NOTICE_BYTES = 4 << 10
 # What ranks copy through is as long as one core's own caches several times over, where that isn't
 # too much in all: what is written again should have been driven out of them by then. Only what has
 # been written once takes memory.
-_AREA_BYTES, _AREAS_BYTES = 1 << 20, 32 << 20
+_AREA_BYTES, _LEAST_AREA_BYTES, _AREAS_BYTES = 1 << 20, 256 << 10, 32 << 20
 _RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 
 # How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
@@ -64,7 +69,8 @@ _RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 _POLLS = 200
 _POLLS_CROWDED = 20
 _YIELD_S = 0.002
-# A nap is a twentieth of the wait so far: that is what waking late costs at most.
+# A nap is a twentieth of the wait so far: that is what waking late costs at most. Who announces
+# wakes those that nap; without the native core, or if it sees too late that they do, they sleep on.
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
 _CHECK_PEERS_S = 0.05
 # How long a wait lasts until it is looked at whether it is in vain, and looked at again.
@@ -90,7 +96,7 @@ class Layout:
         self.size = size
         ring_bytes = max(4096, min(_RING_BYTES, _RINGS_BYTES // max(1, size * (size - 1))))
         self.ring_bytes = ring_bytes - ring_bytes % 4096
-        area_bytes = max(SLOT_BYTES, min(_AREA_BYTES, _AREAS_BYTES // (2 * size)))
+        area_bytes = max(_LEAST_AREA_BYTES, min(_AREA_BYTES, _AREAS_BYTES // (2 * size)))
         self.area_bytes = area_bytes - area_bytes % 4096
         at = (1 + size) * LINE * 8
         at += -at % 4096
@@ -137,8 +143,10 @@ class Control:
         self.segment = segment
         self.layout = Layout(size)
         self.words = memoryview(segment.map).cast("q")
+        self._core: Any = native.chosen.extension
         self._line = (1 + rank) * LINE
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
+        self._asleep = [8 * (line + _ASLEEP) for line in self._peers]
         self.request: Request | str = "connect"
         self.timeout = 0.0
         self._noted: dict[Request, int] = {}
@@ -247,10 +255,14 @@ class Control:
         step = words[line] + 1
         slot = _DIGEST + (step & 1)
         digest = request.digest
+        # The digest first: whoever sees the step reads it. In the word of the step's parity, since
+        # a peer may still be comparing that of the step before; nobody is two steps behind.
         words[line + slot] = digest
         if not _ORDERED:
             fence()
         words[line] = step
+        if words[_SLEEPERS]:
+            self._wake()
         for peer in self._peers:
             if words[peer] < step:
                 self._wait_for(peer, step, timeout)
@@ -278,6 +290,8 @@ class Control:
         if not _ORDERED:
             fence()
         words[self._line] = step
+        if words[_SLEEPERS]:
+            self._wake()
         for peer in self._peers:
             if words[peer] < step:
                 self._wait_for(peer, step, timeout)
@@ -289,6 +303,8 @@ class Control:
         words, where = self.words, self.layout.notes
         words[self._line + _EXCHANGED] = len(note)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        # How long the longest is, and so how many rounds it takes, is known after the first one:
+        # all ranks have written their lengths then.
         start, longest = 0, 1
         while start < longest:
             piece = note[start : start + _NOTE_BYTES]
@@ -299,6 +315,7 @@ class Control:
             for rank, length in enumerate(lengths):
                 count = min(max(length - start, 0), _NOTE_BYTES)
                 parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
+            # Nobody writes the next piece, or the next call's note, before all have read this one.
             self.sync(timeout)
             start += _NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
@@ -368,7 +385,18 @@ class Control:
             if now - start >= timeout:
                 self._late(awaited(), what, timeout)
             nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
-            time.sleep(min(nap, max(0.0, start + timeout - now)))
+            self._nap(min(nap, max(0.0, start + timeout - now)), ready)
+
+    def _nap(self, seconds: float, ready: Callable[[], bool]) -> None:
+        if self._core is None:
+            time.sleep(seconds)
+        else:
+            self._core.nap(self.segment.map, 8 * (self._line + _ASLEEP), seconds, ready)
+
+    def _wake(self) -> None:
+        """Wake the peers that nap."""
+        if self._core is not None:
+            self._core.wake(self.segment.map, self._asleep)
 
     def watch(self, ranks: Sequence[int], what: str) -> None:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
@@ -473,6 +501,7 @@ class Control:
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
         words[BROKEN] = 1
+        self._wake()
 
     def refuse_broken(self, what: object) -> None:
         """Raise if the communicator is broken."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -52,6 +54,11 @@ _PATH_BYTES = 256
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
 
 
+# Where Linux says how large the cores' last cache is; and KiB, if it does not.
+_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_CACHE_KIB = 16 << 10
+
+
 class NotMapped(Exception):
     """Raised on all ranks when they have arrived and peers' memory is not to be read."""
 
@@ -93,6 +100,7 @@ class ShmBackend(OneSided):
         any_source=True,
         detects_lost_peers=True,
         shrinks=True,
+        grows=True,
     )
 
     def __init__(self, control: Control) -> None:
@@ -202,14 +210,15 @@ class ShmBackend(OneSided):
                 works = works and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
-        mine = bytes([bool(works), protocol, control.crowded])
+        mine = bytes([bool(works), protocol, control.crowded, _held_mib()])
         votes = [tuple(vote) for vote in control.exchange(mine, timeout)]
         del probe
-        self._single_copy = all(reads for reads, _, _ in votes)
-        if all(theirs == native.PROTOCOL for _, theirs, _ in votes):
-            crowded = any(each for _, _, each in votes)
-            self._compiled = Compiled(control, self._heap, crowded, self._single_copy)
-            self.exchange = make_exchange(control, self.peers, self._single_copy)
+        reads, protocols, crowds, held = zip(*votes, strict=True)
+        self._single_copy = single_copy = all(reads)
+        if set(protocols) == {native.PROTOCOL}:
+            crowded, streamed = any(crowds), min(held) << 20
+            self._compiled = Compiled(control, self._heap, crowded, single_copy, streamed)
+            self.exchange = make_exchange(control, self.peers, crowded, single_copy, streamed)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -444,6 +453,14 @@ def _on(world: World, setting: str) -> bool:
     # The variable also where no init() has read the configuration, as in tests.
     default = os.environ.get(f"COLLECTIVE_{setting.upper()}", "on")
     return world.options.get(setting, default) == "on"
+
+
+def _held_mib() -> int:
+    """Return of how many MiB the last cache holds two copies; from 8 to 255."""
+    kib = _CACHE_KIB
+    with contextlib.suppress(OSError, ValueError):
+        kib = int(_CACHE.read_text().removesuffix("K\n"))
+    return min(max(kib >> 11, 8), 255)
 
 
 def _open_published(world: World, key: str, deadline: float, timeout: float) -> Segment:

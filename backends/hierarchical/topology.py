@@ -10,10 +10,10 @@ import numpy as np
 from collective.algorithms import pieces
 from collective.memory.buffer import Buffer
 
-__all__ = ["Places", "part", "put", "room", "take"]
+__all__ = ["Topology", "part", "put", "room", "take"]
 
 
-class Places:
+class Topology:
     """Which rank is where.
 
     Args:
