@@ -11,10 +11,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from collective.communicator import Communicator, Status
+from collective.communicator import NULL, Communicator, Grid, Status
+from collective.communicator.foreign_names import remedy_of
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.recorder import flight_recorder
 from collective.contract.work import Work
@@ -37,6 +40,7 @@ from collective.errors import (
     PeerFailedError,
     PeerLostError,
     RankError,
+    RanksJoinError,
     RendezvousError,
     ShapeError,
     StateLostError,
@@ -47,13 +51,13 @@ from collective.start.connecting import connect
 from collective.start.session import current, init
 from collective.start.session import settings as config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_F = TypeVar("_F")
 
 __all__ = [
     "ANY_SOURCE",
+    "NULL",
     "AllocationError",
     "BackendError",
     "BackendNotFoundError",
@@ -68,11 +72,13 @@ __all__ = [
     "DtypeError",
     "ExcludedError",
     "GradientError",
+    "Grid",
     "InvalidArgumentError",
     "MismatchError",
     "PeerFailedError",
     "PeerLostError",
     "RankError",
+    "RanksJoinError",
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
@@ -97,7 +103,9 @@ __all__ = [
     "flight_recorder",
     "gather",
     "gather_object",
+    "grid",
     "group",
+    "grow",
     "hook",
     "init",
     "plan",
@@ -118,7 +126,29 @@ __all__ = [
     "split",
     "split_by_host",
     "user_op",
+    "waiting",
 ]
+
+#: Modules that are imported when they are asked for.
+_MODULES = ("adapters", "compression", "elastic", "errors", "gradients", "profile", "testing")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__doc__", "__file__", "__version__"])
+
+
+if not TYPE_CHECKING:  # to a type checker it would mean that there is any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"collective.{name}")
+        text, remedy = (
+            f"module 'collective' has no attribute {name!r}",
+            remedy_of(name, "collective"),
+        )
+        raise AttributeError(
+            f"{text}; use {remedy}" if remedy else text, name=name, obj=sys.modules[__name__]
+        )
 
 
 def rank() -> int:
@@ -131,42 +161,50 @@ def size() -> int:
     return current().size
 
 
-def _of_current(method: Callable[Concatenate[Communicator, _P], _T]) -> Callable[_P, _T]:
+# To a type checker the functions are methods of a communicator, with all their overloads.
+_methods = cast(Communicator, Communicator)
+
+
+def _of_current(method: _F) -> _F:
     """Return the call ``method`` of whatever is the current communicator."""
+    function = cast(Callable[..., Any], method)
 
-    @functools.wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return method(current(), *args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(current(), *args, **kwargs)
 
-    return call
+    return cast(_F, call)
 
 
-adopt = _of_current(Communicator.adopt)
-agree = _of_current(Communicator.agree)
-all_gather = _of_current(Communicator.all_gather)
-all_gather_object = _of_current(Communicator.all_gather_object)
-all_reduce = _of_current(Communicator.all_reduce)
-all_to_all = _of_current(Communicator.all_to_all)
-barrier = _of_current(Communicator.barrier)
-broadcast = _of_current(Communicator.broadcast)
-broadcast_object = _of_current(Communicator.broadcast_object)
-dup = _of_current(Communicator.dup)
-empty = _of_current(Communicator.empty)
-gather = _of_current(Communicator.gather)
-gather_object = _of_current(Communicator.gather_object)
-group = _of_current(Communicator.group)
-hook = _of_current(Communicator.hook)
-plan = _of_current(Communicator.plan)
-recv = _of_current(Communicator.recv)
-recv_object = _of_current(Communicator.recv_object)
-reduce = _of_current(Communicator.reduce)
-reduce_scatter = _of_current(Communicator.reduce_scatter)
-scan = _of_current(Communicator.scan)
-scatter = _of_current(Communicator.scatter)
-scatter_object = _of_current(Communicator.scatter_object)
-send = _of_current(Communicator.send)
-send_object = _of_current(Communicator.send_object)
-sendrecv = _of_current(Communicator.sendrecv)
-shrink = _of_current(Communicator.shrink)
-split = _of_current(Communicator.split)
-split_by_host = _of_current(Communicator.split_by_host)
+adopt = _of_current(_methods.adopt)
+agree = _of_current(_methods.agree)
+all_gather = _of_current(_methods.all_gather)
+all_gather_object = _of_current(_methods.all_gather_object)
+all_reduce = _of_current(_methods.all_reduce)
+all_to_all = _of_current(_methods.all_to_all)
+barrier = _of_current(_methods.barrier)
+broadcast = _of_current(_methods.broadcast)
+broadcast_object = _of_current(_methods.broadcast_object)
+dup = _of_current(_methods.dup)
+empty = _of_current(_methods.empty)
+gather = _of_current(_methods.gather)
+gather_object = _of_current(_methods.gather_object)
+grid = _of_current(_methods.grid)
+group = _of_current(_methods.group)
+grow = _of_current(_methods.grow)
+hook = _of_current(_methods.hook)
+plan = _of_current(_methods.plan)
+recv = _of_current(_methods.recv)
+recv_object = _of_current(_methods.recv_object)
+reduce = _of_current(_methods.reduce)
+reduce_scatter = _of_current(_methods.reduce_scatter)
+scan = _of_current(_methods.scan)
+scatter = _of_current(_methods.scatter)
+scatter_object = _of_current(_methods.scatter_object)
+send = _of_current(_methods.send)
+send_object = _of_current(_methods.send_object)
+sendrecv = _of_current(_methods.sendrecv)
+shrink = _of_current(_methods.shrink)
+split = _of_current(_methods.split)
+split_by_host = _of_current(_methods.split_by_host)
+waiting = _of_current(_methods.waiting)

@@ -8,6 +8,7 @@
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
     ├ MismatchError                          ranks disagree; raised on every rank
+    ├ RanksJoinError                         processes join elastic training; nothing is wrong
     ├ StateLostError                         what only lost ranks had of a sharded state; names it
     ├ GradientError                          a backward pass did not bring each gradient once
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
@@ -46,6 +47,7 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "RankError",
+    "RanksJoinError",
     "RendezvousError",
     "ShapeError",
     "StateLostError",
@@ -104,6 +106,13 @@ class StateLostError(CollectiveError):
     """Ranks are lost that had something of the training's state which no other rank has.
 
     Raised on every rank that is left. All have to start again, from what is on disk.
+    """
+
+
+class RanksJoinError(CollectiveError):
+    """Processes wait to join: the body of ``elastic.generations`` ends here, to be run with them.
+
+    Raised by ``State.commit()`` on every rank, when it has kept the state. Nothing is wrong.
     """
 
 

@@ -11,21 +11,57 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["NAMES", "ReduceOp", "as_op", "premul_sum", "user_op"]
+__all__ = ["NAMES", "Op", "ReduceOp", "as_op", "premul_sum", "user_op"]
 
-NAMES = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor")
+#: An operator by its name. A name that is only known when the program runs, of a configuration say,
+#: becomes an operator by :func:`as_op`.
+Op = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor"]
+NAMES: tuple[Op, ...] = get_args(Op)
 
 Array = np.ndarray[Any, Any]
 
+#: What other libraries call them.
+_FOREIGN = {
+    "add": "sum", "average": "avg", "mean": "avg", "product": "prod", "maximum": "max",
+    "minimum": "min", "all": "land", "any": "lor",
+}  # fmt: skip
+
+
+class _ForeignConstant:
+    """In a class, a constant of other libraries' that it does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(
+            f"{owner.__name__} has no {self._name}: operators are given by name; use "
+            f"op={_FOREIGN.get(self._name.lower(), self._name.lower())!r}"
+        )
+
+
+if TYPE_CHECKING:
+
+    class _ForeignConstants:
+        """There are no such constants."""
+
+else:
+    _ForeignConstants = type(
+        "_ForeignConstants",
+        (),
+        {"__slots__": ()}
+        | {name.upper(): _ForeignConstant(name.upper()) for name in (*NAMES, "product")},
+    )
+
 
 @dataclass(frozen=True, slots=True)
-class ReduceOp:
+class ReduceOp(_ForeignConstants):
     """How the ranks' elements become one.
 
     Attributes:
@@ -49,7 +85,7 @@ class ReduceOp:
         return f"user_op({self.label})" if self.function is not None else self.name
 
 
-_NAMED = {name: ReduceOp(name) for name in NAMES}
+_NAMED: dict[str, ReduceOp] = {name: ReduceOp(name) for name in NAMES}
 
 
 def as_op(op: str | ReduceOp) -> ReduceOp:
@@ -62,11 +98,25 @@ def as_op(op: str | ReduceOp) -> ReduceOp:
         return op
     found = _NAMED.get(op) if isinstance(op, str) else None
     if found is None:
+        meant = _meant(op)
         raise InvalidArgumentError(
             f"op: {op!r} is not a reduction; one of {', '.join(NAMES)}, or "
-            "collective.premul_sum(factor) or collective.user_op(function)."
+            f"collective.premul_sum(factor) or collective.user_op(function).{meant}"
         )
     return found
+
+
+def _meant(op: object) -> str:
+    """Return a sentence that says how an operator of another library's is called here."""
+    root = type(op).__module__.partition(".")[0]
+    text = op if isinstance(op, str) else ""
+    if root == "torch":  # RedOpType.SUM
+        text = str(op).rpartition(".")[2]
+    elif root == "mpi4py":
+        text = str(op.__reduce__())  # the name of a predefined one
+    word = text.lower()
+    word = _FOREIGN.get(word, word)
+    return f" Use op={word!r}." if word in NAMES else ""
 
 
 def premul_sum(factor: float) -> ReduceOp:

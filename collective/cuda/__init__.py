@@ -30,6 +30,7 @@ __all__ = [
     "device_count",
     "driver",
     "effective_stream",
+    "forced",
     "on",
     "owner_of",
     "owner_of_stream",
@@ -93,12 +94,13 @@ class _Forced(threading.local):
     stream: Stream | None = None
 
 
-_forced = _Forced()
+#: ``forced.stream`` is what this thread works on instead of arrays' own streams, or None.
+forced = _Forced()
 
 
 def effective_stream(stream: Stream) -> Stream:
     """Return the stream that this thread works on instead of ``stream``, or ``stream``."""
-    return _forced.stream or stream
+    return forced.stream or stream
 
 
 class on:  # a with statement reads it as a verb
@@ -110,12 +112,12 @@ class on:  # a with statement reads it as a verb
         self._stream = stream
 
     def __enter__(self) -> Stream:
-        self._before = _forced.stream
-        _forced.stream = self._stream
+        self._before = forced.stream
+        forced.stream = self._stream
         return self._stream
 
     def __exit__(self, *_: object) -> None:
-        _forced.stream = self._before
+        forced.stream = self._before
 
 
 def copy(dst: int, src: int, nbytes: int, stream: Stream) -> None:

@@ -13,7 +13,7 @@ from collective.errors import CollectiveError
 from .checks import NO_ARRAYS, NO_TRANSPORT, OWN_ARRAYS
 from .conformance import Result, chosen_checks, run_checks
 from .kinds import NAMES
-from .opening import backend_class
+from .ranks import capabilities_of
 
 _MARKS = {"passed": "pass", "failed": "FAIL", "skipped": "-", "expected": "xfail"}
 
@@ -95,7 +95,7 @@ def listing(
         CollectiveError: there is no such transport, or not here.
         ValueError: no check has a name that is given.
     """
-    capabilities = backend_class(name).capabilities
+    capabilities = capabilities_of(name)
     chosen = chosen_checks(checks, {})
     width = max(len(found.name) for found in chosen)
     lines = []

@@ -23,8 +23,8 @@ from collective.launch.outcome import RanksFailedError
 
 from .faults import Fault
 from .kinds import Kind, kind_of, require
-from .opening import backend_class
-from .ranks import RankPool
+from .opening import GRACE_S
+from .ranks import RankPool, capabilities_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,7 +89,7 @@ class RankFactory:
         self.kind = kind
         self.timeout = timeout
         self.mpiexec = mpiexec
-        self.capabilities = backend_class(backend).capabilities
+        self.capabilities = capabilities_of(backend, mpiexec)
         self.name = backend if isinstance(backend, str) else backend.name
         if kind != "numpy":
             self.name += f"-{kind if isinstance(kind, str) else kind.name}"
@@ -105,13 +105,14 @@ class RankFactory:
         timeout: float | None = None,
         call_timeout: float | None = None,
         faults: Sequence[Fault] = (),
+        shrink_grace: float = GRACE_S,
     ) -> list[Any]:
         """Run ``function(comm, *args)`` on ``size`` ranks and return their results.
 
         Args:
             fresh: use a new communicator; by default checks share one, until one fails.
             timeout: seconds that the ranks may take, if fewer than the factory's.
-            check, call_timeout, faults: as in :meth:`RankPool.run`.
+            check, call_timeout, faults, shrink_grace: as in :meth:`RankPool.run`.
 
         Raises:
             RanksFailedError: a rank raised, died or hung.
@@ -131,6 +132,7 @@ class RankFactory:
             shared=shared,
             check=check,
             faults=faults,
+            shrink_grace=shrink_grace,
         )
 
     def close(self) -> None:

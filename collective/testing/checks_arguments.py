@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator
+from collective.communicator import NULL, Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
     CommunicatorClosedError,
@@ -62,7 +62,14 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
         lambda c: c.reduce_scatter(np.ones(2 * c.size), out=np.zeros(3)), ShapeError,
     ),
     "no array": (lambda c: c.all_reduce("text"), InvalidArgumentError),
-    "a number": (lambda c: c.all_gather(5), InvalidArgumentError),
+    "a number that is cut": (lambda c: c.scatter(5, root=c.rank), InvalidArgumentError),
+    "a number as a message": (lambda c: c.send(5, (c.rank + 1) % c.size), InvalidArgumentError),
+    "numbers in a structure that is joined": (lambda c: c.all_gather([5]), InvalidArgumentError),
+    "a number with out": (lambda c: c.all_reduce(5.0, out=np.zeros(())), InvalidArgumentError),
+    "an average of numbers": (lambda c: c.all_reduce(5, op="avg"), DtypeError),
+    "an integer of 65 bits": (lambda c: c.broadcast(2**64), DtypeError),
+    "a sum that may be too long": (lambda c: c.scan([-(2**63) // c.size]), DtypeError),
+    "a product that may be too long": (lambda c: c.reduce(-(2**63), op="prod"), DtypeError),
     "an array of objects": (lambda c: c.all_reduce(np.array([None])), DtypeError),
     "an array of strings": (lambda c: c.all_gather(np.array(["a"])), DtypeError),
     "a foreign byte order": (lambda c: c.all_reduce(np.ones(4, ">f8")), DtypeError),
@@ -91,6 +98,8 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
         lambda c: c.group([r for r in range(c.size) if r != c.rank]), RankError,
     ),
     "send to nobody": (lambda c: c.send(_F, c.size), RankError),
+    "send to NULL with a wrong tag": (lambda c: c.send(_F, NULL, tag=-1), InvalidArgumentError),
+    "recv from NULL into read-only": (lambda c: c.recv(_read_only(), NULL), InvalidArgumentError),
     "send to oneself": (lambda c: c.send(_F, c.rank), RankError),
     "receive from oneself": (lambda c: c.recv(None, c.rank), RankError),
     "receive from nobody": (lambda c: c.recv(None, c.size + 3), RankError),
@@ -209,6 +218,7 @@ def _use_after_close(comm: Communicator) -> None:
         "dup": lambda c: c.dup(),
         "empty": lambda c: c.empty(3),
         "sendrecv": lambda c: c.sendrecv(_F, c.rank, c.rank),
+        "send to NULL": lambda c: c.send(_F, NULL),
     }
     for name, call in calls.items():
         _expect(comm, call, CommunicatorClosedError, f"{name} after close()")

@@ -162,7 +162,7 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
         comm.send(array, _next(comm), tag=tag, async_op=True)
         for array, tag in ((x, _SHORT), (long, _LONG))
     ]
-    hear = comm.barrier
+    hear: Callable[[], object] = comm.barrier
     if cause == "send":
         hear = partial(comm._backend.barrier, Request("barrier"), None, None, comm.timeout)
     if cause != "leave":

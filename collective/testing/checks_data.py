@@ -9,6 +9,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
+from collective.memory.annotations import Framework
 
 from .checks import Case, RankFactory, check
 from .kinds import Exporter
@@ -216,7 +217,7 @@ def _frameworks(comm: Communicator) -> None:
         if wanted[call] is not None:
             assert isinstance(result, kind), f"{call}: {type(result)} on a rank of {kind}"
             assert_same(result, wanted[call], f"{call} of PyTorch and NumPy")
-    like = "numpy" if torch is None else "torch"
+    like: Framework = "numpy" if torch is None else "torch"
     taken = comm.broadcast(inputs[0] if comm.rank == 0 else None, root=0, like=like)
     assert isinstance(taken, kind), f"broadcast(None, like={like!r}) gave {type(taken)}"
     x = comm.empty((3, 4), like=like)

@@ -7,6 +7,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 from collective.memory.dtypes import BY_NAME
+from collective.ops import Op
 
 from .checks import Case, RankFactory, check
 from .samples import LARGE, Array, assert_bits, dtypes_of, of_bits, regions
@@ -32,12 +33,12 @@ def _on_the_host(capabilities: Capabilities) -> str | None:
 
 
 @check(_BY_OP, needs=_on_the_host)
-def check_extremes(factory: RankFactory, size: int, *, op: str) -> None:
+def check_extremes(factory: RankFactory, size: int, *, op: Op) -> None:
     """Of two zeros -0 is the less, and of any NaN comes the same one, bit by bit."""
     factory.run(size, _extremes, op)
 
 
-def _extremes(comm: Communicator, op: str) -> None:
+def _extremes(comm: Communicator, op: Op) -> None:
     if op not in comm.capabilities.ops:
         return
     for dtype in dtypes_of(comm.capabilities.dtypes, "f"):
@@ -46,7 +47,7 @@ def _extremes(comm: Communicator, op: str) -> None:
             _fold_all(comm, op, dtype, every, count)
 
 
-def _fold_all(comm: Communicator, op: str, dtype: str, every: Array, count: int) -> None:
+def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) -> None:
     """Fold the rows of ``every``, a rank's bits each, by all calls that fold.
 
     Args:
@@ -83,7 +84,7 @@ def _special(dtype: str, rank: int) -> Array:
     return np.asarray(drawn | signs).astype(f"u{BY_NAME[dtype].itemsize}")
 
 
-def _extreme(op: str, dtype: str, every: Array) -> Array:
+def _extreme(op: Op, dtype: str, every: Array) -> Array:
     """Return the bits of the minimum or maximum of rows of bits (IEEE 754-2019, section 9.6)."""
     infinity, nan = _INFINITY_AND_NAN[dtype]
     sign = every.dtype.type(1 << (8 * every.itemsize - 1))

@@ -154,8 +154,8 @@ def _dup(comm: Communicator) -> None:
         for scale, each in ((3, second), (1, comm), (2, first)):
             found = each.recv(None, left)
             assert_same(found, np.array([scale]), f"the message in communicator {scale}")
-        for work in sent:
-            work.wait()
+        for message in sent:
+            message.wait()
     first.close()
     _hold(comm, second, everyone, "a dup whose sister is closed", 96)
     second.close()

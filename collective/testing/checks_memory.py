@@ -24,7 +24,7 @@ def _empty(comm: Communicator, count: int) -> None:
     inputs = [values("float32", count, rank, 110) for rank in range(comm.size)]
     mine, total = inputs[comm.rank], expected("sum", inputs)
     x, y = comm.empty(count), comm.empty((count,), "float32")
-    assert (x.dtype, x.shape) == (np.float32, (count,)), f"empty: {x.dtype}{x.shape}"
+    assert (x.dtype.name, x.shape) == ("float32", (count,)), f"empty: {x.dtype}{x.shape}"
     what = f"on {count} elements of empty()"
     for turn in range(3):
         x[:] = mine

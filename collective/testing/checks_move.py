@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -167,9 +168,9 @@ def check_all_to_all(factory: RankFactory, size: int) -> None:
 def _all_to_all(comm: Communicator) -> None:
     ranks = range(comm.size)
 
-    def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: object) -> None:
+    def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: Any) -> None:
         pieces = [plain(inputs[r])[cuts[r][comm.rank]] for r in ranks]
-        found = comm.all_to_all(inputs[comm.rank], **options)  # type: ignore[arg-type]
+        found = comm.all_to_all(inputs[comm.rank], **options)
         assert_same(plain(found), np.concatenate(pieces), f"all_to_all {what}")
 
     def even(length: int) -> list[list[slice]]:

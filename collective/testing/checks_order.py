@@ -93,7 +93,7 @@ def _order_rank(comm: Communicator, dtype: str) -> None:
         _bits(found, total, f"all_reduce {what}")
         root = comm.size // 2
         reduced = comm.reduce(mine, order="rank", root=root)
-        if comm.rank == root:
+        if reduced is not None:
             _bits(reduced, total, f"reduce {what}")
         piece = comm.reduce_scatter(mine, order="rank")
         part = list(regions(count, comm.size))[comm.rank]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import time
+from typing import Any
 
 import numpy as np
 
-from collective.communicator import Communicator, Status
+from collective.communicator import NULL, Communicator, Status
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.capabilities import Capabilities
 
@@ -145,6 +146,58 @@ def _sendrecv(comm: Communicator) -> None:
             assert_same(out, wanted, f"sendrecv of {length} elements into out")
         uneven = comm.sendrecv(values("int64", 100 * comm.rank, comm.rank, 64), to, source)
         assert_same(uneven, values("int64", 100 * source, source, 64), "sendrecv of other lengths")
+
+
+@check(at_least=2)
+def check_sendrecv_with_nobody(factory: RankFactory, size: int) -> None:
+    """Along a line of ranks that ends in NULL rows are exchanged, and no rank waits."""
+    factory.run(size, _sendrecv_with_nobody)
+
+
+def _sendrecv_with_nobody(comm: Communicator) -> None:
+    before = comm.rank - 1 if comm.rank else NULL
+    after = comm.rank + 1 if comm.rank + 1 < comm.size else NULL
+    for length in (1, 1001, LARGE):
+        for to, source in ((after, before), (before, after)):
+            x = values("float32", length, comm.rank, 68)
+            wanted = None if source == NULL else values("float32", length, source, 68)
+            what = f"{length} elements from {source}"
+            found = comm.sendrecv(x, to, source)
+            if wanted is None:
+                assert found is None, f"sendrecv from nobody returned {found!r}"
+                wanted = np.zeros(length, np.float32)
+            else:
+                assert_same(found, wanted, f"sendrecv of {what}")
+            out = np.zeros(length, np.float32)
+            assert comm.sendrecv(x, to, source, out=out, tag=3) is out
+            assert_same(out, wanted, f"sendrecv of {what} into out")
+            out = np.zeros(length, np.float32)
+            work = comm.sendrecv(x, to, source, out=out, async_op=True)
+            assert work.wait() is out
+            assert_same(out, wanted, f"sendrecv of {what} in the background")
+
+
+@check(transport=False)
+def check_messages_with_nobody(factory: RankFactory, size: int) -> None:
+    """What is sent to NULL is gone at once; a receive from it leaves ``out`` as it is."""
+    factory.run(size, _messages_with_nobody)
+
+
+def _messages_with_nobody(comm: Communicator) -> None:
+    x, out, status = np.ones(3), np.arange(3.0), Status()
+    of_numpy: Any = np.int64(NULL)
+    assert comm.send(x, NULL) is None
+    assert comm.send({"x": [x]}, of_numpy) is None
+    assert comm.send(x, NULL, async_op=True).wait() is None
+    assert comm.recv(out, NULL, status=status) is out
+    assert status.source == NULL, f"{status} of nobody's message"
+    assert comm.recv(None, NULL) is None
+    assert comm.recv(out, NULL, async_op=True).wait() is out
+    assert comm.sendrecv(x, NULL, NULL, out=out) is out
+    assert comm.sendrecv(x, NULL, NULL, out=out, async_op=True).wait() is out
+    assert_same(out, np.arange(3.0), "what nobody sends")
+    comm.send_object("x", NULL)
+    assert comm.recv_object(NULL) is None
 
 
 @check(at_least=2, needs=_needs_any_source)

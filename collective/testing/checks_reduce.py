@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.ops import premul_sum
+from collective.ops import Op, premul_sum
 
 from .checks import Case, RankFactory, check, roots
 from .samples import (
@@ -40,7 +40,7 @@ _ROUNDING = {"float16": 4e-3, "bfloat16": 2e-2}
 _BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
 
 
-def _hold(found: Any, op: str, inputs: list[Any], dtype: str, what: str) -> None:
+def _hold(found: Any, op: Op, inputs: list[Any], dtype: str, what: str) -> None:
     wanted = expected(op, inputs)
     found_plain = plain(found)
     if str(found.dtype).rpartition(".")[2] != dtype:
@@ -48,7 +48,7 @@ def _hold(found: Any, op: str, inputs: list[Any], dtype: str, what: str) -> None
     _assert_right(found_plain, wanted.astype(found_plain.dtype), what, op, dtype)
 
 
-def _assert_right(found: Array, wanted: Array, what: str, op: str, dtype: str) -> None:
+def _assert_right(found: Array, wanted: Array, what: str, op: Op, dtype: str) -> None:
     """Hold that a result is right: only a division is not exact on these values."""
     if op == "avg":
         assert_close(found, wanted, what, _ROUNDING.get(dtype, 1e-6))
@@ -56,18 +56,18 @@ def _assert_right(found: Array, wanted: Array, what: str, op: str, dtype: str) -
         assert_same(found, wanted, what)
 
 
-def _can(comm: Communicator, op: str) -> list[str]:
+def _can(comm: Communicator, op: Op) -> list[str]:
     known = comm.capabilities
     return dtypes_of(known.dtypes, OPS[op]) if op in known.ops else []
 
 
 @check(_BY_OP)
-def check_all_reduce(factory: RankFactory, size: int, *, op: str) -> None:
+def check_all_reduce(factory: RankFactory, size: int, *, op: Op) -> None:
     """all_reduce folds every rank's elements: every dtype, no, one and odd many elements."""
     factory.run(size, _all_reduce, op)
 
 
-def _all_reduce(comm: Communicator, op: str) -> None:
+def _all_reduce(comm: Communicator, op: Op) -> None:
     for dtype in _can(comm, op):
         for shape in SHAPES:
             inputs = [values(dtype, shape, rank, 1, op) for rank in range(comm.size)]
@@ -76,12 +76,12 @@ def _all_reduce(comm: Communicator, op: str) -> None:
 
 
 @check(_LARGE)
-def check_all_reduce_large(factory: RankFactory, size: int, *, op: str, dtype: str) -> None:
+def check_all_reduce_large(factory: RankFactory, size: int, *, op: Op, dtype: str) -> None:
     """all_reduce of more than a mebibyte, in place too, whose length no piece divides."""
     factory.run(size, _all_reduce_large, op, dtype)
 
 
-def _all_reduce_large(comm: Communicator, op: str, dtype: str) -> None:
+def _all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
     if dtype not in _can(comm, op):
         return
     count = LARGE * 4 // np.dtype(dtype).itemsize + comm.size - 1
@@ -191,12 +191,12 @@ def _reduce_large(comm: Communicator, root: int) -> None:
 
 
 @check(_BY_OP)
-def check_reduce_scatter(factory: RankFactory, size: int, *, op: str) -> None:
+def check_reduce_scatter(factory: RankFactory, size: int, *, op: Op) -> None:
     """reduce_scatter gives each rank its piece of the fold, cut as numpy.array_split cuts."""
     factory.run(size, _reduce_scatter, op)
 
 
-def _reduce_scatter(comm: Communicator, op: str) -> None:
+def _reduce_scatter(comm: Communicator, op: Op) -> None:
     for dtype in _can(comm, op):
         for shape in ((0,), (1,), (4 * comm.size,), (4 * comm.size + 1, 3), (1001,)):
             inputs = [values(dtype, shape, rank, 10, op) for rank in range(comm.size)]
@@ -206,7 +206,7 @@ def _reduce_scatter(comm: Communicator, op: str) -> None:
             _hold_part(found, op, inputs, part, what, dtype)
 
 
-def _hold_part(found: Any, op: str, inputs: list[Any], part: slice, what: str, dtype: str) -> None:
+def _hold_part(found: Any, op: Op, inputs: list[Any], part: slice, what: str, dtype: str) -> None:
     wanted = expected(op, inputs)[part]
     _assert_right(plain(found), wanted.astype(plain(found).dtype), what, op, dtype)
 

@@ -35,10 +35,12 @@ from .faults import Fault
 from .heard import Trouble, hold, listen
 
 # How long a rank waits for a file of another's, at most.
-_FAR_S = 20.0
+FAR_S = 20.0
+# What a rank that is stopped costs the others.
+_SILENT_S = 2.0
 
 
-class _Survivor(NamedTuple):
+class Survivor(NamedTuple):
     """A rank's communicator, as it says itself, and the sum of those who are in it."""
 
     rank: int
@@ -64,7 +66,7 @@ def _losses(size: int) -> list[tuple[int, ...]]:
     return [*itertools.chain.from_iterable(found)]
 
 
-def _gather(comm: Communicator, marks: str, point: str = "here") -> None:
+def gather(comm: Communicator, marks: str, point: str = "here") -> None:
     """Return when all ranks are here, without a message that an abort could still overtake.
 
     Args:
@@ -72,23 +74,26 @@ def _gather(comm: Communicator, marks: str, point: str = "here") -> None:
         point: where in the function that is.
     """
     Path(marks, f"{point}-{comm.rank}").touch()
-    _await(*(Path(marks, f"{point}-{rank}") for rank in range(comm.size)))
+    await_files(*(Path(marks, f"{point}-{rank}") for rank in range(comm.size)))
 
 
-def _run(factory: RankFactory, size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
+def run_fresh(
+    factory: RankFactory, size: int, function: Any, *args: Any, **options: Any
+) -> list[Any]:
     """Run ``function(comm, marks, *args)`` on new ranks."""
     with tempfile.TemporaryDirectory() as marks:
         results: list[Any] = factory.run(size, function, marks, *args, fresh=True, **options)
     return results
 
 
-def _sum(comm: Communicator, first: int) -> float:
+def sum_of(comm: Communicator, first: int) -> float:
+    """Return the sum of two to the power of each rank's first number."""
     return float(comm.all_reduce(np.full(3, 2.0**first))[0])
 
 
-def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, _Survivor]:
+def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, Survivor]:
     new = comm.shrink(**options)
-    seen = _Survivor(new.rank, new.size, new.generation, new.origin, new.lost, _sum(new, first))
+    seen = Survivor(new.rank, new.size, new.generation, new.origin, new.lost, sum_of(new, first))
     return new, seen
 
 
@@ -110,19 +115,19 @@ def _hold_generation(
         f"the survivors are in generation {generations}, not of {numbers}"
     )
     for rank, outcome in outcomes.items():
-        expected = _Survivor(
+        expected = Survivor(
             left.index(rank), len(left), outcome.generation, left, frozenset(victims), total
         )
         assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
 
 
-def _survivors(
+def survivors(
     factory: RankFactory, size: int, victims: Sequence[int], function: Any, *args: Any,
     plan: Sequence[Fault] = (),
 ) -> dict[int, Any]:  # fmt: skip
     """Run ``function``, which ``victims`` do not survive, and return the others' results."""
     try:
-        results = _run(factory, size, function, *args, faults=plan)
+        results = run_fresh(factory, size, function, *args, faults=plan)
     except RanksFailedError as failure:
         if set(failure.errors) - set(victims):
             raise
@@ -141,7 +146,7 @@ def _killed(size: int) -> list[Case]:
 def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...]) -> None:
     """Whoever dies, the others go on with each other and with nobody else."""
     plan = [faults.kill(victim, at_call=1) for victim in victims]
-    outcomes = _survivors(factory, size, victims, _lose, victims, "killed", plan=plan)
+    outcomes = survivors(factory, size, victims, _lose, victims, "killed", plan=plan)
     _hold_generation(outcomes, size, victims)
 
 
@@ -154,19 +159,19 @@ def check_shrink_left(
     factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str
 ) -> None:
     """Whoever raises, or leaves too early, the others go on as after a death."""
-    outcomes = _survivors(factory, size, victims, _lose, victims, how)
+    outcomes = survivors(factory, size, victims, _lose, victims, how)
     _hold_generation(outcomes, size, victims)
 
 
-def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> _Survivor | None:
+def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> Survivor | None:
     first = comm.rank
-    _gather(comm, marks)
+    gather(comm, marks)
     if first in victims and how == "raises":
         raise Trouble("out of luck")
     if first in victims and how == "leaves":
         comm.close()
         return None
-    listen(lambda: _sum(comm, first))
+    listen(lambda: sum_of(comm, first))
     new, seen = _next_of(comm, first)
     new.close()
     return seen
@@ -189,15 +194,15 @@ def check_shrink_when(
     """A rank may die in a call in the background, in shrink(), or once it is decided on."""
     where = {"at_call": 1} if when == "async" else {"in_shrink": when}
     plan = [faults.kill(victim, **where) for victim in victims]
-    outcomes = _survivors(factory, size, victims, _lose_within, when, plan=plan)
+    outcomes = survivors(factory, size, victims, _lose_within, when, plan=plan)
     # If it has been decided on one that then died, it is decided once more.
     numbers = {"async": (1,), "decision": (1, 2, 3), "connect": (2, 3)}[when]
     _hold_generation(outcomes, size, victims, numbers)
 
 
-def _lose_within(comm: Communicator, marks: str, when: str) -> _Survivor:
+def _lose_within(comm: Communicator, marks: str, when: str) -> Survivor:
     first = comm.rank
-    _gather(comm, marks)
+    gather(comm, marks)
     if when == "async":
         x = np.ones(1000)
         listen(lambda: comm.all_reduce(x, async_op=True).wait())
@@ -211,13 +216,13 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
     """A rank may die in the middle of a large operation."""
     lost = 0 if victim == "first" else size - 1
     plan = [faults.kill(lost, at_call=3, after=0.002)]
-    outcomes = _survivors(factory, size, [lost], _lose_in_the_middle, plan=plan)
+    outcomes = survivors(factory, size, [lost], _lose_in_the_middle, plan=plan)
     _hold_generation(outcomes, size, [lost])
 
 
-def _lose_in_the_middle(comm: Communicator, marks: str) -> _Survivor:
+def _lose_in_the_middle(comm: Communicator, marks: str) -> Survivor:
     first = comm.rank
-    _gather(comm, marks)
+    gather(comm, marks)
     x = np.ones(1 << 21, np.float32)
     listen(lambda: comm.all_reduce(x, out=x, op="max"))
     new, seen = _next_of(comm, first)
@@ -228,18 +233,18 @@ def _lose_in_the_middle(comm: Communicator, marks: str) -> _Survivor:
 @check(at_least=3, needs=_shrinks)
 def check_shrink_twice(factory: RankFactory, size: int) -> None:
     """Two losses in a row, of rank 0 each time: the numbers are those of generation 0."""
-    outcomes = _survivors(factory, size, (0, 1), _lose_twice)
+    outcomes = survivors(factory, size, (0, 1), _lose_twice)
     for rank, outcome in outcomes.items():
         left = tuple(range(2, size))
         total = sum(2.0**each for each in left)
-        expected = _Survivor(rank - 2, size - 2, 2, left, frozenset({0}), total)
+        expected = Survivor(rank - 2, size - 2, 2, left, frozenset({0}), total)
         assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
 
 
-def _lose_twice(comm: Communicator, marks: str) -> _Survivor | None:
+def _lose_twice(comm: Communicator, marks: str) -> Survivor | None:
     first = comm.rank
     for victim in range(2):
-        _gather(comm, marks, f"turn {victim}")
+        gather(comm, marks, f"turn {victim}")
         if first == victim:
             comm.close()
             return None
@@ -255,14 +260,14 @@ def _lose_twice(comm: Communicator, marks: str) -> _Survivor | None:
 @check(needs=_shrinks)
 def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
     """If nobody is lost it is the same ranks in a new generation, as often as one likes."""
-    for turn, outcomes in enumerate(zip(*_run(factory, size, _shrink_again), strict=True)):
+    for turn, outcomes in enumerate(zip(*run_fresh(factory, size, _shrink_again), strict=True)):
         _hold_generation(dict(enumerate(outcomes)), size, (), (turn + 1,))
 
 
-def _shrink_again(comm: Communicator, marks: str) -> list[_Survivor]:
+def _shrink_again(comm: Communicator, marks: str) -> list[Survivor]:
     first, seen = comm.rank, []
     for turn in range(3):
-        _gather(comm, marks, f"turn {turn}")
+        gather(comm, marks, f"turn {turn}")
         comm, each = _next_of(comm, first)
         seen.append(each)
     comm.close()
@@ -276,15 +281,15 @@ def _each(size: int) -> list[Case]:
 @check(_each, at_least=2, needs=_shrinks)
 def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> None:
     """A rank that one of the others excludes is told so, though it lives."""
-    outcomes = dict(enumerate(_run(factory, size, _exclude, victim)))
+    outcomes = dict(enumerate(run_fresh(factory, size, _exclude, victim)))
     excluded = outcomes.pop(victim)
     assert isinstance(excluded, ExcludedError), f"the excluded rank got {excluded!r}"
     _hold_generation(outcomes, size, (victim,))
 
 
-def _exclude(comm: Communicator, marks: str, victim: int) -> _Survivor | CollectiveError:
+def _exclude(comm: Communicator, marks: str, victim: int) -> Survivor | CollectiveError:
     first = comm.rank
-    _gather(comm, marks)
+    gather(comm, marks)
     somebody = (victim + 1) % comm.size
     try:
         new, seen = _next_of(comm, first, exclude=[victim] if first == somebody else [])
@@ -294,14 +299,14 @@ def _exclude(comm: Communicator, marks: str, victim: int) -> _Survivor | Collect
     return seen
 
 
-# The grace is waited for.
+# The grace is waited for, here and nowhere else.
 @check(lambda size: [{}] * (size <= 3), at_least=2, needs=_shrinks)
 def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> None:
     """A rank that is silent, or stopped, for longer than the grace is out, once and for all.
 
     What it does when it comes harms nobody.
     """
-    outcomes = dict(enumerate(_run(factory, size, _come_late)))
+    outcomes = dict(enumerate(run_fresh(factory, size, _come_late, shrink_grace=_SILENT_S)))
     late = outcomes.pop(size - 1)
     assert [type(each) for each in late] == [ExcludedError] * 2, f"the late rank got {late}"
     _hold_generation(outcomes, size, (size - 1,))
@@ -310,12 +315,12 @@ def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> No
 def _come_late(comm: Communicator, marks: str) -> Any:
     first, last = comm.rank, comm.size - 1
     Path(marks, f"pid-{first}").write_text(str(os.getpid()))
-    _gather(comm, marks)
+    gather(comm, marks)
     late = Path(marks, "late")
     if first == last:
         if not comm.capabilities.in_process:
             os.kill(os.getpid(), signal.SIGSTOP)
-        _await(*(Path(marks, f"gone-on-{rank}") for rank in range(last)))
+        await_files(*(Path(marks, f"gone-on-{rank}") for rank in range(last)))
         # More than once: it is the others' word, and stays it.
         heard = []
         for _ in range(2):
@@ -333,20 +338,21 @@ def _come_late(comm: Communicator, marks: str) -> Any:
     if first == 0 and not comm.capabilities.in_process:
         os.kill(pid, signal.SIGCONT)
     while not new.agree(late.exists()):
-        _sum(new, first)
-    seen = seen._replace(total=_sum(new, first))
+        sum_of(new, first)
+    seen = seen._replace(total=sum_of(new, first))
     new.close()
     return seen
 
 
-def _await(*paths: Path) -> None:
-    end = time.monotonic() + _FAR_S
+def await_files(*paths: Path) -> None:
+    """Return when they are there."""
+    end = time.monotonic() + FAR_S
     while not all(path.exists() for path in paths) and time.monotonic() < end:
         time.sleep(0.001)
 
 
 def _await_stopped(pid: int) -> None:
-    end = time.monotonic() + _FAR_S
+    end = time.monotonic() + FAR_S
     while time.monotonic() < end:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return
@@ -359,7 +365,7 @@ def _await_stopped(pid: int) -> None:
 @check(at_least=2, needs=_shrinks)
 def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
     """Ranks that are in a call when another shrinks are told to call shrink() too."""
-    outcomes = _run(factory, size, _shrink_soundly)
+    outcomes = run_fresh(factory, size, _shrink_soundly)
     for rank, (heard, _) in enumerate(outcomes[1:], start=1):
         what = f"rank {rank}, waiting in a call"
         hold(heard, CommunicatorAbortedError, what, "call shrink() too", rank=0)
@@ -368,7 +374,7 @@ def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
 
 def _shrink_soundly(comm: Communicator, marks: str) -> Any:
     first, heard = comm.rank, None
-    _gather(comm, marks)
+    gather(comm, marks)
     if first:
         heard = listen(comm.barrier)
     new, seen = _next_of(comm, first)
@@ -379,7 +385,7 @@ def _shrink_soundly(comm: Communicator, marks: str) -> Any:
 @check(at_least=3, needs=_shrinks)
 def check_shrink_below_the_floor(factory: RankFactory, size: int) -> None:
     """With fewer ranks than min_ranks nobody goes on: PeerLostError on all."""
-    outcomes = _survivors(factory, size, (1,), _shrink_below)
+    outcomes = survivors(factory, size, (1,), _shrink_below)
     assert sorted(outcomes) == [rank for rank in range(size) if rank != 1]
     for rank, error in outcomes.items():
         assert isinstance(error, PeerLostError), f"rank {rank} got {error!r}"
@@ -388,7 +394,7 @@ def check_shrink_below_the_floor(factory: RankFactory, size: int) -> None:
 
 
 def _shrink_below(comm: Communicator, marks: str) -> CollectiveError | None:
-    _gather(comm, marks)
+    gather(comm, marks)
     if comm.rank == 1:
         comm.close()
         return None
@@ -402,7 +408,7 @@ def _shrink_below(comm: Communicator, marks: str) -> CollectiveError | None:
 @check(at_least=2, needs=_shrinks)
 def check_shrink_closes_groups(factory: RankFactory, size: int) -> None:
     """The old communicator is closed with its groups; new ones are made of the new."""
-    for rank, (closed, total) in enumerate(_run(factory, size, _shrink_with_groups)):
+    for rank, (closed, total) in enumerate(run_fresh(factory, size, _shrink_with_groups)):
         assert closed == [CommunicatorClosedError] * 3, f"rank {rank}: old ones raise {closed}"
         assert total == 2.0**size - 1, f"rank {rank}: the new group adds up to {total}"
 
@@ -411,7 +417,7 @@ def _shrink_with_groups(comm: Communicator, marks: str) -> tuple[list[type], flo
     first = comm.rank
     child = comm.dup()
     grandchild = child.dup()
-    _gather(comm, marks)
+    gather(comm, marks)
     new = comm.shrink()
     closed = []
     for old in (comm, child, grandchild):
@@ -420,31 +426,31 @@ def _shrink_with_groups(comm: Communicator, marks: str) -> tuple[list[type], flo
         except CollectiveError as error:
             closed.append(type(error))
     with new, new.dup() as group:
-        return closed, _sum(group, first)
+        return closed, sum_of(group, first)
 
 
 @check(at_least=3, needs=_shrinks)
 def check_shrink_a_group(factory: RankFactory, size: int) -> None:
     """A group can be shrunk by itself; what it was made of goes on, if it can be broken alone."""
-    outcomes = _run(factory, size, _shrink_group)
+    outcomes = run_fresh(factory, size, _shrink_group)
     for rank, (seen, total) in enumerate(outcomes):
         assert total in (None, 2.0**size - 1), f"rank {rank}: all ranks add up to {total}"
         if rank:
-            expected = _Survivor(
+            expected = Survivor(
                 rank - 1, size - 1, 1, tuple(range(size - 1)), frozenset(), 2.0**size - 2
             )
             assert seen == expected, f"rank {rank} says {seen} instead of {expected}"
 
 
-def _shrink_group(comm: Communicator, marks: str) -> tuple[_Survivor | None, float | None]:
+def _shrink_group(comm: Communicator, marks: str) -> tuple[Survivor | None, float | None]:
     seen = None
     group = comm.group(range(1, comm.size)) if comm.rank else None
-    _gather(comm, marks)
+    gather(comm, marks)
     if group is not None:
         new, seen = _next_of(group, comm.rank)
         new.close()
     try:
-        return seen, _sum(comm, comm.rank)
+        return seen, sum_of(comm, comm.rank)
     except CommunicatorAbortedError:  # its messages are the group's
         return seen, None
 
@@ -456,6 +462,11 @@ def _stays(capabilities: Capabilities) -> str | None:
 @check([{"call": call} for call in ("shrink", "agree")], needs=_stays)
 def check_shrink_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
     """Where that cannot be it is refused, with a remedy, and nothing is broken by it."""
+    hold_refused(factory, size, call)
+
+
+def hold_refused(factory: RankFactory, size: int, call: str) -> None:
+    """Hold that a call is refused on all ranks, that each names a remedy, and can go on."""
     for rank, error in enumerate(factory.run(size, _refused, call)):
         assert isinstance(error, UnsupportedError), f"rank {rank} got {error!r}"
         assert "COLLECTIVE_BACKEND=" in str(error), f"rank {rank}: no remedy: {error}"
@@ -476,7 +487,7 @@ def _refused(comm: Communicator, call: str) -> CollectiveError | None:
 @check(needs=_shrinks)
 def check_agree(factory: RankFactory, size: int) -> None:
     """agree() is true if all say so, the same on all, and as often as one asks."""
-    for rank, answers in enumerate(_run(factory, size, _agree)):
+    for rank, answers in enumerate(run_fresh(factory, size, _agree)):
         expected = [True] + [False] * size + [True]
         assert answers == expected, f"rank {rank}: {answers} instead of {expected}"
 
@@ -489,12 +500,12 @@ def _agree(comm: Communicator, marks: str) -> list[bool]:
 @check(_each, at_least=2, needs=_shrinks)
 def check_agree_after_a_loss(factory: RankFactory, size: int, *, victim: int) -> None:
     """agree() works on a broken communicator, and does not wait for the lost."""
-    outcomes = _survivors(factory, size, (victim,), _agree_after_a_loss, victim)
+    outcomes = survivors(factory, size, (victim,), _agree_after_a_loss, victim)
     assert set(outcomes.values()) == {(True, size == 2)}, f"the survivors agree on {outcomes}"
 
 
 def _agree_after_a_loss(comm: Communicator, marks: str, victim: int) -> tuple[bool, bool] | None:
-    _gather(comm, marks)
+    gather(comm, marks)
     if comm.rank == victim:
         comm.close()
         return None

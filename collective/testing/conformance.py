@@ -17,7 +17,7 @@ __all__ = ["Result", "all_checks", "run_checks"]
 
 _THEMES = (
     "reduce", "extremes", "order", "operators", "move", "data", "p2p", "async", "objects",
-    "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "fork",
+    "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "grow", "fork",
 )  # fmt: skip
 
 

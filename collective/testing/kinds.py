@@ -40,7 +40,7 @@ _CALLS = """
     send recv sendrecv broadcast reduce all_reduce scatter gather all_gather reduce_scatter
     all_to_all scan
 """.split()
-_GROUPS = ("split", "split_by_host", "group", "dup", "shrink")
+_GROUPS = ("split", "split_by_host", "group", "dup", "shrink", "grow")
 _SIGNATURES = {name: inspect.signature(getattr(Communicator, name)) for name in _CALLS}
 
 

@@ -19,12 +19,13 @@ from collective.start.file_store import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
 
-__all__ = ["CommunicatorJob", "Opening", "backend_class"]
+__all__ = ["GRACE_S", "CommunicatorJob", "Opening", "backend_class"]
 
 # A check of deadlines wants short ones, and ranks that meet on a busy machine need long ones.
 _START_S = 20.0
-# What a rank that is silent costs the others when they shrink, and what one may be late that lives.
-_GRACE_S = 2.0
+#: How late a rank may come to ``shrink()`` that lives. On a busy machine one that is in MPI's own
+#: operation when another dies was seconds behind the others.
+GRACE_S = 15.0
 
 
 def backend_class(backend: str | type[Backend]) -> type[Backend]:
@@ -44,6 +45,7 @@ class Opening:
         timeout: seconds that a call may take.
         check: ``"always"`` to compare calls on any transport.
         faults: what goes wrong on the way.
+        shrink_grace: seconds that a rank may be silent when the others shrink.
     """
 
     backend: str | type[Backend]
@@ -53,6 +55,7 @@ class Opening:
     timeout: float
     check: str = "auto"
     faults: tuple[Fault, ...] = ()
+    shrink_grace: float = GRACE_S
 
     def world(self, rank: int) -> World:
         """Return the world as ``rank`` sees it."""
@@ -72,7 +75,7 @@ class Opening:
         world = self.world(rank)
         start = max(self.timeout, _START_S)
         backend: Backend = backend_class(self.backend).connect(world, start)
-        lineage = Lineage.begin(backend, world, start, grace=_GRACE_S, min_ranks=1)
+        lineage = Lineage.begin(backend, world, start, grace=self.shrink_grace, min_ranks=1)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)
         return Communicator(

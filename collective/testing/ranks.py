@@ -6,9 +6,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collective.contract.backend import Backend
+from collective.contract.capabilities import Capabilities
 from collective.errors import InvalidArgumentError
 from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
@@ -18,15 +20,27 @@ from collective.launch.ranks import Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 
 from .faults import Fault
-from .opening import CommunicatorJob, Opening, backend_class
+from .opening import GRACE_S, CommunicatorJob, Opening, backend_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RankPool", "run_ranks"]
+__all__ = ["RankPool", "capabilities_of", "run_ranks"]
 
 # A call gives up before the job does: its error names the ranks that did not come.
 _CALL_SHARE = 0.75
+
+
+def capabilities_of(backend: str | type[Backend], mpiexec: Mpiexec | None = None) -> Capabilities:
+    """Return what a transport can whose ranks a pool starts.
+
+    Of MPI's the class does not know which library it will be: whether its ranks can go on after a
+    loss is the ``mpiexec``'s affair.
+    """
+    kind = backend_class(backend)
+    if kind.launcher == "mpiexec" and (mpiexec or Mpiexec()).outlasts_ranks():
+        return replace(kind.capabilities, shrinks=True)
+    return kind.capabilities
 
 
 class RankPool:
@@ -64,7 +78,7 @@ class RankPool:
         self.backend = backend
         self.timeout = timeout
         kind = backend_class(backend)
-        self.capabilities = kind.capabilities
+        self.capabilities = capabilities_of(backend, mpiexec)
         starter: Starter = ProcessStarter()
         if self.capabilities.in_process:
             starter = ThreadStarter()
@@ -83,6 +97,7 @@ class RankPool:
         shared: bool = False,
         check: str = "auto",
         faults: Sequence[Fault] = (),
+        shrink_grace: float = GRACE_S,
         **options: Any,
     ) -> list[Any]:
         """Call ``function(comm, *args, **options)`` on every rank.
@@ -95,10 +110,12 @@ class RankPool:
                 not count.
             call_timeout: seconds that one call of the communicator may take; by default
                 somewhat less than ``timeout``.
-            shared: use one communicator for all jobs that say so and differ in neither
-                ``call_timeout`` nor ``check``, for as long as none of them fails.
+            shared: use one communicator for all jobs that say so and do not differ in
+                ``call_timeout``, ``check`` and ``shrink_grace``, for as long as none of them
+                fails.
             check: ``"always"`` to compare the ranks' calls on any transport.
             faults: what is to go wrong; see :mod:`collective.testing.faults`.
+            shrink_grace: seconds that a rank may be silent when the others call ``shrink()``.
 
         Returns:
             The ranks' results, in rank order.
@@ -108,7 +125,7 @@ class RankPool:
         """
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
-        opening = self._opening(calls, check, tuple(faults), shared)
+        opening = self._opening(calls, check, tuple(faults), shrink_grace, shared)
         job = CommunicatorJob(function, args, options, opening, shared)
         try:
             return self._ranks.results(job, seconds)
@@ -117,17 +134,19 @@ class RankPool:
             raise
 
     def _opening(
-        self, timeout: float, check: str, faults: tuple[Fault, ...], shared: bool
+        self, timeout: float, check: str, faults: tuple[Fault, ...], grace: float, shared: bool
     ) -> Opening:
         known = self._shared
-        alike = known is not None and (known.timeout, known.check) == (timeout, check)
+        alike = known is not None and (
+            (known.timeout, known.check, known.shrink_grace) == (timeout, check, grace)
+        )
         if shared and not faults and known is not None and alike:
             return known
         if self._directory is None:
             self._directory = tempfile.mkdtemp(prefix="collective-testing-")
         job = f"testing-{secrets.token_hex(8)}"
         directory = f"{self._directory}/{job}"
-        opening = Opening(self.backend, self.size, job, directory, timeout, check, faults)
+        opening = Opening(self.backend, self.size, job, directory, timeout, check, faults, grace)
         self._shared = opening if shared else None
         return opening
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.memory.dtypes import BY_NAME
+from collective.ops import Op
 
 __all__ = [
     "LARGE",
@@ -46,7 +47,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (7,), (3, 5), (1001,))
 #: Elements of a large array: over 1 MiB in four bytes, and a multiple of nothing.
 LARGE = 300_007
 #: Operator -> the kinds of dtype for which it is defined.
-OPS: dict[str, str] = {
+OPS: dict[Op, str] = {
     "sum": "iufc",
     "prod": "iufc",
     "min": "biuf",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -18,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from collective.errors import InvalidArgumentError
 
+from .fitting import figures, lines, narrowest, parts, widened
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
 __all__ = [
     "Progress", "add_outputs", "aligned", "check_known", "console", "count", "counts",
     "microseconds", "names", "parse_size", "print_table", "rate_name", "size_name", "table",
-    "time_name", "write",
+    "time_name", "width", "write",
 ]  # fmt: skip
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -33,6 +36,10 @@ _TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
 # Into a pipe or a file, what is for a terminal must not be cut to the width of one.
 _UNCUT = 300
+# Characters that rich has between two columns, for this box and padding.
+_RICH_GAP = 3
+# Characters of the bar of progress, and how few it may have.
+_BAR, _LEAST_BAR = 20, 5
 
 # -- figures ------------------------------------------------------------------------------------
 
@@ -83,32 +90,80 @@ def microseconds(seconds: float) -> str:
 # -- tables -------------------------------------------------------------------------------------
 
 
-def console(markup: bool = True, width: int = _UNCUT) -> Console:
-    """Return standard output for rich, ``width`` wide or more where it is no terminal.
+def width() -> int:
+    """Return how wide output may be: as COLUMNS says or the terminal is, or else as it likes."""
+    if "COLUMNS" in os.environ or sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return _UNCUT
+
+
+def console(markup: bool = True, least: int = _UNCUT) -> Console:
+    """Return standard output for rich.
 
     Args:
         markup: whether ``[red]`` is a colour; text that others wrote says ``[rank 1 of 4]``.
-        width: in characters.
+        least: how wide it is at least, where it is no terminal and COLUMNS is not set.
     """
     from rich.console import Console
 
     made = Console(highlight=False, markup=markup)
-    if not made.is_terminal:
-        made.width = max(width, made.width)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = max(least, made.width)
     return made
 
 
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table for rich: columns of figures to the right, the first one always left."""
-    from rich import box
-    from rich.table import Table
+class _Fitting:
+    """A table for rich, in as many parts as it takes to be no wider than what it is printed to."""
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, right in zip(header, _figures(header, rows)):
-        made.add_column(name, justify="right" if right else "left")
-    for row in rows:
-        made.add_row(*row)
-    return made
+    def __init__(
+        self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool
+    ) -> None:
+        self._title = title
+        self._header = header
+        self._rows = rows
+        self._markup = markup
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title, wide = self._title, options.max_width
+        least = narrowest(self._header, self._rows, wide, markup=self._markup)
+        for columns in parts(self._header, self._rows, least, wide, _RICH_GAP):
+            room = wide - sum(least[n] for n in columns) - _RICH_GAP * (len(columns) - 1)
+            widths = widened(self._header, self._rows, columns, least, room)
+            yield self._part(title, dict(zip(columns, widths)))
+            yield ""
+            title = ""
+
+    def _part(self, title: str, columns: Mapping[int, int]) -> Table:
+        from rich import box
+        from rich.table import Table
+
+        made = Table(
+            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+            show_edge=False,
+        )  # fmt: skip
+        right = figures(self._header, self._rows)
+        for n, each in columns.items():  # rich's own choice may drop a column
+            made.add_column(
+                self._header[n], justify="right" if right[n] else "left", width=each,
+                overflow="fold",
+            )  # fmt: skip
+        for row in self._rows:
+            made.add_row(*(row[n] for n in columns))
+        return made
+
+
+def table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool = True
+) -> _Fitting:
+    """Return a table for rich: columns of figures to the right, the first one always left.
+
+    Where it is printed to something narrower, columns go into parts below
+    (:mod:`collective.tools.fitting`).
+
+    Args:
+        markup: whether ``[red]`` in a cell is a colour, as it is on a :func:`console` by default.
+    """
+    return _Fitting(title, header, rows, markup)
 
 
 def print_table(
@@ -116,32 +171,23 @@ def print_table(
 ) -> None:
     """Print a table, with rich where it is installed."""
     if markdown:
-        rule = ["---:" if right else "---" for right in _figures(header, rows)]
+        rule = ["---:" if right else "---" for right in figures(header, rows)]
         print(f"**{title}**\n")
         for row in [header, rule, *rows]:
             print(f"| {' | '.join(row)} |")
         print()
     elif importlib.util.find_spec("rich") is not None:
-        console(markup=False).print(table(title, header, rows))
+        console(markup=False).print(table(title, header, rows, markup=False))
     else:
-        print(title, aligned([header, *rows]), sep="\n")
+        print(title)
+        least = narrowest(header, rows, width(), by_words=False)
+        for columns in parts(header, rows, least, width()):
+            print(aligned([[row[n] for n in columns] for row in [header, *rows]]))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a line a row, with columns of spaces."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return which columns hold figures, colours apart."""
-    return [i > 0 and all(_is_figure(row[i]) for row in rows) for i in range(len(header))]
-
-
-def _is_figure(cell: str) -> bool:
-    shown = re.sub(r"\[/?[a-z]*\]", "", cell)
-    return not shown or shown.lstrip("+-")[:1].isdigit() or shown in "-–"
+    """Return a line a row, with columns of spaces; the last is wrapped where that is too wide."""
+    return "\n".join(lines(rows, width()))
 
 
 # -- progress -----------------------------------------------------------------------------------
@@ -151,7 +197,8 @@ class Progress:
     """Says on standard error what is done now: one line that is written over, on a terminal."""
 
     def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
+        # What some services for CI show as a terminal keeps every line.
+        self._shown = sys.stderr.isatty() and not os.environ.get("CI")
         self._text = ""
         self.begin("", 0)
 
@@ -173,13 +220,22 @@ class Progress:
         self._text = text
         if self._shown and (text or self._done):
             self._last = time.monotonic()
-            line = f"{text}{self._count()}"[: shutil.get_terminal_size().columns - 1]
+            columns, done = shutil.get_terminal_size().columns - 1, self._count()
+            line = f"{text}{self._bar(columns - len(text) - len(done))}{done}"[:columns]
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+    def _bar(self, room: int) -> str:
+        """Return the bar, as long as there is room for it."""
+        length = min(_BAR, room - 2)
+        if not self._total or length < _LEAST_BAR:
+            return ""
+        full = self._done * length // self._total
+        return f"  {'━' * full}{'─' * (length - full)}"
 
     def _count(self) -> str:
         if not self._total:
             return ""
-        found = f"  {self._done:,} of {self._total:,}"
+        found = f" {self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
         if self._failed:
             found += f", {self._failed:,} FAILED"
         if self._done:

@@ -71,7 +71,10 @@ class TracedCalls(Listener):
         members = tuple(map(int, ranks))
         number = self._groups[members] = self._groups.get(members, 0) + 1
         name = f"{self._name}/{_members(members)}#{number}"
-        TracedCalls(child, self._tracer, name, [self._ranks[rank] for rank in members])
+        # Those who have joined had no number when the trace began.
+        joined = [-1] * (child.size - len(members))
+        ranks = [*(self._ranks[rank] for rank in members), *joined]
+        TracedCalls(child, self._tracer, name, ranks)
 
     def close(self) -> None:
         self._tracer.flush()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from collective.tools.bench.machine import Observer
-from collective.tools.show import size_name
+from collective.tools.show import Progress, size_name
 
 from .arena import Arena
 from .contestants import named
@@ -126,43 +126,53 @@ class Results:
         )
 
 
-def measure(plan: Benchmark, tell: Callable[[str], None]) -> Results:
+def measure(plan: Benchmark, progress: Progress) -> Results:
     """Measure all that is asked; an interrupt ends it with what has been measured.
 
     Args:
         plan: what is asked.
-        tell: told what is going on.
+        progress: shows what is going on, and how much of all has been done.
     """
     results, observer = Results(), Observer()
+    each = len(plan.frameworks) * len(plan.models) if plan.models else len(list(plan.tasks))
+    progress.begin("", len(plan.ranks) * each)
     try:
         for ranks in plan.ranks:
-            (_train if plan.models else _measure)(plan, ranks, results, tell)
+            (_train if plan.models else _measure)(plan, ranks, results, progress)
     except KeyboardInterrupt:
         results.interrupted = True
     results.machine = observer.machine()
     return results
 
 
-def _measure(plan: Benchmark, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+def _measure(plan: Benchmark, ranks: int, results: Results, progress: Progress) -> None:
     able, missing = named(plan.names, plan.environments, ranks, plan.memories, plan.frameworks)
-    tell(f"starting {ranks} ranks of {', '.join(contestant.name for contestant in able)}")
+    progress.show(f"starting {ranks} ranks of {', '.join(contestant.name for contestant in able)}")
     with Arena(able) as arena:
         results.versions.update(arena.versions)
         for task in plan.tasks:
             # Those too that have broken at an earlier task.
             missing |= {name: error.brief for name, error in arena.failed.items()}
-            tell(f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}, {ranks} ranks")
+            progress.show(
+                f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}, {ranks} ranks"
+            )
             results.add(compare(arena, task, plan.pace, plan.methods))
             results.gaps += [
                 Gap(task.operation, task.nbytes, task.dtype, ranks, name, reason)
                 for name, reason in missing.items()
             ]
+            progress.step()
 
 
-def _train(plan: Benchmark, ranks: int, results: Results, tell: Callable[[str], None]) -> None:
+def _train(plan: Benchmark, ranks: int, results: Results, progress: Progress) -> None:
     for framework in plan.frameworks:
-        tell(f"training steps, {framework}, {ranks} ranks")
+        progress.show(f"training steps, {framework}, {ranks} ranks")
+        done: set[str] = set()  # each has its results at once
         for found in measure_steps(
             plan.names, plan.environments, ranks, framework, plan.models, plan.pace
         ):
+            model = found.model if isinstance(found, Training) else found.operation
+            if model not in done:
+                done.add(model)
+                progress.step()
             results.add([found])

@@ -98,7 +98,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.earlier is not None:
         results = _earlier(options.earlier)
     else:
-        results = measure(_plan(options), progress.show)
+        results = measure(_plan(options), progress)
     progress.clear()
     well = written("--json", options.json, lambda path: write(path, results.as_json()))
     well &= written("--csv", options.csv, lambda path: write_csv(path, results.records))

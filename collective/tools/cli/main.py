@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from collective.errors import CollectiveError
 
-from . import bench, config, doctor, parity, profile, run, trace
+from . import bench, config, doctor, parity, profile, run, tour, trace
 from .ending import Ended, explain, have_descriptors, raise_on_signals
 
 __all__ = ["main"]
 
 #: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
-_COMMANDS = (bench, config, doctor, parity, profile, run, trace)
+_COMMANDS = (bench, config, doctor, parity, profile, run, tour, trace)
 # Those that start processes of ours, and no program of the user's.
-_WITHOUT_PROGRAM = (bench.execute, doctor.execute, parity.execute)
+_WITHOUT_PROGRAM = (bench.execute, doctor.execute, parity.execute, tour.execute)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse("standard output is closed; send it to /dev/null if nobody is to see it.")
     try:
         options = _parse(arguments)
+        if options.version:
+            options.execute = _show_version
         options.is_program = arguments is None  # and not a call within another one
         if options.is_program:
             raise_on_signals()
@@ -53,6 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _show_version(options: argparse.Namespace) -> int:
+    # Here and not above: it brings NumPy along.
+    from .version import text
+
+    print(text(options.verbose))
+    return 0
+
+
 def _import_nothing_from_here() -> None:
     """Keep the working directory out of what child processes import, if it is out of ours.
 
@@ -67,11 +77,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="collective", description="Collective communication between Python processes."
     )
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("-v", dest="verbose", action="store_true",
+        help="with --version: the transports and the native core, too")  # fmt: skip
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)
+    parser.set_defaults(execute=None)
     try:
-        return parser.parse_args(arguments)
+        options = parser.parse_args(arguments)
+        if options.execute is None and not options.version:
+            parser.error("no COMMAND given")
+        return options
     except SystemExit:
         sys.stdout.flush()  # here, where it is told if nobody can read the help
         raise

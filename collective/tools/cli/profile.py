@@ -17,6 +17,7 @@ from collective.start.config import settings
 from collective.start.keys import by_device
 from collective.tools.show import console, count, counts, write
 
+from . import size
 from .ending import Ended
 from .outputs import check_directory, check_file, written
 from .run import refuse_transports
@@ -43,15 +44,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="run a program and report what its calls cost, and whether more ranks pay",
-        usage="collective profile [-n N] [--backend NAME] [--timeout S] [--predict RANKS] "
-        "[--link TIME,RATE] [--per-host N] [--from FILE] [--json FILE] "
-        "(SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
+        usage="collective profile [-n N] [--backend NAME] [--timeout S]\n"
+        "           [--predict RANKS] [--link TIME,RATE] [--per-host N] [--from FILE]\n"
+        "           [--json FILE] (SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
         description="Run a Python program as N ranks, as `collective run` does, or take a trace "
         "that it has left. Report for each operation calls, bytes, time, waiting and what is "
         "hidden by computing, T_comp and T_sync of a training step, and whether the ranks pay.",
         epilog=_EPILOG,
     )
-    parser.add_argument("-n", type=count, default=None, metavar="N", help="how many ranks")
+    size.add_option(parser)
     parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
@@ -107,8 +108,6 @@ def execute(options: argparse.Namespace) -> int:
 def _refusal(options: argparse.Namespace, program: list[str]) -> str:
     if not program and options.trace is None:
         return "no program given; name a script, -m and a module, or --trace and a directory"
-    if program and options.n is None:
-        return "-n N: not given; it says as how many ranks the program runs"
     if program and not options.module and not os.path.exists(program[0]):
         return f"script {program[0]!r}: no such file"
     if options.link is None and options.per_host is not None:
@@ -135,7 +134,14 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     from collective.launch.processes import die_with_parent
 
     refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
-    command = [sys.executable, "-m", "collective", "run", "-n", str(options.n)]
+    command = [
+        sys.executable,
+        "-m",
+        "collective",
+        "run",
+        "-n",
+        str(options.n or size.say("profile")),
+    ]
     command += ["--backend", options.backend] if options.backend else []
     command += ["--timeout", options.timeout] if options.timeout else []
     command += ["-m"] if options.module else []
@@ -174,7 +180,7 @@ def _report(
             outlook = _outlook(options, traces, found, measured)
         except ConfigError as error:  # what was measured is told all the same
             problem = str(error)
-    out = console(width=_WIDTH)
+    out = console(least=_WIDTH)
     out.rule(style="dim")
     show(out, found, outlook)
     if code:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from collective.launch import cores_for_each, launch, restart_with
 from collective.start.config import Setting, settings
 from collective.start.keys import by_device
-from collective.tools.show import count
 
+from . import size
 from .outputs import check_directory
 
 if TYPE_CHECKING:
@@ -27,14 +27,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="start a program as several ranks on this machine",
-        usage="collective run -n N [--backend NAME] [--timeout S] [--min-ranks M] "
-        "[--max-restarts R] (SCRIPT | -m MODULE) [ARG ...]",
+        usage="collective run [-n N] [--backend NAME] [--timeout S] [--min-ranks M]\n"
+        "           [--max-restarts R] [--replace] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks on this machine. Each line of output "
         "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
         "its traceback is shown last, and its exit code is ours. With --min-ranks they go on "
-        "as long as so many are left, and with --max-restarts all are started again.",
+        "as long as so many are left, with --replace others join in place of the lost, and with "
+        "--max-restarts all are started again.",
     )
-    parser.add_argument("-n", type=count, required=True, metavar="N", help="how many ranks")
+    size.add_option(parser)
     parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
     parser.add_argument(
@@ -46,6 +47,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=0,
         metavar="R",
         help="start all ranks again when fewer are left, up to R times (default: 0)",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="start a process in place of each lost rank, which joins the others",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     # Everything from here on is the program's own, whatever it looks like.
@@ -70,15 +76,17 @@ def execute(options: argparse.Namespace) -> int:
         "timeout": options.timeout,
         "min_ranks": options.min_ranks,
     }
+    if options.n is None:
+        options.n = size.say("run")
     # A misspelt setting is one error here instead of one a rank.
     found = settings(given)
     refuse_transports(found)
     min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
-    if min_ranks > options.n:
-        return _refuse(
-            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; as many "
-            "at most"
-        )
+    named = str(found["backend"].value) if "backend" in found else ""
+    on_host = by_device(named).get("cpu", named)
+    mpi = "mpi" in (on_host, found["across"].value if "across" in found else "")
+    if wrong := _misuse(options, found, min_ranks, on_host, mpi):
+        return _refuse(wrong)
     if "trace" in found:
         check_directory("trace", Path(str(found["trace"].value)))
     variables = {
@@ -87,14 +95,7 @@ def execute(options: argparse.Namespace) -> int:
         if value is not None
     }
     arguments = ["-m"] * options.module + program
-    named = str(found["backend"].value) if "backend" in found else ""
-    on_host = by_device(named).get("cpu", named)
     if on_host == "threads":
-        if options.max_restarts:
-            return _refuse(
-                "--max-restarts with backend threads; ranks that are threads cannot be stopped. "
-                "Use --backend shm, whose ranks are processes"
-            )
         os.environ.update(variables)
         if options.is_program:
             restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
@@ -102,15 +103,53 @@ def execute(options: argparse.Namespace) -> int:
         from collective.launch import threads
 
         return threads.main([str(options.n), *arguments], spare=options.n - min_ranks)
-    across = found["across"].value if "across" in found else ""
     return launch(
         arguments,
         options.n,
         variables,
-        mpi="mpi" in (on_host, across),
+        mpi=mpi,
         min_ranks=min_ranks,
         max_restarts=options.max_restarts,
+        replace=options.replace,
     )
+
+
+def _misuse(
+    options: argparse.Namespace,
+    found: Mapping[str, Setting],
+    min_ranks: int,
+    on_host: str,
+    mpi: bool,
+) -> str:
+    """Return which options do not go together, with the remedy; empty if all do.
+
+    Args:
+        min_ranks: how many ranks are to be left at least.
+        on_host: the transport between ranks of one host, if it is named.
+        mpi: whether MPI is used, on a host or between hosts.
+    """
+    if min_ranks > options.n:
+        return (
+            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; as many "
+            "at most"
+        )
+    if options.replace and min_ranks == options.n:
+        return (
+            f"--replace without --min-ranks below {options.n}; the others are stopped when a rank "
+            f"is lost, and nobody is left to join. Give --min-ranks {max(1, options.n - 1)}, say"
+        )
+    if options.replace and (mpi or on_host == "threads"):
+        named = str(found["backend"].value) if "backend" in found else ""
+        return (
+            f"--replace with backend {named!r}; a process can join neither an MPI "
+            "world nor ranks that are threads. Use --backend shm or gloo"
+        )
+    if options.max_restarts and on_host == "threads":
+        return (
+            "--max-restarts with backend threads; ranks that are threads cannot be stopped. "
+            "Use --backend shm, whose ranks are processes"
+        )
+    return ""
 
 
 def refuse_transports(found: Mapping[str, Setting]) -> None:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from collective.algorithms.model import ALGORITHMS
 from collective.tools.show import rate_name, size_name, table, time_name
@@ -62,7 +61,7 @@ def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
         _show_outlook(console, outlook)
 
 
-def _operations(operations: Iterable[OperationCost]) -> Table:
+def _operations(operations: Iterable[OperationCost]) -> RenderableType:
     header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
     rows = []
     for one in operations:

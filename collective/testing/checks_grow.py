@@ -1,0 +1,213 @@
+"""Checks of going on with more: who is let in, and that all say the same.
+
+Whoever joins was a rank of the first generation, which it has left: to the others it is a process
+like any other. As in the checks of losses a sum tells exactly who was in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from collective.communicator import Communicator
+from collective.communicator.arrivals import Arrivals
+from collective.contract.backend import Backend
+from collective.contract.capabilities import Capabilities
+from collective.errors import CollectiveError, CollectiveTimeoutError
+from collective.start.connecting import connect
+
+from . import faults
+from .checks import Case, RankFactory, check
+from .checks_shrink import (
+    FAR_S,
+    Survivor,
+    await_files,
+    gather,
+    hold_refused,
+    run_fresh,
+    sum_of,
+    survivors,
+)  # fmt: skip
+from .kinds import Kind, kind_of
+
+# How long one waits that nobody is to let in.
+_SOON_S = 0.05
+
+
+def _grows(capabilities: Capabilities) -> str | None:
+    return None if capabilities.grows else "does not let processes join"
+
+
+#: By what whoever joins is connected, and the kind of its arrays.
+_Ours = tuple[str | type[Backend], str | Kind]
+
+
+def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
+    """Leave, and join the others again as a process that they do not know."""
+    backend, kind = ours
+    lineage, timeout = comm._lineage, comm.timeout
+    assert lineage is not None
+    comm.close()
+    new = connect(
+        lineage.root, backend, timeout=timeout, start_timeout=seconds,
+        shrink_grace=lineage.grace, join=True,
+    )  # fmt: skip
+    found = kind_of(kind)
+    return new if found is None else found.communicator(new)
+
+
+def _await_knocks(comm: Communicator, count: int) -> None:
+    """Return when so many wait; on a communicator that some have left, so not by ``waiting()``."""
+    assert comm._lineage is not None
+    arrivals = Arrivals(comm._lineage.root.store, comm.backend)
+    end = time.monotonic() + FAR_S
+    while len(arrivals.waiting()) < count and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _seen(comm: Communicator, first: int | None = None) -> tuple[int, Survivor]:
+    """Return this rank's number, and what it sees.
+
+    Args:
+        first: its number, if it did not join: that is not for the grown communicator to say.
+    """
+    number = comm.origin[comm.rank] if first is None else first
+    total = sum_of(comm, number)
+    return number, Survivor(comm.rank, comm.size, comm.generation, comm.origin, comm.lost, total)
+
+
+def _hold(
+    outcomes: dict[int, Any], members: Sequence[int], lost: Sequence[int], numbers: Sequence[int]
+) -> None:
+    """Hold that all are one generation, of ``members`` by their first numbers.
+
+    Args:
+        outcomes: what each says, by the number that it has now.
+        lost: ranks of the first generation that are in it no more.
+        numbers: what the generation's may be.
+    """
+    generations = {outcome.generation for outcome in outcomes.values()}
+    assert len(generations) == 1, f"the ranks are in generations {generations}"
+    assert generations <= set(numbers), (
+        f"the ranks are in generations {generations}, not in one of {numbers}"
+    )
+    assert sorted(outcomes) == list(members), f"{sorted(outcomes)} went on instead of {members}"
+    for number, outcome in outcomes.items():
+        expected = Survivor(
+            members.index(number), len(members), outcome.generation, tuple(members),
+            frozenset(lost), sum(2.0**each for each in members),
+        )  # fmt: skip
+        assert outcome == expected, f"number {number} says {outcome} instead of {expected}"
+
+
+def _joiners(size: int) -> list[Case]:
+    return [{"count": count} for count in range(min(3, size))]
+
+
+@check(_joiners, needs=_grows)
+def check_grow(factory: RankFactory, size: int, *, count: int) -> None:
+    """Who waits is in the next generation, behind all others; who has left is not."""
+    results = run_fresh(factory, size, _grow, (factory.backend, factory.kind), count)
+    members = [*range(size - count), *range(size, size + count)]
+    outcomes = {number: seen for _, (number, seen) in results}
+    assert len(outcomes) == size, f"some have the same number: {results}"
+    _hold(outcomes, members, range(size - count, size), (1,))
+    waited = [waiting for waiting, _ in results]
+    assert waited == [0] * size, f"before anybody waited waiting() was {waited}"
+
+
+def _grow(
+    comm: Communicator, marks: str, ours: _Ours, count: int
+) -> tuple[int, tuple[int, Survivor]]:
+    waiting, first = comm.waiting(), comm.rank
+    gather(comm, marks)
+    if first >= comm.size - count:
+        with _join(comm, ours, FAR_S) as new:
+            return waiting, _seen(new)
+    _await_knocks(comm, count)
+    with comm.grow() as new:
+        return waiting, _seen(new, first)
+
+
+def _moments(size: int) -> list[Case]:
+    return [
+        {"victim": victim, "when": when} for victim in (0, 1) for when in ("decision", "connect")
+    ]
+
+
+@check(lambda size: _moments(size) * (size == 3), at_least=3, needs=_grows)
+def check_grow_when(factory: RankFactory, size: int, *, victim: int, when: str) -> None:
+    """A rank may die while the others decide whom they let in, or when they connect."""
+    plan = [faults.kill(victim, in_shrink=when)]
+    results = survivors(
+        factory, size, (victim,), _grow, (factory.backend, factory.kind), 1, plan=plan
+    )
+    outcomes = {number: seen for _, (number, seen) in results.values()}
+    members = [rank for rank in range(size - 1) if rank != victim] + [size]
+    _hold(outcomes, members, (victim, size - 1), (1, 2, 3))
+
+
+@check(at_least=3, needs=_grows)
+def check_grow_after_a_loss(factory: RankFactory, size: int) -> None:
+    """If one rank has met a loss and shrinks, all do: who waits is let in the next time."""
+    results = run_fresh(factory, size, _grow_late, (factory.backend, factory.kind))
+    _hold(dict(last for _, last in results), [*range(size - 1), size], (), (2,))
+    for rank, (first, _) in enumerate(results[:-1]):
+        left = tuple(range(size - 1))
+        total = sum(2.0**each for each in left)
+        expected = Survivor(rank, size - 1, 1, left, frozenset({size - 1}), total)
+        assert first == expected, f"rank {rank} says {first} instead of {expected}"
+
+
+def _grow_late(
+    comm: Communicator, marks: str, ours: _Ours
+) -> tuple[Survivor | None, tuple[int, Survivor]]:
+    number = comm.rank
+    comm.waiting()
+    gather(comm, marks)
+    if comm.rank == comm.size - 1:
+        with _join(comm, ours, FAR_S) as new:
+            return None, _seen(new)
+    _await_knocks(comm, 1)
+    comm = comm.grow() if comm.rank else comm.shrink()
+    _, first = _seen(comm, number)
+    while not comm.waiting():
+        pass
+    with comm.grow() as new:
+        return first, _seen(new, number)
+
+
+@check(at_least=2, needs=_grows)
+def check_grow_without_one_that_gave_up(factory: RankFactory, size: int) -> None:
+    """Who is not let in in time is told so, and nobody waits for it."""
+    *results, error = run_fresh(factory, size, _give_up, (factory.backend, factory.kind))
+    assert isinstance(error, CollectiveTimeoutError), f"the one that waited got {error!r}"
+    assert "grow()" in str(error), f"it is not told what it waited for: {error}"
+    _hold(dict(enumerate(results)), range(size - 1), (size - 1,), (1,))
+
+
+def _give_up(comm: Communicator, marks: str, ours: _Ours) -> Survivor | CollectiveError:
+    first = comm.rank
+    comm.waiting()
+    gather(comm, marks)
+    if first == comm.size - 1:
+        try:
+            _join(comm, ours, _SOON_S).close()
+        except CollectiveError as error:
+            Path(marks, "gave-up").touch()
+            return error
+    await_files(Path(marks, "gave-up"))
+    with comm.grow() as new:
+        return _seen(new, first)[1]
+
+
+def _stays(capabilities: Capabilities) -> str | None:
+    return "lets processes join" if capabilities.grows else None
+
+
+@check([{"call": call} for call in ("grow", "waiting")], needs=_stays)
+def check_grow_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
+    """Where nobody can join it is refused, with a remedy, and nothing is broken by it."""
+    hold_refused(factory, size, call)

@@ -1,0 +1,1 @@
+"""What ``collective tour`` shows: programs, and how they are run."""

@@ -1,0 +1,101 @@
+"""Walk through the tour's programs: show one, run it, and say what was seen."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from collective.launch.processes import die_with_parent
+
+from .programs import READ_ON, Lesson, lessons
+
+__all__ = ["lead", "perform"]
+
+
+def lead(wait: Callable[[str], bool], chosen: Sequence[Lesson] | None = None) -> int:
+    """Show all lessons; return the exit code: 1 if one did not show what it is to show.
+
+    Args:
+        wait: asks whether to go on, with a prompt.
+        chosen: those of :func:`~collective.tools.tour.programs.lessons`.
+    """
+    shown = lessons() if chosen is None else chosen
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="collective-tour-") as directory:
+        for number, lesson in enumerate(shown, 1):
+            print(f"{number} of {len(shown)}: {lesson.title}\n\n{lesson.text}\n")
+            print("".join(f"    {line}".rstrip() + "\n" for line in lesson.program.splitlines()))
+            if not wait("Enter runs it, q ends the tour: "):
+                return failed
+            try:
+                print(f"{perform(lesson, Path(directory))}\n", flush=True)
+            except ValueError as error:
+                failed = 1
+                print(f"collective tour: {lesson.title}: {error}.\n", file=sys.stderr, flush=True)
+    print(READ_ON, end="")
+    return failed
+
+
+def perform(lesson: Lesson, directory: Path) -> str:
+    """Run a lesson's program as it is to be run, and return what follows from what it prints.
+
+    What it prints is shown meanwhile.
+
+    Args:
+        directory: where the program is written to.
+
+    Raises:
+        ValueError: it did not show what it is to show.
+    """
+    (directory / lesson.file).write_text(lesson.program, encoding="utf-8")
+    printed = []
+    for options in lesson.runs:
+        arguments = ["run", *options, lesson.file]
+        print(f"$ {shlex.join(['collective', *arguments])}", flush=True)
+        code, text = _run([sys.executable, "-m", "collective", *arguments], directory)
+        printed.append(text)
+        print(flush=True)
+        if code:
+            raise ValueError(f"exit code {code}")
+    return lesson.conclude("".join(printed))
+
+
+def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
+    """Run a command, show what it prints, and return its exit code and that."""
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env=_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+    assert process.stdout is not None
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    except KeyboardInterrupt:  # or a signal that was sent to us alone; it ends its ranks
+        process.terminate()
+        raise
+    finally:
+        process.wait()
+        process.stdout.close()
+    return process.returncode, "".join(lines)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without settings, so that the tour is the same for everybody."""
+    kept = {name: text for name, text in environ.items() if not name.startswith("COLLECTIVE_")}
+    home = str(Path(__file__).resolve().parents[3])
+    # The package that is running, also from a clone that is not installed.
+    path = [each for each in kept.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return {**kept, "PYTHONPATH": os.pathsep.join([*path, home])}
