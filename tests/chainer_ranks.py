@@ -19,8 +19,8 @@ Run = Callable[..., Any]
 _pools: dict[tuple[str, int], RankPool] = {}
 
 
-def _run(place: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    backend, _, size = place.partition("-")
+def _run(world: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    backend, _, size = world.partition("-")
     key = backend, int(size)
     if key not in _pools:
         _pools[key] = RankPool(key[1], backend, timeout=60.0)

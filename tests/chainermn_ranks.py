@@ -13,15 +13,15 @@ import collective
 from collective.testing import RankPool
 from tests.mpi_launches import launch_of, needs
 
-__all__ = ["EVERYWHERE", "PLACES", "QUIETLY", "Ranks", "run"]
+__all__ = ["EVERYWHERE", "QUIETLY", "WORLDS", "Ranks", "run"]
 
-Place = tuple[str, int]
+World = tuple[str, int]
 # Seconds that a call may take.
 CALL_S = 15.0
-PLACES: list[Place] = [("shm", 2), ("shm", 4), ("gloo", 2), ("threads", 2)]
+WORLDS: list[World] = [("shm", 2), ("shm", 4), ("gloo", 2), ("threads", 2)]
 _MPI = pytest.param(("mpi", 2), marks=needs("mpich"), id="mpi-2")
 EVERYWHERE = pytest.mark.parametrize(
-    "place", [*(pytest.param(p, id=f"{p[0]}-{p[1]}") for p in PLACES), _MPI]
+    "world", [*(pytest.param(p, id=f"{p[0]}-{p[1]}") for p in WORLDS), _MPI]
 )
 # Where ranks are threads of the tests' process: ChainerMN calls itself experimental.
 QUIETLY = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -31,13 +31,13 @@ class Ranks:
     """Runs functions on ranks; starts processes when first needed."""
 
     def __init__(self) -> None:
-        self._pools: dict[Place, RankPool] = {}
+        self._pools: dict[World, RankPool] = {}
 
     def __call__(
-        self, place: Place, function: Callable[..., Any], *args: Any, **options: Any
+        self, world: World, function: Callable[..., Any], *args: Any, **options: Any
     ) -> list[Any]:
         """Run ``function(comm, …)`` on every rank, with a ChainerMN communicator of its own."""
-        transport, size = place
+        transport, size = world
         # The processes of shm serve gloo as well: starting some takes longer than what they do.
         home = ("shm" if transport == "gloo" else transport), size
         if home not in self._pools:
@@ -63,9 +63,9 @@ def _member(
 
     if transport != "gloo":
         return function(layer.create_communicator(comm), *args)
-    place = {"rank": comm.rank, "size": comm.size, "store": directory, "timeout": CALL_S}
-    place.update(local_rank=comm.rank, local_size=comm.size)
-    with collective.init("gloo", **place) as over_gloo:
+    settings = {"rank": comm.rank, "size": comm.size, "store": directory, "timeout": CALL_S}
+    settings.update(local_rank=comm.rank, local_size=comm.size)
+    with collective.init("gloo", **settings) as over_gloo:
         return function(layer.create_communicator(over_gloo), *args)
 
 

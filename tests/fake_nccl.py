@@ -6,7 +6,7 @@ seen: outputs are poisoned until they are written.
 
 from __future__ import annotations
 
-from nccl_places import FakeNccl
+from nccl_callers import FakeNccl
 
 __all__ = ["NewNccl", "OldNccl"]
 

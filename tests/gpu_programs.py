@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from fakes import POISON, Fake, FakeArray
-from nccl_places import FAR, FakeNccl
+from nccl_callers import FAR, FakeNccl
 
 from collective import cuda
 from collective.memory import device_layout

@@ -185,6 +185,10 @@ class Hosts:
         for namespace in [*(host.namespace for host in self.hosts), self._switch]:
             _ip("netns", "del", namespace, check=False)
 
+    def end(self, host: int) -> None:
+        """Kill all that runs on a host; its address stays."""
+        _kill(_processes(self.hosts[host].namespace))
+
     def living(self) -> list[int]:
         """Return the processes that run on the hosts, whoever started them."""
         return [pid for host in self.hosts for pid in _processes(host.namespace)]
@@ -241,20 +245,20 @@ class Hosts:
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(host.directory), "OMP_NUM_THREADS": "1"}
         return {**os.environ, **own, **variables}
 
-    def by_hand(self, places: Sequence[int], command: Sequence[str], **variables: str) -> Job:
-        """Start a rank on each of ``places`` with the variables that torchrun would set."""
+    def by_hand(self, spread: Sequence[int], command: Sequence[str], **variables: str) -> Job:
+        """Start a rank on each of ``spread`` with the variables that torchrun would set."""
         commands = []
-        for rank, place in enumerate(places):
-            told = {
+        for rank, number in enumerate(spread):
+            common = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(len(places)),
-                "LOCAL_RANK": str(list(places[:rank]).count(place)),
-                "LOCAL_WORLD_SIZE": str(list(places).count(place)),
-                "MASTER_ADDR": self.hosts[places[0]].address,
+                "WORLD_SIZE": str(len(spread)),
+                "LOCAL_RANK": str(list(spread[:rank]).count(number)),
+                "LOCAL_WORLD_SIZE": str(list(spread).count(number)),
+                "MASTER_ADDR": self.hosts[spread[0]].address,
                 "MASTER_PORT": str(_PORT),
                 "COLLECTIVE_SECRET": "of this test, and of nobody else",
             }
-            commands.append((place, command, {**told, **variables}))
+            commands.append((number, command, {**common, **variables}))
         return self.start(commands)
 
     def torchrun(self, each: int, script: Sequence[str], **variables: str) -> Job:
@@ -303,8 +307,8 @@ def refusal() -> str | None:
             with Hosts(2, Path(directory)) as hosts:
                 hosts.start([(0, ["true"], {})]).succeed(10.0)
         except (OSError, subprocess.CalledProcessError, AssertionError) as error:
-            told = getattr(error, "stderr", b"") or str(error).encode()
-            return f"no network namespaces here: {told.decode(errors='replace').strip()}"
+            output = getattr(error, "stderr", b"") or str(error).encode()
+            return f"no network namespaces here: {output.decode(errors='replace').strip()}"
     return None
 
 

@@ -67,7 +67,7 @@ class Loopback(Backend):
 
     name = "loopback"
     capabilities = Capabilities(
-        in_process=True, any_source=True, detects_lost_peers=True, shrinks=True
+        in_process=True, any_source=True, detects_lost_peers=True, shrinks=True, grows=True
     )
     rendezvous: ClassVar[bool] = False
 

@@ -26,11 +26,11 @@ __all__ = [
     "launch_of",
     "mpirun",
     "needs",
-    "place_of",
-    "pool_at",
+    "pool_of",
     "run_alone",
     "warm_launch_of",
     "warm_python_of",
+    "world_of",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,16 +76,16 @@ def needs(*vendors: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-def place_of(name: str, size: int) -> Any:
+def world_of(name: str, size: int) -> Any:
     """Return a parameter of a fixture: a transport or a vendor of MPI, and how many ranks."""
     marks = needs(name) if name in VENDORS else ()
     return pytest.param((name, size), marks=marks, id=f"{name}-{size}")
 
 
 @contextlib.contextmanager
-def pool_at(place: tuple[str, int], package: ModuleType) -> Iterator[RankPool]:
+def pool_of(world: tuple[str, int], package: ModuleType) -> Iterator[RankPool]:
     """Keep ranks at a place that can import what this environment has beside ``package``."""
-    name, size = place
+    name, size = world
     if name not in VENDORS:
         with RankPool(size, name, timeout=90.0) as made:
             yield made

@@ -83,8 +83,8 @@ class Ranks:
     def sums(self, comms: list[NcclComm]) -> list[list[float]]:
         """Return each rank's result of an all-reduce of ``rank + 1``."""
 
-        def one(place: int) -> list[float]:
-            comm = comms[place]
+        def one(index: int) -> list[float]:
+            comm = comms[index]
             x, out = np.full(3, comm.rank + 1, np.float32), np.zeros(3, np.float32)
             ordinal = comm.device.ordinal
             stream = self.stream(ordinal)

@@ -16,10 +16,10 @@ import collective
 from collective.errors import CollectiveError, RendezvousError
 
 
-def say(**told: Any) -> None:
+def say(**values: Any) -> None:
     """Print a line that a test can take apart."""
     # In one piece: a launcher mixes what its ranks print.
-    sys.stdout.write(f"SAID {told!r}\n")
+    sys.stdout.write(f"SAID {values!r}\n")
     sys.stdout.flush()
 
 
@@ -42,7 +42,7 @@ def who() -> None:
             assert set(mine) == {comm.host}
             here = (local.rank, local.size, local.backend)
         say(rank=rank, host=comm.host, backend=comm.backend, here=here,
-            local=(comm.local_rank, comm.local_size), place=os.environ["TMPDIR"])  # fmt: skip
+            local=(comm.local_rank, comm.local_size), tmpdir=os.environ["TMPDIR"])  # fmt: skip
 
 
 def barriers() -> None:
@@ -73,6 +73,22 @@ def until_it_breaks(count: str, timeout: str) -> None:
                 at=time.monotonic())  # fmt: skip
             return
         time.sleep(0.01)
+
+
+def go_on() -> None:
+    """Add up until some are lost, and then with those who are left."""
+    comm = collective.init()
+    first = comm.rank
+    comm.barrier()
+    say(rank=first, ready=True)
+    try:
+        while True:
+            comm.all_reduce(np.ones(1))
+    except CollectiveError:
+        comm = comm.shrink()
+    total = int(comm.all_reduce(np.array([2**first]))[0])
+    say(rank=first, backend=comm.backend, origin=comm.origin, total=total, agreed=comm.agree())
+    comm.close()
 
 
 def meet(seconds: str) -> None:
@@ -111,6 +127,6 @@ if __name__ == "__main__":
 
     faulthandler.register(signal.SIGUSR1)
     functions: dict[str, Callable[..., None]] = {
-        each.__name__: each for each in (who, barriers, until_it_breaks, meet, listening)
+        each.__name__: each for each in (who, barriers, go_on, until_it_breaks, meet, listening)
     }
     functions[sys.argv[1]](*sys.argv[2:])

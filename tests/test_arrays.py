@@ -221,8 +221,8 @@ def test_types_of_eight_bits_travel_and_are_not_folded_here(name):
         return got.dtype is x.dtype, got.float().tolist(), joined.astype(float).tolist()
 
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    told = run_ranks(2, program)
-    assert told == [(True, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5] * 2)] * 2
+    results = run_ranks(2, program)
+    assert results == [(True, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5] * 2)] * 2
 
 
 def test_torch_expanded_tensors_go_in_and_not_out():

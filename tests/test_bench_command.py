@@ -97,7 +97,7 @@ def test_training_steps(framework: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--op", "allreduce"], "--op: 'allreduce'; one of all_reduce, "),
         (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
@@ -111,14 +111,14 @@ def test_training_steps(framework: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_misspelt_is_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main(["bench", *arguments])
     except SystemExit as error:  # argparse's own
         code = error.code  # type: ignore[assignment]
     assert code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it() -> None:
@@ -169,10 +169,10 @@ def test_what_cannot_be_written_is_refused_before_it_measures(
     if option[0] == "--plot":
         pytest.importorskip("matplotlib")
     assert main(["bench", *option]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"collective: {' '.join(option)}: ")
-    assert reason in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"collective: {' '.join(option)}: ")
+    assert reason in printed
+    assert printed.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,12 +216,12 @@ def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
             ranks = children(process.pid)
             time.sleep(0.05)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, said
-    assert "interrupted; this is not all" in said
+    assert process.returncode == 130, printed
+    assert "interrupted; this is not all" in printed
     found: dict[str, Any] = json.loads(file.read_text())
     assert found["interrupted"] is True
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

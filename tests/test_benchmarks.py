@@ -47,7 +47,8 @@ def test_going_on_after_a_loss(tmp_path: Path) -> None:
     command = ["--quick", "--backends", "shm", "--restarts", 0, "--json", found]
     shown = run("elastic.py", *command)
     assert "shm, rank 0 of 3" in shown
-    assert [len(each) for each in json.loads(found.read_text())["elastic"].values()] == [3, 3]
+    assert "shm, one more than 2" in shown
+    assert [len(each) for each in json.loads(found.read_text())["elastic"].values()] == [3] * 3
 
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -70,6 +71,9 @@ def test_waiting_memory_and_the_verdicts_upon_them(tmp_path: Path) -> None:
     assert {(w["contestant"], w["operation"]) for w in merged["waiting"]} == {
         (ours, call) for ours in ("shm", "threads") for call in ("all_reduce", "send_recv")
     }
+    assert {name: len(seconds) for name, seconds in merged["woken"].items()} == {
+        "all_reduce": 3, "send_recv": 3
+    }  # fmt: skip
     for footprint in merged["memory"]:
         assert 0 < footprint["resident"] <= footprint["mapped"]
     file = tmp_path / "run.json"
@@ -253,7 +257,9 @@ def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
     assert line(shown, "sum").split()[1] == "float16"
 
 
-@pytest.mark.parametrize("flags", [[], ["--messages"]], ids=["all_reduce", "messages"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--operation", "gather", "--cpu"], ["--operation", "send_recv"]]
+)
 def test_native_holds_the_core_against_its_absence(tmp_path: Path, flags: list[str]) -> None:
     file = tmp_path / "native.json"
     run("native.py", *flags, "--sizes", "16", "512K", "--turns", 2, "--json", file)
@@ -262,6 +268,25 @@ def test_native_holds_the_core_against_its_absence(tmp_path: Path, flags: list[s
     for side in ("core", "without"):
         assert all(len(each[side]) == 2 and min(each[side]) > 0 for each in calls)
     assert "512 KiB" in run("native.py", "--from", file)
+
+
+def test_areas_and_rings_of_several_lengths_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "areas.json"
+    few = ("--areas", "64K", "1M", "--rings", "4K", "--sizes", "4K", "256K", "--quick")
+    run("areas.py", *few, "--json", file)
+    calls = json.loads(file.read_text())["calls"]
+    assert [(each["what"], each["operation"], each["nbytes"]) for each in calls] == [
+        (what, operation, nbytes)
+        for what, operation in (
+            ("areas", "all_reduce"), ("areas", "broadcast"), ("rings", "send_recv")
+        )
+        for nbytes in (4 << 10, 256 << 10)
+    ]  # fmt: skip
+    assert [*calls[0]["seconds"]] == [str(64 << 10), str(1 << 20)]
+    assert all(min(turns) > 0 for each in calls for turns in each["seconds"].values())
+    shown = run("areas.py", "--from", file)
+    assert line(shown, "rings of so many bytes")
+    assert line(shown, "send_recv")
 
 
 def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from chainer import Parameter, Variable
 from collective.errors import DeviceError, InvalidArgumentError, MismatchError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.testing import run_ranks
+from tests.interpreter import run_python
 from tests.shm_ranks import shm  # noqa: F401
 
 
@@ -80,7 +79,7 @@ from collective.memory.arrays import adapter_of, is_array
 class Variable: array = np.ones(2)
 print(adapter_of(np.ones(2)).name, is_array(Variable()), "chainer" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_python("-c", program)
     assert done.stdout == "numpy False False\n", done.stderr
 
 

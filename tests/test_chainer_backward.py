@@ -47,11 +47,11 @@ def parameters(count: int) -> list[Any]:
 
 def watched(leaves: list[Any], loss: Any) -> list[tuple[int, Any]]:
     """Return what is told of a backward pass, with copies of the gradients."""
-    told: list[tuple[int, Any]] = []
+    heard: list[tuple[int, Any]] = []
     nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
-    with watching(nodes, lambda number, gradient: told.append((number, np.array(gradient)))):
+    with watching(nodes, lambda number, gradient: heard.append((number, np.array(gradient)))):
         loss.backward()
-    return told
+    return heard
 
 
 # A program: each step multiplies by a parameter, adds one, or joins an earlier value.
@@ -83,13 +83,13 @@ def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
 def test_told_are_the_gradients_that_chainer_ends_with(program: list[tuple[str, int]]) -> None:
     alone, leaves = parameters(4), parameters(4)
     run(program, alone).backward()
-    told = dict(watched(leaves, run(program, leaves)))
+    heard = dict(watched(leaves, run(program, leaves)))
     for number, (a, b) in enumerate(zip(alone, leaves, strict=True)):
         if a.grad is None:
             assert b.grad is None
-            assert number not in told
+            assert number not in heard
         else:
-            assert a.grad.tobytes() == b.grad.tobytes() == told[number].tobytes()
+            assert a.grad.tobytes() == b.grad.tobytes() == heard[number].tobytes()
 
 
 @given(STEPS)
@@ -98,9 +98,9 @@ def test_gradients_in_their_places_are_those_that_chainer_ends_with(
 ) -> None:
     alone, leaves = parameters(4), parameters(4)
     run(program, alone).backward()
-    loss, places = run(program, leaves), np.full((4, 4, 4), np.nan)
+    loss, room = run(program, leaves), np.full((4, 4, 4), np.nan)
     nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
-    with watching(nodes, lambda *_: None, lambda number: places[number]):
+    with watching(nodes, lambda *_: None, lambda number: room[number]):
         loss.backward()
     for number, (a, b) in enumerate(zip(alone, leaves, strict=True)):
         if a.grad is None:
@@ -110,17 +110,17 @@ def test_gradients_in_their_places_are_those_that_chainer_ends_with(
         if [step for step in program if step[1] == number and step[0] != "join"] == [
             ("dense", number)
         ]:
-            assert b.grad.base is places
+            assert b.grad.base is room
 
 
 def test_a_dense_layers_gradient_is_not_put_where_one_is_already() -> None:
     (leaf,) = parameters(1)
     leaf.grad = np.full((4, 4), 5.0)
-    place = np.zeros((4, 4))
-    with watching({leaf.node: 0}, lambda *_: None, lambda number: place):
+    room = np.zeros((4, 4))
+    with watching({leaf.node: 0}, lambda *_: None, lambda number: room):
         F.sum(F.linear(np.ones((2, 4)), leaf)).backward()
     np.testing.assert_array_equal(leaf.grad, np.full((4, 4), 7.0))
-    np.testing.assert_array_equal(place, np.zeros((4, 4)))
+    np.testing.assert_array_equal(room, np.zeros((4, 4)))
 
 
 @pytest.mark.parametrize(
@@ -128,20 +128,20 @@ def test_a_dense_layers_gradient_is_not_put_where_one_is_already() -> None:
 )
 def test_a_dense_layers_gradient_that_cannot_be_in_place_is_elsewhere(kind: str) -> None:
     (leaf,) = parameters(1)
-    x, place = np.ones((8, 4)), np.zeros((4, 4))
+    x, room = np.ones((8, 4)), np.zeros((4, 4))
     if kind == "mixed types":
         x = x.astype(np.float32)
     elif kind == "strided input":
         x = np.ones((8, 8))[::2, ::2]
     elif kind == "another shape":
-        place = np.zeros((2, 8))
+        room = np.zeros((2, 8))
     given_ = leaf if kind == "weight of itself" else x
     expected = chainer.Parameter(leaf.array.copy())
     F.sum(F.linear(expected if given_ is leaf else x, expected)).backward()
-    with watching({leaf.node: 0}, lambda *_: None, lambda number: place):
+    with watching({leaf.node: 0}, lambda *_: None, lambda number: room):
         F.sum(F.linear(given_, leaf)).backward()
     assert leaf.grad.tobytes() == expected.grad.tobytes()
-    np.testing.assert_array_equal(place, np.zeros_like(place))
+    np.testing.assert_array_equal(room, np.zeros_like(room))
 
 
 def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:
@@ -162,9 +162,9 @@ def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:
 def test_a_parameter_that_is_used_again_is_told_after_its_last_use() -> None:
     (leaf,) = parameters(1)
     h = F.tanh(F.matmul(F.tanh(F.matmul(np.eye(4), leaf)), leaf))
-    told = watched([leaf], F.sum(h))
-    assert [number for number, _ in told] == [0]
-    np.testing.assert_array_equal(told[0][1], leaf.grad)
+    heard = watched([leaf], F.sum(h))
+    assert [number for number, _ in heard] == [0]
+    np.testing.assert_array_equal(heard[0][1], leaf.grad)
 
 
 class Cut(chainer.FunctionNode):
@@ -179,21 +179,21 @@ class Cut(chainer.FunctionNode):
 
 def test_nothing_is_told_of_a_branch_that_is_cut() -> None:
     cut, kept = parameters(2)
-    told = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0]))
-    assert [number for number, _ in told] == [1]
+    heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0]))
+    assert [number for number, _ in heard] == [1]
     assert cut.grad is None
     # Used before the cut as well: it has a gradient, but nobody knew that nothing would follow.
     cut, kept = parameters(2)
-    told = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0] + cut))
-    assert [number for number, _ in told] == [1]
+    heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0] + cut))
+    assert [number for number, _ in heard] == [1]
     np.testing.assert_array_equal(cut.grad, np.ones((4, 4)))
 
 
 def test_gradients_that_are_there_are_in_what_is_told() -> None:
     (leaf,) = parameters(1)
     leaf.grad = np.full((4, 4), 5.0)
-    told = watched([leaf], F.sum(leaf))
-    np.testing.assert_array_equal(told[0][1], np.full((4, 4), 6.0))
+    heard = watched([leaf], F.sum(leaf))
+    np.testing.assert_array_equal(heard[0][1], np.full((4, 4), 6.0))
 
 
 def test_what_is_returned_takes_the_gradients_place() -> None:
@@ -212,34 +212,34 @@ def test_passes_in_the_course_of_a_pass_are_not_watched() -> None:
         return F.sum(F.forget(lambda h: F.matmul(h, inner), F.tanh(outer)))
 
     lossof(*alone).backward()
-    told = watched([inner, outer], lossof(inner, outer))
-    assert [number for number, _ in told] == [1]
+    heard = watched([inner, outer], lossof(inner, outer))
+    assert [number for number, _ in heard] == [1]
     np.testing.assert_array_equal(inner.grad, alone[0].grad)
     np.testing.assert_array_equal(outer.grad, alone[1].grad)
 
 
 def test_other_threads_are_not_watched() -> None:
     (leaf,) = parameters(1)
-    told: list[int] = []
+    heard: list[int] = []
 
     def other() -> None:
         F.sum(leaf).backward()
 
-    with watching({leaf.node: 0}, lambda number, _: told.append(number)):
+    with watching({leaf.node: 0}, lambda number, _: heard.append(number)):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert told == []
+    assert heard == []
     np.testing.assert_array_equal(leaf.grad, np.ones((4, 4)))
 
 
 def test_threads_that_watch_at_the_same_time() -> None:
     leaves = parameters(2)
     barrier = threading.Barrier(2, timeout=20)
-    told: dict[int, list[int]] = {0: [], 1: []}
+    heard: dict[int, list[int]] = {0: [], 1: []}
 
     def work(number: int) -> None:
-        with watching({leaves[number].node: number}, lambda n, _: told[number].append(n)):
+        with watching({leaves[number].node: number}, lambda n, _: heard[number].append(n)):
             barrier.wait()
             F.sum(F.tanh(leaves[number])).backward()
             barrier.wait()
@@ -249,7 +249,7 @@ def test_threads_that_watch_at_the_same_time() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert told == {0: [0], 1: [1]}
+    assert heard == {0: [0], 1: [1]}
 
 
 def test_double_backprop_is_refused() -> None:

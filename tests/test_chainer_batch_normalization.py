@@ -80,9 +80,9 @@ def results(link: Any, x: Any, gy: Any, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("finetune", [False, True])
-@pytest.mark.parametrize("place", ["threads-2", "shm-4"])
-def test_equals_the_joined_batch(ranks: Run, place: str, name: str, finetune: bool) -> None:
-    compare(ranks(place, joined, name, "float64", finetune), name, finetune)
+@pytest.mark.parametrize("world", ["threads-2", "shm-4"])
+def test_equals_the_joined_batch(ranks: Run, world: str, name: str, finetune: bool) -> None:
+    compare(ranks(world, joined, name, "float64", finetune), name, finetune)
 
 
 def compare(found: list[Any], name: str, finetune: bool) -> None:

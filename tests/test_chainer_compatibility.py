@@ -30,6 +30,7 @@ from collective.adapters.chainer import compatibility
 from collective.adapters.chainer.compatibility import edits as compatibility_edits
 from collective.adapters.chainer.compatibility import requirements
 from collective.adapters.chainer.compatibility.edits import EDITS, Edit
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(chainer.__file__).parent.parent
@@ -40,14 +41,7 @@ def python(*arguments: Any, path: Any = None, **options: Any) -> str:
     """Run a Python that finds this project, and first of all ``path``; return what it prints."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in (path, ROOT) if each)
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-        **options,
-    )
+    done = run_python(*arguments, env=environment, **options)
     return done.stdout + done.stderr
 
 

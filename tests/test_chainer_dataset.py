@@ -25,7 +25,7 @@ from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
 import chainer  # isort: skip  # by the adapter's leave
 
 
-PLACES = ["threads-2", "threads-4"]
+WORLDS = ["threads-2", "threads-4"]
 
 
 def flat(parts: Iterable[list[int]]) -> list[int]:
@@ -40,48 +40,48 @@ def scattered(comm: Any, length: int, **options: Any) -> list[int]:
     return [int(each) for each in shard[:]]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [0, 3, 13, 16])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_is_in_one_shard(ranks: Run, place: str, length: int, shuffle: bool) -> None:
-    shards = ranks(place, scattered, length, shuffle=shuffle)
+def test_each_sample_is_in_one_shard(ranks: Run, world: str, length: int, shuffle: bool) -> None:
+    shards = ranks(world, scattered, length, shuffle=shuffle)
     assert sorted(flat(shards)) == list(range(length))
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [3, 13, 16])
-def test_padded_shards_are_equally_long(ranks: Run, place: str, length: int) -> None:
-    shards = ranks(place, scattered, length, shuffle=True, seed=4, padded=True)
-    assert {len(shard) for shard in shards} == {-(-length // int(place[-1]))}
+def test_padded_shards_are_equally_long(ranks: Run, world: str, length: int) -> None:
+    shards = ranks(world, scattered, length, shuffle=True, seed=4, padded=True)
+    assert {len(shard) for shard in shards} == {-(-length // int(world[-1]))}
     assert set(flat(shards)) == set(range(length))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_shards_are_chainermns(ranks: Run, place: str) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_shards_are_chainermns(ranks: Run, world: str) -> None:
     from chainermn.datasets.scatter import _scatter_index
 
     for padded in (False, True):
-        found = ranks(place, scattered, 13, shuffle=True, seed=9, padded=padded)
+        found = ranks(world, scattered, 13, shuffle=True, seed=9, padded=padded)
         order = np.random.RandomState(9).permutation(13)
-        expected = [order[b:e].tolist() for _, b, e in _scatter_index(13, int(place[-1]), padded)]
+        expected = [order[b:e].tolist() for _, b, e in _scatter_index(13, int(world[-1]), padded)]
         assert found == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_seed_chooses_the_order(ranks: Run, place: str) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_seed_chooses_the_order(ranks: Run, world: str) -> None:
     first, again, other = (
-        ranks(place, scattered, 100, shuffle=True, seed=seed) for seed in (1, 1, 2)
+        ranks(world, scattered, 100, shuffle=True, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
-    drawn = [ranks(place, scattered, 100, shuffle=True) for _ in range(2)]
+    drawn = [ranks(world, scattered, 100, shuffle=True) for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_datasets_that_differ(ranks: Run, place: str) -> None:
-    for text in ranks(place, refused):
+@pytest.mark.parametrize("world", WORLDS)
+def test_datasets_that_differ(ranks: Run, world: str) -> None:
+    for text in ranks(world, refused):
         assert "rank 1 has 9 samples" in text
         assert "rank 0 10 samples" in text
 

@@ -25,7 +25,7 @@ from chainer.iterators import SerialIterator  # isort: skip
 from chainer.training.extensions import Evaluator  # isort: skip
 
 
-PLACES = ["threads-4", "shm-2"]
+WORLDS = ["threads-4", "shm-2"]
 
 
 class Target(chainer.Link):
@@ -58,28 +58,28 @@ def evaluated(comm: Any, count: int, batch: int, iterator: str) -> Any:
 
 
 # With 3 samples some ranks have none; batches of 4 leave short ones.
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("count", [3, 13, 32])
 @pytest.mark.parametrize("iterator", ["sharded", "scattered"])
 def test_means_are_exact_on_uneven_shards(
-    ranks: Run, place: str, count: int, iterator: str
+    ranks: Run, world: str, count: int, iterator: str
 ) -> None:
     data = values(count)
-    found = ranks(place, evaluated, count, 4, iterator)
+    found = ranks(world, evaluated, count, 4, iterator)
     assert all(each == found[0] for each in found)
     assert set(found[0]) == {"validation/main/mean", "validation/main/large"}
     assert found[0]["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
     assert found[0]["validation/main/large"] == pytest.approx(data[data > 0].mean(), rel=1e-14)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_no_samples_at_all(ranks: Run, place: str) -> None:
-    assert ranks(place, evaluated, 0, 4, "scattered") == [{}] * int(place[-1])
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_samples_at_all(ranks: Run, world: str) -> None:
+    assert ranks(world, evaluated, 0, 4, "scattered") == [{}] * int(world[-1])
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_infinities_and_nan(ranks: Run, place: str) -> None:
-    for found in ranks(place, strange):
+@pytest.mark.parametrize("world", WORLDS)
+def test_infinities_and_nan(ranks: Run, world: str) -> None:
+    for found in ranks(world, strange):
         assert math.isnan(found["main/nan"])
         assert found["main/inf"] == math.inf
 

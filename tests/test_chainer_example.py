@@ -28,7 +28,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # or its threads wait for each other
 
 
-def told(output: str) -> tuple[float, float]:
+def figures(output: str) -> tuple[float, float]:
     """Return the accuracy, in percent, and the sum of the weights."""
     accuracy = re.search(r"test accuracy (\d+\.\d)%\n.*sum of all", output)
     weights = re.search(r"sum of all weights (-?\d+\.\d+)", output)
@@ -42,7 +42,7 @@ def test_trainer_and_loop_end_with_the_same_weights(tmp_path: Path) -> None:
     for launch, options in (("shm", ()), ("threads", ("--no-trainer",))):
         done = run(launch, "mnist_chainer.py", *SHORT, "--out", str(tmp_path), *options)
         assert done.returncode == 0, done.stdout
-        found.append(told(done.stdout))
+        found.append(figures(done.stdout))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0][0] > 30  # of ten kinds, after 14 steps
     log = json.loads((tmp_path / "log").read_text())

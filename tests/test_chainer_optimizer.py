@@ -33,7 +33,7 @@ import chainer  # isort: skip  # by the adapter's leave
 import chainer.functions as F  # isort: skip
 from chainer.functions.connection.linear import LinearGradWeight  # isort: skip
 
-PLACES = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
+WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -41,11 +41,11 @@ PLACES = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", WORLDS)
 def test_equals_one_process_on_the_joined_batch(
-    ranks: Run, place: str, bucket_mib: float, way: str
+    ranks: Run, world: str, bucket_mib: float, way: str
 ) -> None:
-    found = ranks(place, training, "momentum", bucket_mib, way)
+    found = ranks(world, training, "momentum", bucket_mib, way)
     assert_same(found)
     assert_close(found[0], trained_alone(5))
 
@@ -79,10 +79,10 @@ def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
     return weights(model)
 
 
-@pytest.mark.parametrize("place", ["shm-2", "shm-4"])
-def test_equal_gradients_leave_the_bits_of_one_process(ranks: Run, place: str) -> None:
+@pytest.mark.parametrize("world", ["shm-2", "shm-4"])
+def test_equal_gradients_leave_the_bits_of_one_process(ranks: Run, world: str) -> None:
     # Powers of two: the average of equal numbers is that number.
-    found = ranks(place, training_on_equal_batches)
+    found = ranks(world, training_on_equal_batches)
     expected = trained_alone(4, "adam", Model(dtype=np.float32), dtype=np.float32)
     assert_same([expected, *found])
 

@@ -39,7 +39,7 @@ from tests.chainer_models import (
     trained_alone,
     weights,
 )
-from tests.test_chainer_optimizer import PLACES, training_on_equal_batches
+from tests.test_chainer_optimizer import WORLDS, training_on_equal_batches
 
 import chainer  # isort: skip  # by the adapter's leave
 import chainer.functions as F  # isort: skip
@@ -61,9 +61,9 @@ class Lazy(chainer.Chain):
         return self.last(F.relu(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_lazy_parameters_get_rank_0_values_before_they_are_used(ranks: Run, place: str) -> None:
-    found = ranks(place, lazy)
+@pytest.mark.parametrize("world", WORLDS)
+def test_lazy_parameters_get_rank_0_values_before_they_are_used(ranks: Run, world: str) -> None:
+    found = ranks(world, lazy)
     assert_same([after for _, after in found])
     for name, array in found[0][0].items():
         assert (array == found[1][0][name]).all(), name
@@ -217,9 +217,9 @@ def test_one_rank_trains_as_the_bare_optimizer() -> None:
 
 
 def test_a_rank_that_fails_in_its_backward_pass(ranks: Run) -> None:
-    text, told = ranks("shm-2", failing)
+    text, error = ranks("shm-2", failing)
     assert text == "on purpose"
-    assert "rank 0" in told
+    assert "rank 0" in error
 
 
 class Broken(chainer.FunctionNode):
@@ -256,8 +256,8 @@ def failing(comm: Any) -> str:
 
 def test_a_rank_that_dies_in_its_backward_pass(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="rank 1"):
-        run_ranks(2, dying, str(tmp_path / "told"), backend="shm", timeout=40.0)
-    assert (tmp_path / "told").read_text().startswith("PeerLostError: all_reduce")
+        run_ranks(2, dying, str(tmp_path / "error"), backend="shm", timeout=40.0)
+    assert (tmp_path / "error").read_text().startswith("PeerLostError: all_reduce")
 
 
 def dying(comm: Any, file: str) -> None:

@@ -335,9 +335,9 @@ def check_failure(found: list[Any]) -> None:
     assert found == [(name, len(found)) for name in expected]
 
 
-@pytest.mark.parametrize("place", ["threads-3", "shm-2"])
-def test_a_stage_that_raises_ends_the_step_on_all_ranks(ranks: Run, place: str) -> None:
-    check_failure(ranks(place, failing))
+@pytest.mark.parametrize("world", ["threads-3", "shm-2"])
+def test_a_stage_that_raises_ends_the_step_on_all_ranks(ranks: Run, world: str) -> None:
+    check_failure(ranks(world, failing))
 
 
 def differing(comm: Any, option: str, values: list[Any]) -> None:

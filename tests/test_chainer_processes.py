@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
-import os
 import pickletools
-import subprocess
-import sys
 import textwrap
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 pytest.importorskip("collective.adapters.chainer.arrays")
 
 from collective.adapters.chainer.compatibility import processes
+from tests.interpreter import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -28,17 +26,8 @@ def run(folder: Path, *arguments: str, **files: str) -> str:
     """Write the programs ``files`` to ``folder``, run Python there; return what it writes."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    options = {"cwd": folder, "merged": True, "OMP_NUM_THREADS": "1"}
+    return printed("-W", "error", *arguments, **options)
 
 
 # -- where they have it from -----------------------------------------------------------------

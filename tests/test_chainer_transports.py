@@ -30,16 +30,16 @@ from tests import (
     test_chainermn_training,
 )
 from tests.chainer_models import assert_close, assert_same, trained_alone
-from tests.mpi_launches import place_of, pool_at
+from tests.mpi_launches import pool_of, world_of
 
 import chainer  # isort: skip  # by the adapter's leave
 
-_PLACES = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+_WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
-@pytest.fixture(scope="module", params=[place_of(*place) for place in _PLACES])
+@pytest.fixture(scope="module", params=[world_of(*world) for world in _WORLDS])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pool_at(request.param, chainer) as made:
+    with pool_of(request.param, chainer) as made:
         yield made
 
 

@@ -102,15 +102,15 @@ def trained(comm: Any, out: str, mean: bool = True) -> Any:
 
 
 # 22 samples in steps of 8: epochs end in the middle of a batch.
-@pytest.mark.parametrize("place", ["shm-2", "threads-4", pytest.param("mpi", marks=needs("mpich"))])
-def test_a_trainer_reports_what_one_process_does(ranks: Run, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", ["shm-2", "threads-4", pytest.param("mpi", marks=needs("mpich"))])
+def test_a_trainer_reports_what_one_process_does(ranks: Run, world: str, tmp_path: Path) -> None:
     expected, log = trained_alone(tmp_path / "alone")
     out = str(tmp_path / "together")
-    if place == "mpi":
+    if world == "mpi":
         with RankPool(2, "mpi", timeout=60.0, mpiexec=launch_of("mpich")) as pool:
             found = pool.run(trained, out)
     else:
-        found = ranks(place, trained, out)
+        found = ranks(world, trained, out)
     for net, *others in found:
         assert others == [0.01 * 0.5**11, 4, 11, 4]
         for name, array in expected.items():

@@ -63,9 +63,9 @@ def check_arrays(comm: Any, dtypes: tuple[str, ...]) -> None:
                 same(comm.scatter("ignored", root), mine)
                 assert comm.scatter(None, root) == np.asarray(comm.rank, dtype)
         sent = [array(comm.rank + other, dtype) for other in range(comm.size)]
-        came = comm.alltoall(tuple(sent))
-        assert isinstance(came, tuple)
-        for other, found in enumerate(came):
+        received = comm.alltoall(tuple(sent))
+        assert isinstance(received, tuple)
+        for other, found in enumerate(received):
             same(found, array(comm.rank + other, dtype))
         total = comm.allreduce(array(1, dtype, 2) * np.asarray(comm.rank + 1, dtype))
         same(total, array(1, dtype, 2) * np.asarray(sum(range(1, comm.size + 1)), dtype))
@@ -74,9 +74,9 @@ def check_arrays(comm: Any, dtypes: tuple[str, ...]) -> None:
 
 
 @EVERYWHERE
-def test_arrays_of_every_dtype_whose_shapes_differ(place: Any) -> None:
+def test_arrays_of_every_dtype_whose_shapes_differ(world: Any) -> None:
     # All on one place, as what differs between transports is not the type.
-    run(place, check_arrays, DTYPES if place == ("shm", 2) else ("float16", "int64"))
+    run(world, check_arrays, DTYPES if world == ("shm", 2) else ("float16", "int64"))
 
 
 def check_messages(comm: Any) -> None:
@@ -98,8 +98,8 @@ def check_messages(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_messages_of_one_array_and_of_several(place: Any) -> None:
-    run(place, check_messages)
+def test_messages_of_one_array_and_of_several(world: Any) -> None:
+    run(world, check_messages)
 
 
 def check_objects(comm: Any) -> None:
@@ -142,8 +142,8 @@ def check_object_messages(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_objects(place: Any) -> None:
-    run(place, check_objects)
+def test_objects(world: Any) -> None:
+    run(world, check_objects)
 
 
 def test_objects_with_tags() -> None:
@@ -222,9 +222,9 @@ def test_what_is_refused_before_anything_is_sent() -> None:
 def check_disagreement(comm: Any) -> None:
     x = np.ones(2, "d" if comm.rank else "f")
     for call in (comm.allgather, comm.gather, lambda x: comm.alltoall((x,) * comm.size)):
-        with pytest.raises(MessageMismatchError, match="rank 0 float32, rank 1 float64") as told:
+        with pytest.raises(MessageMismatchError, match="rank 0 float32, rank 1 float64") as caught:
             call(x)
-        assert isinstance(told.value, TypeError)
+        assert isinstance(caught.value, TypeError)
     with pytest.raises(MismatchError, match=r"float32.*\n.*float64"):
         comm.allreduce(x)
     with pytest.raises(MismatchError, match=r"\[1\].*\n.*\[2\]"):
@@ -232,9 +232,9 @@ def check_disagreement(comm: Any) -> None:
     assert comm.allreduce_obj(1) == comm.size
 
 
-@pytest.mark.parametrize("place", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_ranks_that_disagree_all_hear_of_it(place: Any) -> None:
-    run(place, check_disagreement)
+@pytest.mark.parametrize("world", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_ranks_that_disagree_all_hear_of_it(world: Any) -> None:
+    run(world, check_disagreement)
 
 
 def raise_on_one(comm: Any) -> None:
@@ -246,9 +246,9 @@ def raise_on_one(comm: Any) -> None:
 
 
 def test_an_error_of_the_root_reaches_those_who_wait() -> None:
-    with pytest.raises(RanksFailedError, match="a Variable") as told:
+    with pytest.raises(RanksFailedError, match="a Variable") as caught:
         run(("shm", 2), raise_on_one, shared=False)
-    assert sorted(told.value.errors) == [0]
+    assert sorted(caught.value.errors) == [0]
 
 
 def check_settings(comm: Any) -> None:

@@ -19,7 +19,7 @@ pytestmark = QUIETLY
 
 DTYPES = ("float16", "float32", "float64")
 
-FEW = pytest.mark.parametrize("place", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
+FEW = pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
 
 
 def variable(rank: int, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Any:
@@ -74,9 +74,9 @@ def check_collectives(comm: Any, dtypes: tuple[str, ...]) -> None:
 
 
 @EVERYWHERE
-def test_collectives_and_their_gradients(place: Any) -> None:
+def test_collectives_and_their_gradients(world: Any) -> None:
     # What differs between transports is not the type.
-    run(place, check_collectives, DTYPES if place == ("shm", 2) else DTYPES[:1])
+    run(world, check_collectives, DTYPES if world == ("shm", 2) else DTYPES[:1])
 
 
 def check_messages(comm: Any) -> None:
@@ -105,8 +105,8 @@ def check_messages(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_messages_and_their_gradients(place: Any) -> None:
-    run(place, check_messages)
+def test_messages_and_their_gradients(world: Any) -> None:
+    run(world, check_messages)
 
 
 def linear(seed: int) -> Any:
@@ -150,8 +150,8 @@ def check_parts(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_a_chain_over_ranks_computes_as_one_on_one(place: Any) -> None:
-    run(place, check_parts)
+def test_a_chain_over_ranks_computes_as_one_on_one(world: Any) -> None:
+    run(world, check_parts)
 
 
 def lstm() -> Any:
@@ -189,8 +189,8 @@ def check_recurrent(comm: Any) -> None:
 
 
 @FEW
-def test_a_recurrent_network_over_ranks(place: Any) -> None:
-    run(place, check_recurrent)
+def test_a_recurrent_network_over_ranks(world: Any) -> None:
+    run(world, check_recurrent)
 
 
 def check_batch_normalization(comm: Any) -> None:
@@ -221,5 +221,5 @@ def check_batch_normalization(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_batch_normalization_sees_the_batches_of_all_ranks(place: Any) -> None:
-    run(place, check_batch_normalization)
+def test_batch_normalization_sees_the_batches_of_all_ranks(world: Any) -> None:
+    run(world, check_batch_normalization)

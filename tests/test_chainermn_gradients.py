@@ -65,8 +65,8 @@ def check_means(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_gradients_become_their_mean(place: Any) -> None:
-    run(place, check_means)
+def test_gradients_become_their_mean(world: Any) -> None:
+    run(world, check_means)
 
 
 def check_what_arrays_there_are(comm: Any) -> None:
@@ -136,9 +136,9 @@ def check_late_parameters(comm: Any) -> None:
     [check_what_arrays_there_are, check_float16, check_two_models, check_late_parameters],
     ids=lambda check: check.__name__,
 )
-@pytest.mark.parametrize("place", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
-def test_gradients(place: Any, check: Any) -> None:
-    run(place, check)
+@pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
+def test_gradients(world: Any, check: Any) -> None:
+    run(world, check)
 
 
 def check_data(comm: Any) -> None:
@@ -164,8 +164,8 @@ def check_data(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_all_ranks_get_the_parameters_of_the_first(place: Any) -> None:
-    run(place, check_data)
+def test_all_ranks_get_the_parameters_of_the_first(world: Any) -> None:
+    run(world, check_data)
 
 
 def check_arrays_in_place(comm: Any) -> None:
@@ -203,10 +203,10 @@ def check_missing(comm: Any) -> None:
 
     # As many numbers come from each rank, but of other parameters.
     given = fill("/" + "abc"[comm.rank])
-    with pytest.raises(MismatchError, match="zero_fill=True") as told:
+    with pytest.raises(MismatchError, match="zero_fill=True") as caught:
         comm.multi_node_mean_grad(link)
     for rank in range(comm.size):
-        assert f"rank {rank}: None for /{'abc'[rank]}\n" in str(told.value)
+        assert f"rank {rank}: None for /{'abc'[rank]}\n" in str(caught.value)
     for name, param in link.namedparams():
         assert param.grad is given[name]
         assert given[name] is None or given[name].tolist() == [comm.rank + 1] * 2
@@ -222,9 +222,9 @@ def check_missing(comm: Any) -> None:
         comm.multi_node_mean_grad(link, zero_fill=comm.rank == 0)
 
 
-@pytest.mark.parametrize("place", [("shm", 2), ("gloo", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_a_gradient_that_only_some_have_is_named_on_all_ranks(place: Any) -> None:
-    run(place, check_missing)
+@pytest.mark.parametrize("world", [("shm", 2), ("gloo", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_a_gradient_that_only_some_have_is_named_on_all_ranks(world: Any) -> None:
+    run(world, check_missing)
 
 
 def check_different_models(comm: Any) -> None:
@@ -241,16 +241,16 @@ def check_different_models(comm: Any) -> None:
     if comm.rank:
         with link.init_scope():
             link.b = chainer.Parameter(np.zeros(2, "f"))
-    with pytest.raises(MismatchError, match=r"all_reduce.*float32") as told:
+    with pytest.raises(MismatchError, match=r"all_reduce.*float32") as caught:
         comm.multi_node_mean_grad(link)
-    assert "rank 0" in str(told.value)
-    assert "rank 1" in str(told.value)
+    assert "rank 0" in str(caught.value)
+    assert "rank 1" in str(caught.value)
     assert comm.allreduce_obj(1) == comm.size
 
 
-@pytest.mark.parametrize("place", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_different_models_are_told_apart_on_all_ranks(place: Any) -> None:
-    run(place, check_different_models)
+@pytest.mark.parametrize("world", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
+def test_different_models_are_told_apart_on_all_ranks(world: Any) -> None:
+    run(world, check_different_models)
 
 
 def check_divergence(comm: Any) -> None:
@@ -277,18 +277,18 @@ def die_in_the_middle(comm: Any) -> None:
     if comm.rank == 1:
         # Its neighbours are in the all-reduce when it dies, or come to it.
         comm.comm.all_reduce = lambda *args, **kwargs: os._exit(7)
-    with pytest.raises(PeerLostError, match="rank 1") as told:
+    with pytest.raises(PeerLostError, match="rank 1") as caught:
         comm.multi_node_mean_grad(link)
-    assert told.value.ranks == (1,)
+    assert caught.value.ranks == (1,)
     with pytest.raises(PeerLostError, match="rank 1"):
         comm.bcast_data(link)
 
 
-@pytest.mark.parametrize("place", [("shm", 4), ("gloo", 2)], ids=lambda p: p[0])
-def test_a_rank_that_dies_in_a_step_is_named_on_the_others(place: Any) -> None:
-    with pytest.raises(RanksFailedError) as told:
-        run(place, die_in_the_middle, shared=False)
-    assert sorted(told.value.errors) == [1]
+@pytest.mark.parametrize("world", [("shm", 4), ("gloo", 2)], ids=lambda p: p[0])
+def test_a_rank_that_dies_in_a_step_is_named_on_the_others(world: Any) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run(world, die_in_the_middle, shared=False)
+    assert sorted(caught.value.errors) == [1]
 
 
 def fail_in_the_middle(comm: Any) -> None:
@@ -302,9 +302,9 @@ def fail_in_the_middle(comm: Any) -> None:
 
 
 def test_a_rank_that_raises_in_a_step_ends_the_others() -> None:
-    with pytest.raises(RanksFailedError, match="a step of rank 0") as told:
+    with pytest.raises(RanksFailedError, match="a step of rank 0") as caught:
         run(("threads", 2), fail_in_the_middle, shared=False)
-    assert sorted(told.value.errors) == [0, 1]
+    assert sorted(caught.value.errors) == [0, 1]
 
 
 # -- double buffering -------------------------------------------------------------------------
@@ -357,5 +357,5 @@ def check_double_buffering(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_double_buffering_applies_means_one_step_late(place: Any) -> None:
-    run(place, check_double_buffering)
+def test_double_buffering_applies_means_one_step_late(world: Any) -> None:
+    run(world, check_double_buffering)

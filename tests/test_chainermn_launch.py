@@ -64,10 +64,10 @@ def start(
 def mpiexec(*command: str) -> tuple[list[str], dict[str, str]]:
     """Return what starts two ranks under MPICH, and where they find Chainer."""
     launch = launch_of("mpich")
-    places = [str(ROOT), sysconfig.get_path("purelib")]
+    paths = [str(ROOT), sysconfig.get_path("purelib")]
     return (
         [*launch.command(2), launch.python, *command],
-        {"PYTHONPATH": os.pathsep.join(places)},
+        {"PYTHONPATH": os.pathsep.join(paths)},
     )
 
 
@@ -194,8 +194,8 @@ def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:
         done = start([sys.executable, "program.py"], tmp_path, text, PYTHONPATH=path)
         assert done.returncode == 0, done.stdout
         found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-        for name, told in {**expected, **more}.items():
-            assert found[name].startswith(told), done.stdout
+        for name, words in {**expected, **more}.items():
+            assert found[name].startswith(words), done.stdout
 
 
 @pytest.mark.parametrize("hook", ["", "1"], ids=["plain", "exception hook"])
@@ -216,12 +216,12 @@ def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
     last = done.stdout.rpartition("collective run: ")[2]
     assert last.startswith("rank 1 failed first"), done.stdout
     assert "LookupError: of rank 1" in last
-    told = "[1] ChainerMN: uncaught exception on rank 1 of 2; telling the others"
-    assert (told in done.stdout) == bool(hook), done.stdout
+    words = "[1] ChainerMN: uncaught exception on rank 1 of 2; telling the others"
+    assert (words in done.stdout) == bool(hook), done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told", "code"),
+    ("arguments", "words", "code"),
     [
         ([], "usage: python -m collective.adapters.chainer", 2),
         (["-m"], "usage: python -m collective.adapters.chainer", 2),
@@ -231,10 +231,10 @@ def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_command_line_without_a_program(
-    arguments: list[str], told: str, code: int, tmp_path: Path
+    arguments: list[str], words: str, code: int, tmp_path: Path
 ) -> None:
     done = start([sys.executable, *RUNNER, *arguments], tmp_path)
-    assert (told in done.stdout, done.returncode) == (True, code), done.stdout
+    assert (words in done.stdout, done.returncode) == (True, code), done.stdout
     assert "Traceback" not in done.stdout
 
 

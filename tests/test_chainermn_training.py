@@ -22,7 +22,7 @@ from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
 
 pytestmark = QUIETLY
 
-FEW = pytest.mark.parametrize("place", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
+FEW = pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
 
 
 def examples(count: int = 48) -> Any:
@@ -80,8 +80,8 @@ def check_same_as_alone(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_training_on_shards_equals_training_alone(place: Any) -> None:
-    run(place, check_same_as_alone)
+def test_training_on_shards_equals_training_alone(world: Any) -> None:
+    run(world, check_same_as_alone)
 
 
 def check_datasets(comm: Any) -> None:
@@ -101,8 +101,8 @@ def check_datasets(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_datasets_are_scattered(place: Any) -> None:
-    run(place, check_datasets)
+def test_datasets_are_scattered(world: Any) -> None:
+    run(world, check_datasets)
 
 
 def check_iterators(comm: Any) -> None:
@@ -126,8 +126,8 @@ def check_iterators(comm: Any) -> None:
 
 
 @EVERYWHERE
-def test_iterators_give_all_ranks_the_same_batches(place: Any) -> None:
-    run(place, check_iterators)
+def test_iterators_give_all_ranks_the_same_batches(world: Any) -> None:
+    run(world, check_iterators)
 
 
 class Generic(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[misc]
@@ -163,8 +163,8 @@ def check_evaluators(comm: Any) -> None:
 
 
 @FEW
-def test_evaluators_see_all_shards(place: Any) -> None:
-    run(place, check_evaluators)
+def test_evaluators_see_all_shards(world: Any) -> None:
+    run(world, check_evaluators)
 
 
 def make_trainer(comm: Any, out: str, epochs: int) -> tuple[Any, Any, Any]:
@@ -195,17 +195,17 @@ def check_trainer(comm: Any, out: str) -> None:
     assert len(entries) == 3
     every = comm.allreduce_obj([entries])
     for epoch in range(3):
-        told = [each[epoch]["all/loss"] for each in every]
-        assert told == pytest.approx([told[0]] * comm.size)
-        assert told[0] == pytest.approx(np.mean([each[epoch]["main/loss"] for each in every]))
+        losses = [each[epoch]["all/loss"] for each in every]
+        assert losses == pytest.approx([losses[0]] * comm.size)
+        assert losses[0] == pytest.approx(np.mean([each[epoch]["main/loss"] for each in every]))
         assert len({each[epoch]["validation/main/accuracy"] for each in every}) == 1
     assert (model.running == (comm.size - 1) / 2).all()
     assert entries[-1]["all/loss"] < entries[0]["all/loss"]
 
 
 @FEW
-def test_a_trainer_with_extensions(place: Any, tmp_path: Path) -> None:
-    run(place, check_trainer, str(tmp_path))
+def test_a_trainer_with_extensions(world: Any, tmp_path: Path) -> None:
+    run(world, check_trainer, str(tmp_path))
 
 
 def check_early_stopping(comm: Any, out: str) -> None:
@@ -221,8 +221,8 @@ def check_early_stopping(comm: Any, out: str) -> None:
 
 
 @FEW
-def test_early_stopping_stops_all_ranks_at_once(place: Any, tmp_path: Path) -> None:
-    run(place, check_early_stopping, str(tmp_path))
+def test_early_stopping_stops_all_ranks_at_once(world: Any, tmp_path: Path) -> None:
+    run(world, check_early_stopping, str(tmp_path))
 
 
 def check_snapshots(comm: Any, out: str) -> None:
@@ -269,8 +269,8 @@ def check_checkpoints(comm: Any, out: str) -> None:
 
 @pytest.mark.parametrize("check", [check_snapshots, check_checkpoints], ids=lambda c: c.__name__)
 @FEW
-def test_saved_runs_are_resumed(place: Any, check: Any, tmp_path: Path) -> None:
-    run(place, check, str(tmp_path))
+def test_saved_runs_are_resumed(world: Any, check: Any, tmp_path: Path) -> None:
+    run(world, check, str(tmp_path))
 
 
 def raise_in_a_step(comm: Any, out: str) -> None:
@@ -289,6 +289,6 @@ def raise_in_a_step(comm: Any, out: str) -> None:
 
 
 def test_a_trainer_that_fails_ends_those_of_the_others(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError, match="in an extension of rank 1") as told:
+    with pytest.raises(RanksFailedError, match="in an extension of rank 1") as caught:
         run(("shm", 4), raise_in_a_step, str(tmp_path), shared=False)
-    assert sorted(told.value.errors) == [1]
+    assert sorted(caught.value.errors) == [1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from collective.install import hint
 from collective.start import choice
 from collective.start.choice import Choice, across, choose
 from collective.start.config import load
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 Installed = Callable[..., None]
@@ -84,8 +83,8 @@ def chosen(environ: dict[str, str], **arguments: object) -> Choice:
     ],
 )
 def test_by_hand(installed: Installed, backend: str, size: int, local_size: int, name: str) -> None:
-    place = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
-    found = chosen({}, backend=backend, **place)
+    world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
+    found = chosen({}, backend=backend, **world)
     assert found.name == name
     assert len(found.reason) > 10
 
@@ -95,7 +94,7 @@ def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "words"),
     [
         ("cuda:nccl", "names none for the CPU; write 'cpu:shm"),
         ("cpu:,cuda:nccl", "names none for the CPU"),
@@ -104,8 +103,8 @@ def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
         ("cpu:shm,rocm:rccl", "the devices are cpu and cuda, not rocm"),
     ],
 )
-def test_a_list_by_device_that_cannot_be_is_refused(backend: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_list_by_device_that_cannot_be_is_refused(backend: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         chosen({"COLLECTIVE_BACKEND": backend})
 
 
@@ -169,9 +168,9 @@ def test_what_crosses_hosts_can_be_named(installed: Installed) -> None:
 
 def test_arguments_that_differ_from_mpiexec_are_no_mpi_world(installed: Installed) -> None:
     installed("mpi4py", "torch")
-    place = {"rank": 0, "size": 3, "local_rank": 0, "local_size": 1}
-    assert across(load(place)) == "gloo"
-    assert "gloo" in chosen(mpich(1, 2, 0, 1), **place).reason
+    world = {"rank": 0, "size": 3, "local_rank": 0, "local_size": 1}
+    assert across(load(world)) == "gloo"
+    assert "gloo" in chosen(mpich(1, 2, 0, 1), **world).reason
 
 
 @pytest.mark.parametrize("environ", [mpich(1, 4, 1, 2), torchrun(1, 4, 1, 2, 2)])
@@ -218,8 +217,8 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
 def test_nccl_by_name_says_what_carries_the_rest(
     installed: Installed, backend: str, size: int, local_size: int, host: str, devices: str
 ) -> None:
-    place = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
-    found = chosen({}, backend=backend, **place)
+    world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
+    found = chosen({}, backend=backend, **world)
     assert (found.name, found.host) == ("nccl", host)
     assert found.options == {"host": host, "devices": devices}
     assert "asked for by name" in found.reason
@@ -298,11 +297,5 @@ def test_nothing_is_imported_to_choose() -> None:
         "print(choose(load({'backend': 'gloo'})).name, {'torch', 'mpi4py'} & set(sys.modules), "
         "'libnccl' in open('/proc/self/maps').read())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python("-c", program, env={})
     assert done.stdout == "gloo set() False\n", done.stderr

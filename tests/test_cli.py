@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import collective
+from collective import native
+from collective.start.choice import DeviceFiles
 from collective.start.keys import KEYS
 from collective.tools.cli.main import main
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,7 +61,7 @@ def test_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["run"], ["config", "--nonsense"]])
+@pytest.mark.parametrize("arguments", [[], ["-v"], ["nonsense"], ["config", "--nonsense"]])
 def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -75,12 +78,39 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"    {command} " in text
 
 
-def test_package_is_a_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "collective", "config", "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=30,
+@pytest.mark.parametrize(
+    "command",
+    ["", "bench", "config", "doctor", "parity", "profile", "run", "tour", "trace"],
+)
+def test_help_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"collective {collective.__version__}\n"
+
+
+def test_version_with_what_it_stands_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Neither of the two can be found, whatever is installed.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(DeviceFiles, "dev", Path.cwd())
+    assert main(["--version", "-v"]) == 0
+    version, transports, core = capsys.readouterr().out.splitlines()
+    assert version.startswith(f"collective {collective.__version__}, Python 3.")
+    assert transports == (
+        "transports: shm, threads; not here: gloo, hierarchical, mpi, nccl (no GPU)"
     )
+    assert core == f"native core: {native.status()}"
+
+
+def test_package_is_a_command() -> None:
+    done = run_python("-m", "collective", "config", "--json")
     assert json.loads(done.stdout)["settings"]["size"]["value"] == 1, done.stderr

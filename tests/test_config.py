@@ -132,12 +132,12 @@ def test_device_is_left_open_or_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
+    "address", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
 )
-def test_store_by_address(nowhere: Path, place: str) -> None:
-    assert load({"store": place}).store == place
-    (nowhere / "collective.toml").write_text(f'store = "{place}"')
-    assert load({}).store == place
+def test_store_by_address(nowhere: Path, address: str) -> None:
+    assert load({"store": address}).store == address
+    (nowhere / "collective.toml").write_text(f'store = "{address}"')
+    assert load({}).store == address
 
 
 def test_signal_that_dumps_is_by_name_or_none() -> None:

@@ -191,12 +191,12 @@ def test_the_search_ends_at_home(outer: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("[project]\nname = 'theirs'", 0), ("[tool.collective]\ntimeout = 5", 1)]
+    ("text", "count"), [("[project]\nname = 'theirs'", 0), ("[tool.collective]\ntimeout = 5", 1)]
 )
-def test_of_others_projects_those_about_us_are_told(outer: Path, text: str, told: int) -> None:
+def test_of_others_projects_those_about_us_are_told(outer: Path, text: str, count: int) -> None:
     written(outer / "pyproject.toml", text, mode=0o666)
     assert load({}).timeout == 300
-    assert len(load({}).refused) == told
+    assert len(load({}).refused) == count
 
 
 # -- what loads code and writes files -----------------------------------------------------------

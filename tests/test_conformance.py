@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from collective import native
 from collective.backends.shm import ShmBackend
@@ -58,6 +59,30 @@ class WithoutTheCore(ShmBackend):
     checks=[name for name in BY_PLACE if "reduce" in name or "kill" in name or "mis" in name],
 )
 def test_shm_without_the_core(check: Check) -> None:
+    check()
+
+
+class WithoutReading(ShmBackend):
+    """``shm`` where the system forbids to read another process's memory: long contents are sent."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> WithoutReading:
+        options = {**world.options, "shm_single_copy": "off"}
+        return super().connect(replace(world, options=options), timeout)
+
+
+# What reads other ranks' memory elsewhere, and the messages that then carry all.
+@parametrize_with_checks(
+    WithoutReading,
+    sizes=SIZES,
+    checks=[
+        *(name for name in BY_PLACE if "kill" not in name),
+        *(f"check_{n}" for n in ("send_recv", "send_recv_layouts", "send_structures")),
+        *(f"check_{n}" for n in ("message_order", "messages_among_collectives", "any_source")),
+        "check_empty_mixed",
+    ],
+)
+def test_shm_without_reading(check: Check) -> None:
     check()
 
 

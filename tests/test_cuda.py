@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import threading
 
@@ -24,6 +23,7 @@ from collective.errors import (
     BackendUnavailableError,
     DeviceError,
 )
+from tests.interpreter import printed
 
 POISON = fakes.POISON
 
@@ -59,16 +59,7 @@ def address(array: np.ndarray) -> int:
 
 def run(code: str, **environment: str) -> str:
     """Run Python in a process of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed("-c", code, PYTHONPATH=os.pathsep.join(sys.path), **environment)
 
 
 # -- the driver ------------------------------------------------------------------------------
@@ -83,15 +74,15 @@ def test_without_a_driver_there_are_no_gpus_and_the_error_has_a_remedy(monkeypat
 
 
 def test_a_driver_that_shows_no_gpu_says_what_may_hide_them():
-    told = run(
+    printed = run(
         "from collective import cuda\n"
         "print(cuda.device_count())\n"
         "try: cuda.device(0)\n"
         "except ImportError as error: print(error)",
         **fakes.environment(devices=0),
     )
-    assert told.startswith("0\n")
-    assert re.search(r"no CUDA-capable device.*CUDA_VISIBLE_DEVICES", told)
+    assert printed.startswith("0\n")
+    assert re.search(r"no CUDA-capable device.*CUDA_VISIBLE_DEVICES", printed)
 
 
 def test_the_driver_is_loaded_once_and_its_version_told(fake):
@@ -138,9 +129,9 @@ def test_a_broken_context_is_told_plainly():
         "except Exception as error:\n"
         "    print(type(error).__name__, error.code, error)\n"
     )
-    told = run(code, **fakes.environment())
-    assert told.startswith("BackendError 700 ")
-    assert "broken the GPU's context" in told
+    printed = run(code, **fakes.environment())
+    assert printed.startswith("BackendError 700 ")
+    assert "broken the GPU's context" in printed
 
 
 # -- devices ---------------------------------------------------------------------------------
@@ -189,8 +180,8 @@ def test_looking_at_a_device_makes_no_context(monkeypatch):
         "with cuda.device(0).active(): pass\n"
         "print(len(fakes.Fake().log('PrimaryCtxRetain')))\n"
     )
-    told = run(code, **fakes.environment())
-    assert told == "Device(cuda:0, 'Fake GPU 0', 0000:01:00.0) 0\n1\n"
+    printed = run(code, **fakes.environment())
+    assert printed == "Device(cuda:0, 'Fake GPU 0', 0000:01:00.0) 0\n1\n"
 
 
 # -- streams and events ------------------------------------------------------------------------
@@ -560,7 +551,7 @@ def test_pinned_memory_of_a_thread_makes_no_context_on_another_gpu():
 
 
 def _in_child(pipe) -> None:
-    told = []
+    printed = []
     device = cuda.device(0)  # known from before
     for use in (
         cuda.driver,
@@ -573,10 +564,10 @@ def _in_child(pipe) -> None:
     ):
         try:
             use()
-            told.append("nothing")
+            printed.append("nothing")
         except BackendError as error:
-            told.append(str(error))
-    pipe.send(told)
+            printed.append(str(error))
+    pipe.send(printed)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -591,10 +582,10 @@ def test_a_forked_child_is_told_that_cuda_does_not_work_there(fake):
     child = context.Process(target=_in_child, args=(theirs,))
     child.start()
     assert ours.poll(60)
-    told = ours.recv()
+    printed = ours.recv()
     child.join()
     assert child.exitcode == 0
-    assert len(told) == 7
-    assert all(re.search(r"fork.*'spawn'", text) for text in told), told
+    assert len(printed) == 7
+    assert all(re.search(r"fork.*'spawn'", text) for text in printed), printed
     stream.synchronize()
     assert held[2].query()  # the parent goes on

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import types
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from collective.memory.arrays import adapter_like, adapter_of, is_array
 from collective.memory.device_adapter import CudaArrayAdapter
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
+from tests.interpreter import run_python
 
 __all__ = ["gpu"]  # a fixture
 
@@ -308,11 +307,5 @@ late = ("cuda.adapter", "cuda.array", "cuda.copies", "dlpack")
 print(cuda_driver._drivers, [name for name in sys.modules if name.startswith("collective.")
        and name.rpartition(".")[2] in late])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=270,
-        cwd=Path(__file__).resolve().parent.parent,
-    )
+    done = run_python("-c", program)
     assert done.stdout.strip() == "{} []", done.stderr

@@ -701,7 +701,7 @@ def test_an_override_takes_the_work_and_new_memory_to_its_stream(fake, device, s
 # -- spaces and protocols ---------------------------------------------------------------------
 
 
-class Told(PlainSpace):
+class Recording(PlainSpace):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -715,7 +715,7 @@ class Told(PlainSpace):
 
 
 def test_a_frameworks_space_makes_the_memory_and_the_strided_copies(device, stream):
-    space = Told()
+    space = Recording()
     mine = on_device(numbers((3, 4)), stream, space=space)
     flat = mine.T.ravel()
     assert space.calls == [("empty", 48, device, stream), ("assign", (4, 3), (4, 16))]

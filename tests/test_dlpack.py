@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +20,7 @@ from collective.memory.arrays import adapter_of
 from collective.memory.device_adapter import read_dlpack
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
+from tests.interpreter import run_python
 
 __all__ = ["gpu"]  # a fixture
 
@@ -310,13 +308,7 @@ print("end", flush=True)
 @pytest.mark.parametrize("keeper", ["tensor", "capsule", "for ever", "dropped"])
 def test_takers_may_outlive_the_interpreter(keeper):
     pytest.importorskip("torch")
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PROGRAM, keeper],
-        capture_output=True,
-        text=True,
-        timeout=270,
-        cwd=Path(__file__).resolve().parent.parent,
-    )
+    done = run_python("-X", "faulthandler", "-c", PROGRAM, keeper)
     assert done.returncode == 0, done.stderr
     # The end of the process frees what nobody can call Python for by then.
     assert done.stdout.split() == (["freed", "end"] if keeper == "dropped" else ["end"])

@@ -21,8 +21,8 @@ from collective.backends.shm.control import Layout
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_THE_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-DOCUMENTS = [*OF_THE_ROOT, *sorted((ROOT / "docs").glob("*.md"))]
+OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
+DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"console", "python", "sh", "text", "toml"}
 
 
@@ -62,11 +62,12 @@ class Command:
 def blocks_of(document: Path) -> list[Block]:
     found: list[Block] = []
     inside = False
+    name = document.relative_to(ROOT).as_posix().removeprefix("docs/")
     for number, line in enumerate(document.read_text().splitlines(), 1):
         if line.startswith("```"):
             inside = not inside
             if inside:
-                found.append(Block(document.name, number, line[3:].strip()))
+                found.append(Block(name, number, line[3:].strip()))
         elif inside:
             found[-1].lines.append(line)
     return found
@@ -179,7 +180,7 @@ def test_block_says_what_it_is(block: Block) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name
+    "document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
@@ -187,21 +188,28 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-def test_calls_of_the_readme_exist() -> None:
-    table = (ROOT / "README.md").read_text().partition("## The calls")[2].partition("| option")[0]
+def test_every_page_has_a_place_on_the_site() -> None:
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r"[ :-] (\S+\.md)$", navigation, re.MULTILINE))
+    assert sorted(set(pages) - listed) == []
+
+
+def test_calls_of_the_table_exist() -> None:
+    table = (ROOT / "docs" / "calls.md").read_text().partition("| option")[0]
     names = set(re.findall(r"`(\w+)[(`]", table)) - {"src", "shm"}
     assert len(names) > 25
     assert [name for name in names if not hasattr(collective.Communicator, name)] == []
 
 
 def test_make_targets_exist() -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    said = {
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {
         name
         for document in DOCUMENTS
-        for name in re.findall(r"(?:^|`)make (\w+)", document.read_text(), re.MULTILINE)
+        for name in re.findall(r"(?:^|`)make ([\w-]+)", document.read_text(), re.MULTILINE)
     }
-    assert {"demo", "test", "bench"} <= said <= set(targets)
+    assert {"demo", "test", "docs"} <= named <= set(targets)
 
 
 def test_memory_of_shm_is_what_the_table_says() -> None:

@@ -148,7 +148,7 @@ def sick_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         yield doctor.report(COLLECTIVE_INTERFACE="nope0", **gpus)
 
 
-def told(report: dict[str, Any]) -> str:
+def joined(report: dict[str, Any]) -> str:
     return "\n".join(f"{p['problem']}: {p['remedy']}" for p in report["problems"])
 
 
@@ -220,11 +220,11 @@ def test_two_ranks_try_mpi(doctor: Doctor) -> None:
 
 
 def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> None:
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    silent = doctor.run(**place)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    silent = doctor.run(**torchrun)
     assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
-    report = doctor.report(**{**place, "RANK": "0", "LOCAL_RANK": "0"})
+    report = doctor.report(**{**torchrun, "RANK": "0", "LOCAL_RANK": "0"})
     assert report["settings"]["launcher"]["launcher"] == "torchrun"
     assert report["settings"]["launcher"]["size"] == 2
     assert report["choices"][0]["backend"] == "shm"
@@ -247,7 +247,7 @@ def test_without_any_package_the_remedies_are_there(bare_run: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("package", "said"),
+    ("package", "words"),
     [
         ("torch", "libtorch_cpu"),
         ("mpi4py", "exited with 3"),
@@ -256,9 +256,9 @@ def test_without_any_package_the_remedies_are_there(bare_run: dict[str, Any]) ->
     ],
 )
 def test_a_broken_library_is_shown_and_the_rest_still_works(
-    sick_run: dict[str, Any], package: str, said: str
+    sick_run: dict[str, Any], package: str, words: str
 ) -> None:
-    assert said in told(sick_run)
+    assert words in joined(sick_run)
     assert sick_run["packages"][package]["late"] is (package == "chainer")
     assert sick_run["transports"]["shm"]["works"] is True
 
@@ -277,16 +277,16 @@ def test_a_library_that_hangs_is_not_to_be_installed_again(sick_run: dict[str, A
 def test_the_exit_code_is_1_if_what_is_asked_for_does_not_work(doctor: Doctor) -> None:
     doctor.package("torch", "import sys; sys.exit('I leave')")
     report = doctor.report(code=1, COLLECTIVE_BACKEND="gloo")
-    assert "SystemExit: I leave" in told(report)
+    assert "SystemExit: I leave" in joined(report)
     assert report["choices"][0]["backend"] == "gloo"
-    assert "a program started here and now takes gloo, which does not work" in told(report)
+    assert "a program started here and now takes gloo, which does not work" in joined(report)
     assert "takes gloo, which does not work" in text(report).splitlines()[0]
 
 
 def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
     report = doctor.report(code=1, COLLECTIVE_BACKEND="shmm")
     assert "Did you mean 'shm'?" in report["transports"]["shmm"]["reason"]
-    assert "takes shmm, which does not work" in told(report)
+    assert "takes shmm, which does not work" in joined(report)
     assert report["transports"]["shm"]["works"] is True
 
 
@@ -302,7 +302,7 @@ def test_nothing_is_run_that_lies_in_the_working_directory(doctor: Doctor) -> No
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "words"),
     [
         ("COLLECTIVE_BAKEND", "shm", "the nearest is COLLECTIVE_BACKEND"),
         ("COLLECTIVE_TIMEOUT", "soon", "it must be a number of seconds > 0"),
@@ -310,7 +310,7 @@ def test_nothing_is_run_that_lies_in_the_working_directory(doctor: Doctor) -> No
     ],
 )
 def test_every_wrong_setting_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
 ) -> None:
     # What is asked of libraries is the same with any of them.
     monkeypatch.setattr(
@@ -318,18 +318,18 @@ def test_every_wrong_setting_is_a_problem(
     )
     monkeypatch.setenv(variable, value)
     report = tools_doctor.examine()
-    assert said in report["settings"]["error"]
-    assert said in told(report)
+    assert words in report["settings"]["error"]
+    assert words in joined(report)
     assert report["choices"] == []
     assert report["exit_code"] == 1
     shown = text(report)
     assert shown.splitlines()[0].endswith("a setting is wrong")
-    assert said in re.sub(r"\s+", " ", shown)
+    assert words in re.sub(r"\s+", " ", shown)
 
 
 def test_a_wrong_interface_is_shown(sick_run: dict[str, Any]) -> None:
-    assert "'nope0'" in told(sick_run)
-    assert "lo (127.0.0.1" in told(sick_run)
+    assert "'nope0'" in joined(sick_run)
+    assert "lo (127.0.0.1" in joined(sick_run)
 
 
 def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
@@ -373,7 +373,7 @@ def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
     found = report["transports"]
     assert found["rightly"]["trial"]["passed"] is True
     assert "broadcast: wrong result" in found["wrongly"]["trial"]["error"]
-    assert "wrongly: two ranks failed" in told(report)
+    assert "wrongly: two ranks failed" in joined(report)
     assert "pip install of-absent" in found["absent"]["reason"]
     assert found["refusing"]["reason"] == "RuntimeError: the device is on fire"
     assert re.search(r"wrongly +FAILS with two ranks", text(report))
@@ -467,7 +467,7 @@ def test_a_host_name_that_means_every_host(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_names(network: dict[str, Any]) -> str:
-    return told({"problems": list(problems(healthy(network=network)))})
+    return joined({"problems": list(problems(healthy(network=network)))})
 
 
 def healthy(**changes: Any) -> dict[str, Any]:
@@ -571,9 +571,9 @@ def test_the_mpiexec_beside_the_library_is_found_too(folder: Path) -> None:
     assert best is not None
     assert best["path"] == own
     mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": found}
-    said = told({"problems": list(problems(healthy(mpi=mpi)))})
-    assert f"{folder / 'mpiexec'}, is of MPICH, and mpi4py has Open MPI" in said
-    assert f"start them with {own}" in said
+    words = joined({"problems": list(problems(healthy(mpi=mpi)))})
+    assert f"{folder / 'mpiexec'}, is of MPICH, and mpi4py has Open MPI" in words
+    assert f"start them with {own}" in words
 
 
 def test_mpich_and_intel_start_each_others_ranks() -> None:
@@ -692,7 +692,7 @@ def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
     transport = report["transports"]["nccl"]
     assert transport["works"] is False
     assert "ncclCommInitRankConfig of rank 0: unhandled system error" in transport["reason"]
-    assert "NCCL is here and does not work" in told(report)
+    assert "NCCL is here and does not work" in joined(report)
 
 
 def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
@@ -700,7 +700,7 @@ def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["fix"]) == (False, "")
     assert transport["reason"] == "no NVIDIA driver: /no/such/libcuda.so.1 cannot be loaded"
-    assert "NCCL" not in told(report)
+    assert "NCCL" not in joined(report)
 
 
 def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
@@ -710,8 +710,8 @@ def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
     assert transport["fix"] == "pip install nvidia-nccl-cu13"
-    assert "2 GPUs are here, and no NCCL" in told(report)
-    assert "pip install nvidia-nccl-cu13" in told(report)
+    assert "2 GPUs are here, and no NCCL" in joined(report)
+    assert "pip install nvidia-nccl-cu13" in joined(report)
 
 
 # -- memory and cores ---------------------------------------------------------------------------
@@ -779,4 +779,4 @@ def test_a_run_directory_of_somebody_else_is_shown(doctor: Doctor) -> None:
         done = doctor.start("--json")
     finally:
         foreign.rmdir()
-    assert "mode 0777; it must be a directory of uid" in told(json.loads(done.stdout))
+    assert "mode 0777; it must be a directory of uid" in joined(json.loads(done.stdout))

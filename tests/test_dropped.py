@@ -45,8 +45,8 @@ def test_who_dropped_it_is_said_to_have_done_so(transport: str) -> None:
     if transport in ("gloo", PAIRS):
         pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     if transport in VENDORS:
-        *told, _ = run_ranks(3, _lost, backend="mpi", mpiexec=launch_of(transport))
+        *texts, _ = run_ranks(3, _lost, backend="mpi", mpiexec=launch_of(transport))
     else:
-        *told, _ = run_ranks(3, _lost, backend=transport)
-    for text in told:
+        *texts, _ = run_ranks(3, _lost, backend=transport)
+    for text in texts:
         assert "rank 2 has dropped its communicator without closing it" in text

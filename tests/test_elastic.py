@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,66 @@ def test_a_copy_is_nobodys_memory(one):
         assert weights.tolist() == [0, 1, 2]
         assert state.nested["a"][0].tolist() == [0, 0]
         assert (state.nested["b"], state.step) == ({}, 0)
+
+
+def test_commits_take_turns_in_two_sets_of_arrays(one):
+    state = elastic.State(one, weights=np.zeros(LARGE), other=[np.ones(3, np.int8)])
+    state.commit()
+    tracemalloc.start()
+    try:
+        for turn in range(4):
+            state.weights += 1
+            state.other[0] += turn
+            state.commit()
+        assert tracemalloc.get_traced_memory()[1] < state.weights.nbytes / 2
+    finally:
+        tracemalloc.stop()
+    state.weights[:] = -1
+    state.other[0][:] = -1
+    state.restore()
+    assert set(state.weights) == {4}
+    assert state.other[0].tolist() == [7, 7, 7]
+
+
+def test_arrays_of_other_shapes_and_dtypes_are_kept(one):
+    state = elastic.State(one, history=np.zeros(1), kind=np.zeros(2, np.int8))
+    for length in range(2, 6):
+        state.history = np.arange(float(length))
+        state.kind = np.full(2, 0.5 * length, "f2" if length % 2 else "f4")
+        state.commit()
+    state.history[:], state.kind[:] = -1, -1
+    state.restore()
+    assert (state.history.tolist(), state.kind.tolist()) == ([0, 1, 2, 3, 4], [2.5, 2.5])
+    assert state.kind.dtype == "f2"
+
+
+class Unlucky:
+    """Its state cannot be had for as long as it fails."""
+
+    fails = False
+
+    def state_dict(self):
+        if self.fails:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, kept):
+        pass
+
+
+def test_a_commit_that_is_interrupted_harms_no_other(one):
+    state = elastic.State(one, weights=np.zeros(3), unlucky=Unlucky())
+    for turn in range(1, 6):
+        state.weights[:] = turn
+        state.commit()
+        state.unlucky.fails = True
+        for _ in range(2):
+            state.weights[:] = -turn
+            with pytest.raises(KeyboardInterrupt):
+                state.commit()
+        state.unlucky.fails = False
+        state.restore()
+        assert (state.weights.tolist(), state.commits) == ([turn] * 3, turn)
 
 
 class Counter:
@@ -192,6 +253,19 @@ def grown(comm) -> list[Any]:
 
 def test_a_structure_is_sent_with_its_values(ranks):
     assert ranks.run(grown) == [[[2.0] * 3, (1, None)]] * 3
+
+
+def numbers(comm) -> Any:
+    state = elastic.State(comm, best=1.0, done=False)
+    state.best, state.done = np.float64(comm.rank), np.bool_(False)
+    state.commit()
+    state.best, state.done = np.float64(9), np.bool_(True)
+    state.sync(comm)
+    return float(state.best), bool(state.done)
+
+
+def test_numbers_of_numpy_are_restored(ranks):
+    assert ranks.run(numbers) == [(0.0, False)] * 3
 
 
 # -- generations ---------------------------------------------------------------------

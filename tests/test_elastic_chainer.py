@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ if importlib.util.find_spec("chainer") is None:
 
 from collective import elastic
 from collective.adapters.chainer import (
+    MultiNodeSnapshot,
+    MultiNodeUpdater,
     ShardedIterator,
     SyncBatchNormalization,
+    create_multi_node_evaluator,
     create_multi_node_optimizer,
 )
 from collective.errors import InvalidArgumentError, RankError
@@ -121,6 +125,106 @@ def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts
         int(index) for taken, _ in found for epoch, batch in taken for index in batch if epoch == 0
     )
     assert set(counted) == set(range(SAMPLES))
+
+
+class Gone(Exception):
+    """What a rank raises that is lost to the others."""
+
+
+def with_a_trainer(comm, folder: str) -> Any:
+    origin = comm.rank
+    link, inputs, targets = made()
+    samples = chainer.datasets.TupleDataset(inputs, targets)
+
+    def loss_of(inputs, targets):
+        loss = F.softmax_cross_entropy(link(inputs), targets)
+        chainer.report({"loss": loss}, link)
+        if chainer.config.enable_backprop and LOSSES.get(origin) == updater.iteration:
+            updater.comm.close()
+            raise Gone
+        return loss
+
+    def commit(trainer):
+        state.commit()
+
+    updater = MultiNodeUpdater(
+        ShardedIterator(samples, BATCH, comm, seed=1), set_up(link, comm), comm,
+        loss_func=loss_of, mean_observations=True,
+    )  # fmt: skip
+    trainer = chainer.training.Trainer(updater, (STEPS, "iteration"), folder)
+    rest = ShardedIterator(samples, 7, comm, repeat=False)
+    evaluator = chainer.training.extensions.Evaluator(rest, link, eval_func=loss_of)
+    trainer.extend(create_multi_node_evaluator(evaluator, comm), trigger=(5, "iteration"))
+    trainer.extend(MultiNodeSnapshot(comm, autoload=True, retain=1), trigger=(4, "iteration"))
+    log = chainer.training.extensions.LogReport(trigger=(1, "iteration"), log_name=None)
+    trainer.extend(log)
+    trainer.extend(commit, trigger=(1, "iteration"), priority=-1000)
+    state = elastic.State(comm, trainer=trainer)
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation:
+                trainer.run(show_loop_exception_msg=False)
+    except Gone:
+        return b""
+    last = log.log[-1]
+    with chainer.no_backprop_mode():
+        expected = F.softmax_cross_entropy(link(inputs), targets).item()
+    assert [entry["iteration"] for entry in log.log] == list(range(1, STEPS + 1))
+    assert last["validation/main/loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.elapsed_time >= last["elapsed_time"] > log.log[0]["elapsed_time"] > 0
+    assert [path.name for path in Path(folder).iterdir()] == [f"snapshot_iter_{STEPS}"]
+    return outcome(link)
+
+
+def test_a_trainer_has_the_bits_of_a_loop_by_hand(ranks, tmp_path: Path):
+    assert ranks.run(with_a_trainer, str(tmp_path)) == ranks.run(by_hand)
+
+
+def run_twice(comm, folder: str) -> bool:
+    """The second time from before the first step."""
+    link, inputs, targets = made()
+    iterator = ShardedIterator(chainer.datasets.TupleDataset(inputs, targets), 32, comm)
+    optimizer = create_multi_node_optimizer(chainer.optimizers.Adam(), comm).setup(link)
+
+    def loss_of(inputs, targets):
+        chainer.report({"loss": F.sum(link(inputs))}, link)
+        return F.softmax_cross_entropy(link(inputs), targets)
+
+    updater = MultiNodeUpdater(iterator, optimizer, comm, loss_func=loss_of)
+    trainer = chainer.training.Trainer(updater, (2, "epoch"), folder)
+    log = chainer.training.extensions.LogReport(trigger=(1, "epoch"), log_name=None)
+    trainer.extend(log)
+    state = elastic.State(comm, trainer=trainer)
+    found = []
+    for _ in range(2):
+        trainer.run()
+        entries = [[each["epoch"], each["iteration"], each["main/loss"]] for each in log.log]
+        found.append([entries, optimizer.t, b"".join(p.array.tobytes() for p in link.params())])
+        state.restore()
+    return len(found[0][0]) == 2 and found[0] == found[1]
+
+
+def test_a_trainer_that_was_through_runs_again(ranks, tmp_path: Path):
+    assert ranks.run(run_twice, str(tmp_path)) == [True] * 3
+
+
+def of_another_updater(comm) -> str:
+    class Updater(chainer.training.Updater):
+        def get_all_optimizers(self):
+            return {}
+
+        def connect_trainer(self, trainer):
+            pass
+
+    try:
+        elastic.State(comm, trainer=chainer.training.Trainer(Updater()))
+    except InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_an_updater_of_which_nothing_is_known_is_refused(ranks):
+    assert all("needed is a StandardUpdater" in text for text in ranks.run(of_another_updater))
 
 
 @pytest.mark.parametrize("consumed", [0, 7, 24])

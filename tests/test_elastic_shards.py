@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -106,30 +107,39 @@ def half_way(comm) -> Any:
     """A rank meets a loss in the barrier of a commit that the others have got through."""
     parameters = list(network().parameters())
     optimizer = ShardedOptimizer(parameters, torch.optim.SGD, comm, lr=1.0, momentum=0.9)
-    state = elastic.State(comm, optimizer=optimizer, step=0)
+    state = elastic.State(comm, optimizer=optimizer, weights=torch.zeros(2), step=0)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     pass_barrier = comm.barrier
 
-    def barrier():
-        pass_barrier()
-        if comm.rank == 2:
-            raise collective.PeerLostError("found in the barrier")
+    def commit(step: int, *unlucky: int) -> None:
+        def barrier():
+            pass_barrier()
+            if comm.rank in unlucky:
+                raise collective.PeerLostError("found in the barrier")
 
-    comm.barrier = barrier
-    state.step = 1
-    try:
-        state.commit()
-    except collective.PeerLostError:
-        assert state.commits == 0
-    comm.barrier = pass_barrier
+        comm.barrier = barrier
+        state.step = step
+        state.weights[:] = step
+        with contextlib.suppress(collective.PeerLostError):
+            state.commit()
+        comm.barrier = pass_barrier
+
+    commit(1)
+    commit(2)
+    commit(3, 2)
+    before = state.commits
     state.sync(comm)
-    return state.step, state.commits, sorted(optimizer.state_dict()["state"])
+    found = [before, state.commits, state.step, len(optimizer.state_dict()["state"])]
+    commit(4, *range(comm.size))  # which is not to be written where the third is
+    state.restore()
+    return [*found, *state.weights.tolist()]
 
 
 def test_a_commit_that_some_rank_has_is_that_of_all(ranks):
-    assert ranks.run(half_way) == [(1, 1, [0, 1, 2, 3, 4, 5])] * 4
+    found = ranks.run(half_way)
+    assert found == [[before, 3, 3, 6, 3.0, 3.0] for before in (3, 3, 2, 3)]
 
 
 def test_copies_that_are_none(ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHES = {
@@ -25,17 +25,8 @@ def run(launch: str, example: str, *arguments: str) -> subprocess.CompletedProce
 
     A thread of OpenMP that waits for another rank's to leave a core spins.
     """
-    command = [warm.python(), *LAUNCHES[launch], str(ROOT / "examples" / example), *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-    )
+    command = [*LAUNCHES[launch], ROOT / "examples" / example, *arguments]
+    return run_python(*command, python=warm.python(), merged=True, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)

@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 import collective
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
@@ -88,8 +87,8 @@ def _undocumented(called: str, thing: Any) -> Iterator[str]:
             continue
         if inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod, property)):
             # That of the method which it overrides serves as well.
-            told = [getattr(vars(base).get(name), "__doc__", "") for base in thing.__mro__]
-            if not any(told):
+            docs = [getattr(vars(base).get(name), "__doc__", "") for base in thing.__mro__]
+            if not any(docs):
                 yield f"{called}.{name}"
 
 
@@ -137,14 +136,7 @@ def test_every_call_of_a_communicator_is_a_call_of_the_module():
 )
 def test_nothing_is_imported_that_the_user_has_not(statement, tmp_path):
     report = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", report],
-        env={"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python("-c", report, env={}, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

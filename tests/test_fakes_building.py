@@ -37,8 +37,8 @@ def real_headers():
     if named:
         return named.split(":")
     spec = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    folders = [folder for place in places for folder in place.glob("*/include")]
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    folders = [folder for root in roots for folder in root.glob("*/include")]
     folders += [folder / "cccl" for folder in folders]
     for header in ("cuda.h", "nccl.h", "crt/host_defines.h", "nv/target"):
         if not any((folder / header).exists() for folder in folders):

@@ -281,9 +281,9 @@ SINCE = {
 @pytest.mark.parametrize("version", [2708, 21403, 22907])
 def test_a_version_has_the_functions_of_its_time(version):
     library = ctypes.CDLL(library_path(version))
-    said = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(said))
-    assert said.value == version
+    version_code = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version_code))
+    assert version_code.value == version
     there = {name: hasattr(library, name) for name in SINCE.values()}
     assert there == {name: version >= since for since, name in SINCE.items()}
 

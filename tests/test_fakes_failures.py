@@ -145,7 +145,7 @@ MISMATCHES = {
     "root": lambda r: ("Broadcast", 10, FLOAT64, r.rank),
     "call": lambda r: (("AllReduce", 5, FLOAT64, SUM), ("AllGather", 5, FLOAT64))[r.rank],
 }
-SAID = {
+TEXTS = {
     "count": r"rank 0 called AllReduce\(count=10, .*, rank 1 AllReduce\(count=9,",
     "type": "datatype=float64, .* datatype=int64",
     "operator": "op=sum, .* op=max",
@@ -171,7 +171,7 @@ def test_ranks_that_differ_all_hear_of_it(what):
     (state, text), (other_state, other_text) = in_threads(2, work)
     assert state == other_state == INVALID_USAGE
     assert text == other_text
-    assert re.search(SAID[what], text), text
+    assert re.search(TEXTS[what], text), text
 
 
 def test_a_message_that_differs_from_what_is_awaited_is_an_error():

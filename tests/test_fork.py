@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mpi_launches import VENDORS, mpirun, needs
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 from tests import warm
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # Long enough for some imports of PyTorch on a busy machine; a hang is some minutes.
@@ -115,15 +115,7 @@ def _run(directory: Path, transport: str, children: str, python: str = sys.execu
         return mpirun(transport, 2, script, COLLECTIVE_BACKEND="mpi", check=False).stdout
     (directory / "program.py").write_text(script)
     command = ["-m", "collective", "run", "-n", "2", "--backend", transport, "program.py"]
-    done = subprocess.run(
-        [python, *command],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=ENDS_S,
-    )
+    done = run_python(*command, python=python, cwd=directory, merged=True, timeout=ENDS_S)
     return done.stdout
 
 

@@ -168,7 +168,7 @@ def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
 # -- what it leaves alone, and what behind --------------------------------------------------
 
 
-def beside_torch(comm: Any, directory: str) -> tuple[float, float]:
+def with_torch(comm: Any, directory: str) -> tuple[float, float]:
     import torch.distributed as dist
 
     assert not dist.is_initialized()
@@ -186,7 +186,7 @@ def beside_torch(comm: Any, directory: str) -> tuple[float, float]:
 
 
 def test_the_programs_own_process_group_is_left_alone(gloo: Run, tmp_path: Path) -> None:  # noqa: F811
-    assert gloo(2, beside_torch, str(tmp_path)) == [(21.0, 3.0)] * 2
+    assert gloo(2, with_torch, str(tmp_path)) == [(21.0, 3.0)] * 2
 
 
 def _left() -> tuple[int, int, list[str]]:

@@ -42,7 +42,7 @@ def test_groups_of_groups(gloo: Run) -> None:  # noqa: F811
     ]
 
 
-def messages_beside_collectives(comm: Any) -> int:
+def messages_and_collectives(comm: Any) -> int:
     other, wrong = 1 - comm.rank, []
 
     def talk(tag: int) -> None:
@@ -66,7 +66,7 @@ def messages_beside_collectives(comm: Any) -> int:
 
 
 def test_threads_exchange_messages_while_collectives_run(gloo: Run) -> None:  # noqa: F811
-    assert gloo(2, messages_beside_collectives) == [0, 0]
+    assert gloo(2, messages_and_collectives) == [0, 0]
 
 
 TAGS = (0, 5, 2**31 - 1, 2**31 - 2, 2**31, -2, 2**62 + 1, -(2**63), COLLECTIVE_TAG)
@@ -230,11 +230,11 @@ def late(comm: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def test_a_deadline_names_the_absent_rank_and_what_it_did_last(gloo: Run) -> None:  # noqa: F811
-    told = gloo(3, late)
-    for text, ranks in told[:2]:
+    texts = gloo(3, late)
+    for text, ranks in texts[:2]:
         assert ranks == (2,)
         assert "rank 2 last did its call 1, all_reduce(float64[2]" in text
-    assert "waited 0.3 s for rank 2" in told[2][0]
+    assert "waited 0.3 s for rank 2" in texts[2][0]
 
 
 def any_source_aborted(comm: Any) -> str:

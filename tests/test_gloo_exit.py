@@ -110,14 +110,14 @@ def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
     ]
     end = time.monotonic() + ENDS_S
     try:
-        told = [rank.communicate(timeout=max(0.1, end - time.monotonic()))[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=max(0.1, end - time.monotonic()))[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert ranks[0].returncode == code, told[0]
+    assert ranks[0].returncode == code, outputs[0]
     if "dies" in ending:
-        assert "PeerLostError" in told[0]
-        assert "rank 1" in told[0]
-    for text in told:
+        assert "PeerLostError" in outputs[0]
+        assert "rank 1" in outputs[0]
+    for text in outputs:
         assert "terminate called" not in text

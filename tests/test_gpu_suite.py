@@ -6,16 +6,15 @@ the library does what it should, and that ``make test-gpu`` tells the truth wher
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from nccl_places import needs_compiler
+from nccl_callers import needs_compiler
 
 from collective import cuda
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "tests" / "gpu" / "run.py"
@@ -38,28 +37,13 @@ no_gpu = pytest.mark.skipif(cuda.device_count() > 0, reason="there is a GPU")
 )
 @no_gpu
 def test_without_a_gpu_they_are_skipped(asked: dict[str, str], why: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"],
-        env={**os.environ, **asked},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", **asked)
     assert done.returncode == 5, done.stdout + done.stderr  # nothing was collected
     assert done.stdout.count(why) == 2
 
 
 def make_test_gpu(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(RUN), *words],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
+    return run_python(RUN, *words, **environ)
 
 
 def test_without_a_gpu_it_says_that_nothing_was_tested(tmp_path: Path) -> None:

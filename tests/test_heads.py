@@ -45,8 +45,8 @@ def receives(comm: Any, words: list[int]) -> str:
 
 @pytest.mark.parametrize("words", HEADS.values(), ids=HEADS)
 def test_a_head_that_is_none_is_an_error(words: list[int]) -> None:
-    told = run_ranks(2, receives, words)[0]
-    assert told.startswith(f"recv: a message begins with {', '.join(map(str, words))}")
+    text = run_ranks(2, receives, words)[0]
+    assert text.startswith(f"recv: a message begins with {', '.join(map(str, words))}")
 
 
 def test_a_head_that_is_one_is_received() -> None:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
 
 from collective.backends.hierarchical import HierarchicalBackend, transport
-from collective.backends.hierarchical.places import Places
+from collective.backends.hierarchical.topology import Topology
 from collective.backends.shm import ShmBackend
 from collective.communicator import Communicator
 from collective.contract.world import World
@@ -74,27 +74,37 @@ def test_one_host(check: Check) -> None:
 
 
 def test_places_of_pairs() -> None:
-    places = Places(["a", "a", "b", "b"], 3)
-    assert places.members == [[0, 1], [2, 3]]
-    assert (places.host, places.local_rank, places.local) == (1, 1, [2, 3])
-    assert (places.common, places.even, places.in_order, places.levels) == (2, True, True, True)
-    assert [places.local_rank_of(rank) for rank in range(4)] == [None, None, 0, 1]
-    assert [places.host_of(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert places.at(1) == [1, 3]
+    topology = Topology(["a", "a", "b", "b"], 3)
+    assert topology.members == [[0, 1], [2, 3]]
+    assert (topology.host, topology.local_rank, topology.local) == (1, 1, [2, 3])
+    assert (topology.common, topology.even, topology.in_order, topology.levels) == (
+        2,
+        True,
+        True,
+        True,
+    )
+    assert [topology.local_rank_of(rank) for rank in range(4)] == [None, None, 0, 1]
+    assert [topology.host_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert topology.at(1) == [1, 3]
 
 
 def test_places_out_of_order_and_uneven() -> None:
-    places = Places(["a", "b", "a", "a"], 2)
-    assert places.members == [[0, 2, 3], [1]]
-    assert (places.common, places.even, places.in_order, places.levels) == (1, False, False, True)
-    assert not Places(["a", "b", "c"], 0).levels
+    topology = Topology(["a", "b", "a", "a"], 2)
+    assert topology.members == [[0, 2, 3], [1]]
+    assert (topology.common, topology.even, topology.in_order, topology.levels) == (
+        1,
+        False,
+        False,
+        True,
+    )
+    assert not Topology(["a", "b", "c"], 0).levels
 
 
 def test_parts_are_the_same_on_all_hosts() -> None:
     uneven = ["a", "a", "a", "b", "b"]
-    assert Places(uneven, 0).parts(7, None) == [4, 3, 0]
-    assert Places(uneven, 3).parts(7, None) == [4, 3]
-    assert Places(uneven, 3).parts(7, 1) == [0, 7]
+    assert Topology(uneven, 0).parts(7, None) == [4, 3, 0]
+    assert Topology(uneven, 3).parts(7, None) == [4, 3]
+    assert Topology(uneven, 3).parts(7, 1) == [0, 7]
 
 
 @pytest.fixture(scope="module")
@@ -259,11 +269,11 @@ def test_different_calls_are_found_unasked(pairs: RankPool, others: list[int]) -
     for error, later in pairs.run(_differing, others, call_timeout=20.0):
         assert isinstance(error, MismatchError), error
         lines = [line for line in str(error).splitlines() if line.startswith("  rank")]
-        told = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
+        by_call = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
         # Where two of them differ at once, the others may not have come yet.
-        late = told.pop("has not come so far", "")
-        assert set(told) == {"barrier", "all_reduce"}, error
-        ranks = {what: re.findall(r"\d+", line.partition(":")[0]) for what, line in told.items()}
+        late = by_call.pop("has not come so far", "")
+        assert set(by_call) == {"barrier", "all_reduce"}, error
+        ranks = {what: re.findall(r"\d+", line.partition(":")[0]) for what, line in by_call.items()}
         assert {int(rank) for rank in ranks["barrier"]} <= set(others), error
         assert {int(rank) for rank in ranks["all_reduce"]}.isdisjoint(others), error
         named = [*ranks["barrier"], *ranks["all_reduce"], *re.findall(r"\d+", late)]
@@ -294,9 +304,9 @@ def _no_memory(comm: Communicator) -> tuple[str, float]:
 
 
 def test_no_memory_on_one_host_is_no_memory_on_all(pairs: RankPool) -> None:
-    told = pairs.run(_no_memory)
-    assert [total for _, total in told] == [4.0] * 4
-    assert all("rank 2's host" in text for text, _ in told[:2]), told
+    results = pairs.run(_no_memory)
+    assert [total for _, total in results] == [4.0] * 4
+    assert all("rank 2's host" in text for text, _ in results[:2]), results
 
 
 def _symmetric(comm: Communicator) -> float:

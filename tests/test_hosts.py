@@ -41,11 +41,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
         hosts.close()
 
 
-def _said(text: str) -> list[dict[str, Any]]:
+def _printed(text: str) -> list[dict[str, Any]]:
     """Return what the ranks said, by rank where they told it."""
     lines = [line for line in text.splitlines() if line.startswith("SAID ")]
     found: list[dict[str, Any]] = [ast.literal_eval(line[5:]) for line in lines]
-    return sorted(found, key=lambda told: told.get("rank", 0))
+    return sorted(found, key=lambda report: report.get("rank", 0))
 
 
 def _assert_nothing_left(hosts: Hosts) -> None:
@@ -68,8 +68,8 @@ def test_hosts_have_names_and_addresses_of_their_own(make: Make) -> None:
     hosts = make(3)
     script = "hostname; cat /proc/net/fib_trie | grep -m1 -o '10[.]77[.]0[.][1-9]'; echo $TMPDIR"
     for number, host in enumerate(hosts.hosts):
-        told = hosts.start([(number, ["sh", "-c", script], {})]).succeed(10.0).split()
-        assert told == [host.name, host.address, str(host.directory)]
+        printed = hosts.start([(number, ["sh", "-c", script], {})]).succeed(10.0).split()
+        assert printed == [host.name, host.address, str(host.directory)]
 
 
 def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
 
 
 def _hold_two_by_two(text: str) -> None:
-    told = _said(text)
-    assert [each["rank"] for each in told] == [0, 1, 2, 3], text
-    assert [each["host"] for each in told] == ["host0", "host0", "host1", "host1"]
-    assert {each["backend"] for each in told} == {"hierarchical"}
-    assert [each["local"] for each in told] == [(0, 2), (1, 2)] * 2
-    assert [each["here"] for each in told] == [(0, 2, "shm"), (1, 2, "shm")] * 2
-    assert [Path(each["place"]).name for each in told] == ["host0"] * 2 + ["host1"] * 2
+    reports = _printed(text)
+    assert [each["rank"] for each in reports] == [0, 1, 2, 3], text
+    assert [each["host"] for each in reports] == ["host0", "host0", "host1", "host1"]
+    assert {each["backend"] for each in reports} == {"hierarchical"}
+    assert [each["local"] for each in reports] == [(0, 2), (1, 2)] * 2
+    assert [each["here"] for each in reports] == [(0, 2, "shm"), (1, 2, "shm")] * 2
+    assert [Path(each["tmpdir"]).name for each in reports] == ["host0"] * 2 + ["host1"] * 2
 
 
 def test_two_hosts_by_hand(make: Make) -> None:
@@ -159,24 +159,24 @@ def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
 
 def test_three_hosts_in_any_order(make: Make) -> None:
     hosts = make(3)
-    told = _said(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
-    assert [each["host"] for each in told] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
-    assert {each["backend"] for each in told} == {"hierarchical"}
-    assert [each["here"][1] for each in told] == [3, 2, 3, 1, 2, 3]
+    reports = _printed(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
+    assert [each["host"] for each in reports] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
+    assert {each["backend"] for each in reports} == {"hierarchical"}
+    assert [each["here"][1] for each in reports] == [3, 2, 3, 1, 2, 3]
 
 
 def test_four_hosts_with_a_rank_each(make: Make) -> None:
-    told = _said(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
-    assert [each["host"] for each in told] == ["host0", "host1", "host2", "host3"]
-    assert {each["backend"] for each in told} <= {"gloo", "hierarchical"}
+    reports = _printed(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
+    assert [each["host"] for each in reports] == ["host0", "host1", "host2", "host3"]
+    assert {each["backend"] for each in reports} <= {"gloo", "hierarchical"}
 
 
-@pytest.mark.parametrize("places", [[0, 1], [0, 0, 1, 1]])
-def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, places: list[int]) -> None:
+@pytest.mark.parametrize("spread", [[0, 1], [0, 0, 1, 1]])
+def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, spread: list[int]) -> None:
     hosts = make(2)
-    for told in _said(hosts.by_hand(places, [warm.python(), SCRIPT, "listening"]).succeed()):
-        own = hosts.hosts[places[told["rank"]]].address
-        assert set(told["addresses"]) <= {own, "127.0.0.1"}, told
+    for report in _printed(hosts.by_hand(spread, [warm.python(), SCRIPT, "listening"]).succeed()):
+        own = hosts.hosts[spread[report["rank"]]].address
+        assert set(report["addresses"]) <= {own, "127.0.0.1"}, report
 
 
 # -- a network that is slow, or goes away -----------------------------------------------------
@@ -185,10 +185,12 @@ def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, places: list[
 def test_messages_that_take_their_time(make: Make) -> None:
     delay = 0.02
     hosts = make(2, delay=delay)
-    for told in _said(hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "barriers"]).succeed()):
+    for report in _printed(
+        hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "barriers"]).succeed()
+    ):
         # Nobody leaves a barrier before a message of the other host has crossed.
-        assert told["seconds"] >= delay * 0.99
-        assert told["total"] == 6.0
+        assert report["seconds"] >= delay * 0.99
+        assert report["total"] == 6.0
 
 
 def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], None]) -> list[Any]:
@@ -198,7 +200,7 @@ def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], No
     job.until("ready")
     trouble(job)
     job.wait()
-    return [told for told in _said(str(job)) if "kind" in told]
+    return [report for report in _printed(str(job)) if "kind" in report]
 
 
 @pytest.mark.parametrize(("victim", "count"), [(1, 10), (2, 1 << 21)])
@@ -208,11 +210,30 @@ def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: in
     def kill(job: Job) -> None:
         job.processes[victim].kill()
 
-    told = _break(hosts, count, 60.0, kill)
-    assert [each["rank"] for each in told] == [rank for rank in range(4) if rank != victim]
-    for each in told:
+    reports = _break(hosts, count, 60.0, kill)
+    assert [each["rank"] for each in reports] == [rank for rank in range(4) if rank != victim]
+    for each in reports:
         assert each["kind"] == "PeerLostError", each
         assert each["ranks"] == (victim,)
+    _assert_nothing_left(hosts)
+
+
+@pytest.mark.parametrize("spread", [[0, 1, 2], [0, 0, 1, 2]], ids=str)
+def test_the_others_go_on_without_the_host_of_rank_0_and_its_store(
+    make: Make, spread: list[int]
+) -> None:
+    hosts = make(3)
+    job = hosts.by_hand(spread, [warm.python(), SCRIPT, "go_on"])
+    job.until("ready")
+    hosts.end(0)
+    codes = job.wait()
+    left = [rank for rank, index in enumerate(spread) if index]
+    assert [codes[rank] for rank in left] == [0, 0], str(job)
+    for rank in left:
+        outcome = _printed(job.text(rank))[-1]
+        assert outcome["origin"] == tuple(left)
+        assert outcome["total"] == sum(2**each for each in left)
+        assert outcome["agreed"]
     _assert_nothing_left(hosts)
 
 
@@ -223,9 +244,9 @@ def test_a_cut_link_ends_every_call(make: Make) -> None:
     def pull(job: Job) -> None:
         hosts.cut(1)
 
-    told = _break(hosts, 1000, timeout, pull)
-    assert [each["rank"] for each in told] == [0, 1, 2, 3]
-    for each in told:
+    reports = _break(hosts, 1000, timeout, pull)
+    assert [each["rank"] for each in reports] == [0, 1, 2, 3]
+    for each in reports:
         assert each["kind"] in ("PeerLostError", "CollectiveTimeoutError"), each
         # On either side it is ranks of the other that do not answer.
         beyond = "[23]" if each["rank"] < 2 else "[01]"
@@ -244,9 +265,9 @@ def test_a_link_that_is_cut_for_a_moment_is_forgiven(make: Make) -> None:
         assert all(process.poll() is None for process in job.processes), str(job)
         os.kill(job.processes[3].pid, signal.SIGKILL)
 
-    told = _break(hosts, 1000, 60.0, blink)
-    assert {each["kind"] for each in told} == {"PeerLostError"}
-    assert {each["ranks"] for each in told} == {(3,)}
+    reports = _break(hosts, 1000, 60.0, blink)
+    assert {each["kind"] for each in reports} == {"PeerLostError"}
+    assert {each["ranks"] for each in reports} == {(3,)}
 
 
 # -- meeting ----------------------------------------------------------------------------------
@@ -256,10 +277,10 @@ def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
     hosts = make(2)
     job = hosts.by_hand([1], [warm.python(), SCRIPT, "meet", "3"], WORLD_SIZE="2", RANK="1",
                         MASTER_ADDR="10.77.0.99", LOCAL_WORLD_SIZE="1")  # fmt: skip
-    (told,) = _said(job.succeed())
-    assert told["kind"] == "RendezvousError"
-    assert "10.77.0.99" in told["text"]
-    assert "MASTER_ADDR" in told["text"]
+    (report,) = _printed(job.succeed())
+    assert report["kind"] == "RendezvousError"
+    assert "10.77.0.99" in report["text"]
+    assert "MASTER_ADDR" in report["text"]
 
 
 def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
@@ -268,8 +289,8 @@ def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
         [0, 0, 1], [warm.python(), SCRIPT, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"
     )
     job.wait()
-    told = _said(str(job))
-    assert [each["kind"] for each in told] == ["RendezvousError"] * 3, str(job)
-    for each in told:
+    reports = _printed(str(job))
+    assert [each["kind"] for each in reports] == ["RendezvousError"] * 3, str(job)
+    for each in reports:
         assert re.search(r"ranks? \[?3\b", each["text"]), each
     _assert_nothing_left(hosts)

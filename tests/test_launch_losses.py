@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective.errors import UnsupportedError
-from collective.launch.attempts import pause_after, wait
+from collective.launch.attempts import pause_after, run_attempts, wait
 from collective.launch.mpiexec import Mpiexec
 from tests.launches import DEADLINE_S, Launches, finish, launches
 from tests.mpi_launches import launch_of, needs
@@ -221,6 +221,27 @@ def test_ctrl_c_between_two_attempts(launches: Launches) -> None:
     process.send_signal(signal.SIGINT)
     assert finish(process).returncode == 130
     launches.assert_nothing_left()
+
+
+class _Failing:
+    """A supervisor of ranks that have failed."""
+
+    failed = True
+
+    def run(self) -> int:
+        return 1
+
+
+def test_ctrl_c_in_a_pause_says_what_does_not_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    control, handle = os.pipe()
+    os.write(handle, bytes([signal.SIGINT]))
+    assert run_attempts(lambda number, control: _Failing(), 2, 5, control) == 130
+    os.close(control)
+    os.close(handle)
+    assert capsys.readouterr().err.splitlines() == [
+        "collective run: all 2 ranks start again in 0.5 s (restart 1 of 5)",
+        "collective run: interrupted before restart 1 of 5",
+    ]
 
 
 def test_pauses_grow_to_a_limit() -> None:

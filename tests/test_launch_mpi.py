@@ -91,14 +91,14 @@ def test_one_rank(launches: Launches, start) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("statement", "code", "said"),
+    ("statement", "code", "words"),
     [
         ("sys.exit(3)", 3, "rank 1 failed first (exit code 3); it wrote nothing"),
         ("raise ValueError('of rank one')", 1, "ValueError: of rank one"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 failed first (killed by SIGKILL)"),
     ],
 )
-def test_first_failure(launches: Launches, start, statement: str, code: int, said: str) -> None:  # noqa: F811
+def test_first_failure(launches: Launches, start, statement: str, code: int, words: str) -> None:  # noqa: F811
     script = launches.script(
         f"""
         await_all()
@@ -112,7 +112,7 @@ def test_first_failure(launches: Launches, start, statement: str, code: int, sai
     done = finish(start("-n", "3", script))
     assert done.returncode == code, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] noticed", "[2] noticed"]
-    assert said in done.stderr
+    assert words in done.stderr
     launches.assert_nothing_left()
 
 
@@ -274,12 +274,12 @@ def test_without_mpiexec_the_error_says_how_to_install_it(
 def test_mpiexec_beside_python_goes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, root: bool, options: list[str]
 ) -> None:
-    beside = tmp_path / "mpiexec"
-    beside.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
-    beside.chmod(0o755)
+    sibling = tmp_path / "mpiexec"
+    sibling.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
+    sibling.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    assert Mpiexec().command(3) == [str(beside), *options, "-n", "3"]
+    assert Mpiexec().command(3) == [str(sibling), *options, "-n", "3"]
 
 
 def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

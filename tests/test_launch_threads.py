@@ -132,10 +132,10 @@ def test_a_rank_that_just_ends_leaves_all_its_communicators(run):
 
 
 @pytest.mark.parametrize(
-    ("leave", "code", "told"),
+    ("leave", "code", "text"),
     [("3", 3, ""), ("'a reason'", 1, "a reason"), ("0", 0, ""), ("", 0, ""), ("None", 0, "")],
 )
-def test_sys_exit_gives_its_code(run, leave, code, told):
+def test_sys_exit_gives_its_code(run, leave, code, text):
     done = run(
         BODY + "import sys\ncomm.barrier()\n"
         f"if comm.rank == 1:\n    sys.exit({leave})\n"
@@ -143,7 +143,7 @@ def test_sys_exit_gives_its_code(run, leave, code, told):
         "except collective.CommunicatorAbortedError:\n"
         f"    sys.exit(9 if {code} else 0)\n"
     )
-    assert told in done.stderr
+    assert text in done.stderr
     assert ("rank 1 failed first" in done.stderr) == (code != 0)
     assert done.returncode == code, done.stderr
 

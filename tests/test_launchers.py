@@ -14,6 +14,7 @@ import pytest
 from mpi_launches import VENDORS, launch_of, needs
 
 from tests import warm
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "hello.py")
@@ -146,12 +147,9 @@ def test_collective_run_calls_mpiexec_for_mpi(vendor: str) -> None:
 def test_backend_mpi_without_mpiexec_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     """By hand, or under a launcher that knows nothing of MPI."""
     hand = {"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": str(tmp_path / "s")}
-    done = subprocess.run(
-        [launch_of("mpich").python, SCRIPT],
+    done = run_python(
+        SCRIPT, python=launch_of("mpich").python, timeout=DEADLINE_S,
         env={**environment("mpi"), **hand, "COLLECTIVE_START_TIMEOUT": "5"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    )  # fmt: skip
     assert done.returncode == 1
     assert "mpiexec -n 2" in done.stderr

@@ -163,7 +163,7 @@ def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_pa
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": 2, "host": "here"})
     complete = {"kind": "complete", "hosts": ["here", "here"], "session": hub.session}
-    complete["processes"] = ["", ""]  # they did not say
+    complete["processes"] = complete["contacts"] = ["", ""]  # they did not say
     assert [link.expect(FAR) for link in links] == [complete] * 2
     assert found not in listening()
     for link in links:

@@ -247,7 +247,7 @@ def test_operators_of_ours_in_several_threads(ranks: Run) -> None:
     ranks(_in_threads)
 
 
-def _groups_beside(comm: Communicator) -> None:
+def _groups_together(comm: Communicator) -> None:
     """Make communicators in a thread while MPI calls a function of ours in another."""
     other = comm.dup()
     done = threading.Event()
@@ -270,7 +270,7 @@ def _groups_beside(comm: Communicator) -> None:
 
 
 def test_communicators_are_made_while_operators_of_ours_run(ranks: Run) -> None:
-    ranks(_groups_beside)
+    ranks(_groups_together)
 
 
 # -- ways of carrying a call out ----------------------------------------------------------------
@@ -291,6 +291,37 @@ def _mixed(comm: Communicator) -> None:
 
 def test_ranks_in_the_background_meet_others_in_the_foreground(ranks: Run) -> None:
     ranks(_mixed, shared=True)
+
+
+_DIFFERING: dict[str, Callable[[Communicator], Any]] = {
+    "all_gather": lambda comm: comm.all_gather(np.ones(1 + comm.rank)),
+    "all_to_all": lambda comm: comm.all_to_all(np.ones(4 + comm.rank)),
+    "broadcast": lambda comm: comm.broadcast(np.ones(3) if comm.rank == 0 else None, root=0),
+    "broadcast of a structure": lambda comm: comm.broadcast(
+        [1] if comm.rank == 2 else None, root=2
+    ),
+}
+
+
+def _stalled(comm: Communicator, name: str) -> None:
+    """Make a call to which one rank comes when the others have had their calls compared."""
+    channel: Any = _transport(comm).channel
+    report, asked = channel._report, threading.Semaphore(0)
+
+    def counted() -> None:
+        report()
+        asked.release()
+
+    if comm.rank == 1:
+        channel._report = counted
+        for _ in range(2):  # when it is asked once more the first comparison is over
+            assert asked.acquire(timeout=20.0)
+    _DIFFERING[name](comm)
+
+
+@pytest.mark.parametrize("name", _DIFFERING)
+def test_a_late_rank_makes_no_mismatch_of_calls_that_may_differ(ranks: Run, name: str) -> None:
+    ranks(_stalled, name)
 
 
 class _NoPersistence:

@@ -139,10 +139,10 @@ def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]
     swapped = np.concatenate([each[half] for each in every])
     yield "all_to_all", comm.all_to_all(put(mine), **how), swapped
     cut = [[1, 7], [8, 0]]
-    came = [each[:1] if comm.rank == 0 else each[1:] for each in every[:1]]
-    came += [every[1] if comm.rank == 0 else every[1][8:]]
+    received = [each[:1] if comm.rank == 0 else each[1:] for each in every[:1]]
+    received += [every[1] if comm.rank == 0 else every[1][8:]]
     turned = comm.all_to_all(put(mine), counts=cut[comm.rank], **how)
-    yield "all_to_all of parts", turned, np.concatenate(came)
+    yield "all_to_all of parts", turned, np.concatenate(received)
     other = 1 - comm.rank
     yield "sendrecv", comm.sendrecv(put(lines), other, other, like=put(mine), **how), uneven[other]
     out = FakeArray((8, 5), np.int32, device=comm.rank)

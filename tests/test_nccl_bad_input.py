@@ -34,7 +34,7 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_places import Run, needs_compiler, pools
+from nccl_callers import Run, needs_compiler, pools
 
 import collective
 from collective.backends.nccl import NcclBackend
@@ -423,12 +423,12 @@ def test_what_the_ranks_cannot_do_together(
 ) -> None:
     where = "0" if transport is OneGpu else ""
     for run in pools(transport):
-        told = run(2, cannot, kind, where)
-        for each in (*told[0], *told[1]):
+        reports = run(2, cannot, kind, where)
+        for each in (*reports[0], *reports[1]):
             assert re.search(text, each), each
         # In the same words everywhere, but for whom they are told.
-        assert [re.sub(r"\[rank \d\]", "", each) for each in told[0][:2]] == [
-            re.sub(r"\[rank \d\]", "", each) for each in told[1][:2]
+        assert [re.sub(r"\[rank \d\]", "", each) for each in reports[0][:2]] == [
+            re.sub(r"\[rank \d\]", "", each) for each in reports[1][:2]
         ]
 
 
@@ -446,8 +446,8 @@ def no_gpu(comm: Any) -> str:
 
 def test_a_rank_whose_gpu_is_not_there() -> None:
     for run in pools(NoGpu):
-        told = run(2, no_gpu)
-        assert re.search(r"cuda:9: this process sees cuda:0 to cuda:3", told[0]), told
+        reports = run(2, no_gpu)
+        assert re.search(r"cuda:9: this process sees cuda:0 to cuda:3", reports[0]), reports
 
 
 def too_old_for(comm: Any, op: str, first: bool) -> None:
@@ -800,7 +800,7 @@ def no_memory(comm: Any) -> str:
 
 
 def test_no_memory_for_one_ranks_result(nccl: Run) -> None:
-    told = nccl(2, no_memory)
-    assert "AllocationError" in told[1], told
-    assert "rank 1" in told[0], told
+    reports = nccl(2, no_memory)
+    assert "AllocationError" in reports[1], reports
+    assert "rank 1" in reports[0], reports
     nccl(2, goes_on)

@@ -21,7 +21,8 @@ OLD = [
 
 # How a rank dies is the host plane's affair, and the time of grace the decision's.
 LOSSES = [
-    f"check_shrink_{n}" for n in ("left", "when", "in_the_middle", "without_one_that_is_late")
+    *(f"check_shrink_{n}" for n in ("left", "when", "in_the_middle", "without_one_that_is_late")),
+    "check_grow_when",
 ]
 
 

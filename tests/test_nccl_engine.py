@@ -152,9 +152,9 @@ def test_two_ranks_on_one_gpu_are_told_the_remedy(ranks: Ranks) -> None:
         assert caught.value.code == 5
         return str(caught.value)
 
-    for said in ranks.run(2, one):
-        assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device" in said
-        assert "COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES" in said
+    for text in ranks.run(2, one):
+        assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device" in text
+        assert "COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES" in text
     assert len(ranks.fake.log("ncclCommAbort")) == 2
 
 
@@ -247,12 +247,12 @@ def test_an_error_of_another_rank_is_seen(ranks: Ranks) -> None:
     with ranks.fake.turned("fault_rank", 0, -1), ranks.fake.turned("remote_error_at", 1):
         for rank, comm in enumerate(comms):
             comm.all_reduce(at(x), at(x), 3, FLOAT32, SUM, ranks.stream(rank))
-        said = until(comms[0].async_error)
+        text = until(comms[0].async_error)
     with comms[0]._lock:  # as a call does that is inside NCCL
         assert ranks.run(1, lambda _: comms[0].async_error(wait=False)) == [None]
-    assert comms[0].async_error(wait=False) == said
-    assert "rank 0 of NCCL's communicator: remote process exited" in said
-    assert "ncclRemoteError, 6" in said
+    assert comms[0].async_error(wait=False) == text
+    assert "rank 0 of NCCL's communicator: remote process exited" in text
+    assert "ncclRemoteError, 6" in text
     comms[0].destroy(within())  # what is broken is aborted, not destroyed
     comms[1].abort()
     assert ranks.fake.log("ncclCommDestroy") == []

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fakes")
 
 from fakes import Fake
-from nccl_places import FAR, FakeNccl, Place, Run, needs_compiler, pools, read, side_by_side
+from nccl_callers import FAR, Caller, FakeNccl, Run, needs_compiler, pools, read, side_by_side
 
 from collective import ops
 from collective.backends.nccl import NcclBackend
@@ -47,10 +47,10 @@ def nccl() -> Iterator[Run]:
     yield from pools(FakeNccl)
 
 
-def adds(place: Place, timeout: float = FAR, x: Any = None) -> Any:
+def adds(caller: Caller, timeout: float = FAR, x: Any = None) -> Any:
     # To make one waits for the stream.
-    x = x or place.buffer(np.ones(4))
-    place.call("all_reduce", x, x, op=SUM, timeout=timeout)
+    x = x or caller.buffer(np.ones(4))
+    caller.call("all_reduce", x, x, op=SUM, timeout=timeout)
     return x
 
 
@@ -61,36 +61,36 @@ def error_of(function: Any) -> BaseException:
     return caught.value
 
 
-def broken(place: Place, within: float = PROMISED_S + NOISE_S) -> BaseException:
+def broken(caller: Caller, within: float = PROMISED_S + NOISE_S) -> BaseException:
     """Wait until the transport is broken; return what a call raises then."""
     end = time.monotonic() + within
-    while place.backend.channel.failure is None:
+    while caller.backend.channel.failure is None:
         assert time.monotonic() < end, "it did not break"
         time.sleep(0.005)
-    return error_of(lambda: adds(place))
+    return error_of(lambda: adds(caller))
 
 
 # -- deadlines --------------------------------------------------------------------------
 
 
 def absent(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    place.backend.plan(Request("barrier"))(None, None, FAR)
-    if place.rank == 1:
-        return str(broken(place))
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    caller.backend.plan(Request("barrier"))(None, None, FAR)
+    if caller.rank == 1:
+        return str(broken(caller))
     # The program is ahead of the GPU: the calls return, and the first of them never ends.
-    x = place.buffer(np.ones(4))
+    x = caller.buffer(np.ones(4))
     for _ in range(20):
-        adds(place, 1.0, x)
-    error = error_of(lambda: place.finish(timeout=FAR))
+        adds(caller, 1.0, x)
+    error = error_of(lambda: caller.finish(timeout=FAR))
     if isinstance(error, CollectiveTimeoutError):
         assert error.ranks == (1,)
-    later = error_of(lambda: adds(place))
+    later = error_of(lambda: adds(caller))
     assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError))
     # The kernel that waited has ended, and the stream goes on.
-    place.stream.synchronize()
+    caller.stream.synchronize()
     return str(error)
 
 
@@ -101,10 +101,10 @@ def test_a_deadline_names_who_has_not_come(nccl: Run) -> None:
 
 def connecting(comm: Any) -> str:
     """The first call waits on the host until all ranks are in it."""
-    place = Place(comm)
-    if place.rank == 1:
-        return str(broken(place))
-    error = error_of(lambda: adds(place, timeout=0.5))
+    caller = Caller(comm)
+    if caller.rank == 1:
+        return str(broken(caller))
+    error = error_of(lambda: adds(caller, timeout=0.5))
     return str(error)
 
 
@@ -114,11 +114,11 @@ def test_a_deadline_of_the_first_call(nccl: Run) -> None:
 
 
 def nobody_receives(comm: Any) -> str:
-    place = Place(comm)
-    if place.rank == 1:
-        return str(broken(place))
-    x = place.buffer(np.ones(3))
-    return str(error_of(lambda: place.backend.send(x, 1, 0, 0.5)))
+    caller = Caller(comm)
+    if caller.rank == 1:
+        return str(broken(caller))
+    x = caller.buffer(np.ones(3))
+    return str(error_of(lambda: caller.backend.send(x, 1, 0, 0.5)))
 
 
 def test_a_deadline_of_a_message(nccl: Run) -> None:
@@ -127,11 +127,11 @@ def test_a_deadline_of_a_message(nccl: Run) -> None:
 
 
 def other_lengths(comm: Any) -> str:
-    place = Place(comm)
-    x = place.buffer(np.ones(3 + place.rank))
-    if place.rank == 0:
-        return str(error_of(lambda: place.backend.send(x, 1, 0, FAR)))
-    return str(error_of(lambda: place.backend.recv(x, 0, 0, FAR)))
+    caller = Caller(comm)
+    x = caller.buffer(np.ones(3 + caller.rank))
+    if caller.rank == 0:
+        return str(error_of(lambda: caller.backend.send(x, 1, 0, FAR)))
+    return str(error_of(lambda: caller.backend.recv(x, 0, 0, FAR)))
 
 
 def test_a_message_of_another_length(nccl: Run) -> None:
@@ -143,18 +143,18 @@ def test_a_message_of_another_length(nccl: Run) -> None:
 
 
 def different(comm: Any) -> str:
-    place = Place(comm)
+    caller = Caller(comm)
     for _ in range(12):
-        adds(place)
-    place.finish()
-    x = place.buffer(np.ones(4))
-    if place.rank == 0:
-        place.call("broadcast", x, x, root=0)
+        adds(caller)
+    caller.finish()
+    x = caller.buffer(np.ones(4))
+    if caller.rank == 0:
+        caller.call("broadcast", x, x, root=0)
     # Both run ahead, until they hear of it.
     with contextlib.suppress(MismatchError):
         for _ in range(12):
-            adds(place, x=x)
-    return str(broken(place))
+            adds(caller, x=x)
+    return str(broken(caller))
 
 
 def test_different_calls_are_told_apart_after_they_have_returned(nccl: Run) -> None:
@@ -167,12 +167,12 @@ def test_different_calls_are_told_apart_after_they_have_returned(nccl: Run) -> N
 
 def mixed(comm: Any) -> str:
     """One has its array on the GPU and the other in the host's memory."""
-    place = Place(comm)
-    adds(place)
-    if place.rank == 0:
-        adds(place, timeout=1.0)
-        return str(broken(place))
-    return str(error_of(lambda: place.backend.plan(Request("barrier"))(None, None, 5.0)))
+    caller = Caller(comm)
+    adds(caller)
+    if caller.rank == 0:
+        adds(caller, timeout=1.0)
+        return str(broken(caller))
+    return str(error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, 5.0)))
 
 
 def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
@@ -184,17 +184,17 @@ def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
 
 
 def dies(comm: Any, message: bool) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if message:
-        x = place.buffer(np.ones(3))
-        error = error_of(lambda: place.backend.recv(x, 1, 0, FAR))
+        x = caller.buffer(np.ones(3))
+        error = error_of(lambda: caller.backend.recv(x, 1, 0, FAR))
     else:
-        error = error_of(lambda: (adds(place), place.finish()))
-    place.stream.synchronize()
+        error = error_of(lambda: (adds(caller), caller.finish()))
+    caller.stream.synchronize()
     assert isinstance(error, PeerLostError), error
     assert error.ranks == (1,)
     return str(error)
@@ -209,13 +209,13 @@ def test_a_killed_peer(nccl: Run, message: bool) -> None:
 
 
 def leaves(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
-        place.backend.close()
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
+        caller.backend.close()
         return "left"
-    error = error_of(lambda: (adds(place), place.finish()))
+    error = error_of(lambda: (adds(caller), caller.finish()))
     assert isinstance(error, PeerLostError), error
     return str(error)
 
@@ -227,14 +227,14 @@ def test_a_peer_that_left(nccl: Run) -> None:
 
 def leaves_in_time(comm: Any) -> None:
     """Who has done its part may go: the others' calls end well."""
-    place = Place(comm)
-    if place.rank == 0:
-        x = place.buffer(np.full(3, 7))
-        place.call("broadcast", x, x, root=0)
-        place.backend.close()
+    caller = Caller(comm)
+    if caller.rank == 0:
+        x = caller.buffer(np.full(3, 7))
+        caller.call("broadcast", x, x, root=0)
+        caller.backend.close()
     else:
-        x = place.buffer(np.zeros(3, np.int64))
-        place.call("broadcast", x, x, root=0)
+        x = caller.buffer(np.zeros(3, np.int64))
+        caller.call("broadcast", x, x, root=0)
         assert read(x).tolist() == [7] * 3
 
 
@@ -243,15 +243,15 @@ def test_close_waits_for_what_is_under_way(nccl: Run) -> None:
 
 
 def closes_alone(comm: Any) -> float:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    place.backend.plan(Request("barrier"))(None, None, FAR)
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    caller.backend.plan(Request("barrier"))(None, None, FAR)
     since = time.monotonic()
-    if place.rank == 0:
-        adds(place)  # to which nobody comes
-        place.backend.close()
-        place.stream.synchronize()
+    if caller.rank == 0:
+        adds(caller)  # to which nobody comes
+        caller.backend.close()
+        caller.stream.synchronize()
         names = [thread.name for thread in threading.enumerate()]
         assert not [name for name in names if "nccl" in name], names
     return time.monotonic() - since
@@ -265,17 +265,17 @@ def test_close_with_work_that_nobody_joins(nccl: Run) -> None:
 
 
 def aborted(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
         failure = Failure("failed", 1, "Traceback: no good\n")
-        threading.Timer(0.2, lambda: place.backend.abort(failure)).start()
-        return str(broken(place))
-    adds(place)
-    error = error_of(place.finish)
-    place.stream.synchronize()
-    on_host = error_of(lambda: place.backend.plan(Request("barrier"))(None, None, FAR))
+        threading.Timer(0.2, lambda: caller.backend.abort(failure)).start()
+        return str(broken(caller))
+    adds(caller)
+    error = error_of(caller.finish)
+    caller.stream.synchronize()
+    on_host = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, FAR))
     assert isinstance(on_host, CommunicatorAbortedError)
     return str(error)
 
@@ -287,14 +287,14 @@ def test_an_abort_ends_what_waits_on_the_gpus_and_the_host(nccl: Run) -> None:
 
 def host_times_out(comm: Any) -> str:
     """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 0:
-        error = error_of(lambda: place.backend.plan(Request("barrier"))(None, None, 0.5))
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 0:
+        error = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, 0.5))
         assert isinstance(error, CollectiveTimeoutError)
-        return str(error_of(lambda: adds(place)))
-    return str(broken(place))
+        return str(error_of(lambda: adds(caller)))
+    return str(broken(caller))
 
 
 def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
@@ -303,17 +303,17 @@ def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
 
 
 def remote_error(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
         Fake().knob("remote_error_at", 1)
     for _ in range(3):
         try:
-            adds(place)
+            adds(caller)
         except Exception:
             break
-    return str(broken(place))
+    return str(broken(caller))
 
 
 def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
@@ -322,15 +322,15 @@ def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
 
 
 def not_enough(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
         Fake().knob("alloc_fail_at", 1)
-    error = error_of(lambda: place.backend.empty_device(1 << 20, Request("empty"), FAR))
+    error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), FAR))
     assert isinstance(error, AllocationError), error
-    adds(place)  # it stays usable
-    place.finish()
+    adds(caller)  # it stays usable
+    caller.finish()
     return str(error)
 
 
@@ -397,27 +397,27 @@ def cannot(comm: Any) -> str:
 # What else does not go together: test_nccl_bad_input.py::test_what_the_ranks_cannot_do_together.
 def test_a_rank_without_a_driver_is_named_everywhere() -> None:
     for run in pools(NoDriver):
-        for told in run(2, cannot):
-            assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", told), told
+        for refusal in run(2, cannot):
+            assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
 
 
 def works(comm: Any) -> None:
-    place = Place(comm)
-    x = adds(place)
-    assert read(x).tolist() == [place.size] * 4
-    got = place.empty(4, "float64")
-    peer = 1 - place.rank
-    place.backend.sendrecv(place.buffer(np.full(4, 1.0 * place.rank)), peer, got, peer, 0, FAR)
+    caller = Caller(comm)
+    x = adds(caller)
+    assert read(x).tolist() == [caller.size] * 4
+    got = caller.empty(4, "float64")
+    peer = 1 - caller.rank
+    caller.backend.sendrecv(caller.buffer(np.full(4, 1.0 * caller.rank)), peer, got, peer, 0, FAR)
     assert read(got).tolist() == [peer] * 4
-    dst = place.empty(5, "float64")
-    place.call(
-        "all_gather", place.buffer(np.arange(3.0) if place.rank else np.ones(2)), dst,
+    dst = caller.empty(5, "float64")
+    caller.call(
+        "all_gather", caller.buffer(np.arange(3.0) if caller.rank else np.ones(2)), dst,
         elements=[2, 3],
     )  # fmt: skip
     assert read(dst).tolist() == [1, 1, 0, 1, 2]
-    array = place.backend.empty_device(100, Request("empty"), FAR)
+    array = caller.backend.empty_device(100, Request("empty"), FAR)
     assert array.nbytes == 100
-    assert place.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
+    assert caller.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
 
 
 @pytest.mark.parametrize("transport", [SharedGpu, Version27, Version210, Version219, Version227])
@@ -427,25 +427,25 @@ def test_versions_and_arrangements_that_work(transport: type[FakeNccl]) -> None:
 
 
 def without_avg(comm: Any) -> None:
-    place = Place(comm)
-    x = adds(place)
-    assert read(x).tolist() == [place.size] * 4
-    assert not place.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
-    assert not place.backend.supports("all_reduce", ops.premul_sum(2.0), x.dtype, False)
-    got = place.empty(2, "int64")
-    peer = 1 - place.rank
-    place.backend.sendrecv(place.buffer(np.full(2, place.rank)), peer, got, peer, 0, FAR)
+    caller = Caller(comm)
+    x = adds(caller)
+    assert read(x).tolist() == [caller.size] * 4
+    assert not caller.backend.supports("all_reduce", ops.as_op("avg"), x.dtype, False)
+    assert not caller.backend.supports("all_reduce", ops.premul_sum(2.0), x.dtype, False)
+    got = caller.empty(2, "int64")
+    peer = 1 - caller.rank
+    caller.backend.sendrecv(caller.buffer(np.full(2, caller.rank)), peer, got, peer, 0, FAR)
     assert read(got).tolist() == [peer] * 2
 
 
 def old_and_late(comm: Any) -> str:
-    place = Place(comm)
-    adds(place)
-    place.finish()
-    if place.rank == 1:
-        return str(broken(place))
-    adds(place, timeout=1.0)
-    return str(broken(place))
+    caller = Caller(comm)
+    adds(caller)
+    caller.finish()
+    if caller.rank == 1:
+        return str(broken(caller))
+    adds(caller, timeout=1.0)
+    return str(broken(caller))
 
 
 def test_a_deadline_in_a_version_that_blocks() -> None:
@@ -469,19 +469,19 @@ def as_threads(comm: Any) -> None:
 
     def rank_of(rank: int) -> None:
         backend = NcclBackend.connect(world(rank), FAR)
-        place = Place(backend)
-        assert place.device.ordinal == rank
+        caller = Caller(backend)
+        assert caller.device.ordinal == rank
         assert backend.capabilities.in_process
-        x = adds(place)
+        x = adds(caller)
         assert read(x).tolist() == [3] * 4
-        got = place.empty(2, "int64")
+        got = caller.empty(2, "int64")
         to, source = (rank + 1) % 3, (rank - 1) % 3
-        backend.sendrecv(place.buffer(np.full(2, rank)), to, got, source, 0, FAR)
+        backend.sendrecv(caller.buffer(np.full(2, rank)), to, got, source, 0, FAR)
         assert read(got).tolist() == [source] * 2
         received.wait(60)
         if rank == 2:
             backend.abort(Failure("failed", 2, "no good\n"))
-        assert "no good" in str(broken(place))
+        assert "no good" in str(broken(caller))
         backend.close()
 
     side_by_side(*(lambda rank=rank: rank_of(rank) for rank in range(3)))
@@ -499,7 +499,7 @@ def dropped(comm: Any) -> None:
     options = {"host": "threads"}
     world = World(0, 1, 0, 1, "here", "none", job, store=MemoryStore(), options=options)
     backend = NcclBackend.connect(world, FAR)
-    adds(Place(backend))
+    adds(Caller(backend))
     del backend
     import gc
 

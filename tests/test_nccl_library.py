@@ -6,8 +6,6 @@ import ctypes
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from collective.backends.nccl.library import NcclLibrary, find, install_command,
 from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
+from tests.interpreter import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,8 +31,8 @@ def wheel() -> Path | None:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return None
-    places = list((spec and spec.submodule_search_locations) or ())
-    return Path(places[0]) if places else None
+    folders = list((spec and spec.submodule_search_locations) or ())
+    return Path(folders[0]) if folders else None
 
 
 @pytest.fixture(scope="module")
@@ -231,15 +230,7 @@ def test_the_wheel_is_found_without_importing_it(
     program = "from collective.backends.nccl.library import find; print(find())"
 
     def found() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return printed("-c", program, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}).strip()
 
     path = package / "lib" / "libnccl.so.2"
     assert found() != str(path)
@@ -251,13 +242,13 @@ def test_no_library_says_where_it_looked_and_how_one_comes(absent: None) -> None
     assert find() is None
     with pytest.raises(BackendUnavailableError) as caught:
         load()
-    for said in (
+    for words in (
         "no package nvidia-nccl-cu12 or -cu13 is installed",
         "libnccl-that-is-not-there.so.2: cannot open",
         "pip install nvidia-nccl-cu1",
         "COLLECTIVE_NCCL_LIBRARY=",
     ):
-        assert said in str(caught.value)
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(("driver", "package"), [(13000, "cu13"), (12040, "cu12")])
@@ -280,7 +271,7 @@ def test_the_command_fits_the_driver(
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "words"),
     [
         (1, "ncclUnhandledCudaError, 1; NCCL 2.29.7). NCCL_DEBUG=INFO"),
         (2, "ncclSystemError, 2; NCCL 2.29.7). NCCL_DEBUG=INFO has NCCL say"),
@@ -288,11 +279,11 @@ def test_the_command_fits_the_driver(
         (6, "The reason is in what the other ranks say"),
     ],
 )
-def test_codes_become_errors_with_a_remedy(code: int, said: str) -> None:
+def test_codes_become_errors_with_a_remedy(code: int, words: str) -> None:
     with pytest.raises(BackendError) as caught:
         loaded(22907).check(code, "ncclAllReduce of rank 1")
     assert str(caught.value).startswith("ncclAllReduce of rank 1: ")
-    assert said in str(caught.value)
+    assert words in str(caught.value)
     assert (caught.value.code, caught.value.backend) == (code, "nccl")
 
 
@@ -320,39 +311,29 @@ def real() -> Callable[[str], str]:
 
     def run(program: str) -> str:
         # In a process of its own: it is not to be had in this one again.
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(ROOT),
-                "COLLECTIVE_NCCL_LIBRARY": str(path),
-                "NCCL_SOCKET_IFNAME": "lo",
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return printed(
+            "-c", program, COLLECTIVE_NCCL_LIBRARY=str(path), NCCL_SOCKET_IFNAME="lo",
+            env={"PATH": os.environ["PATH"]},
+        )  # fmt: skip
 
     return run
 
 
 def test_the_real_library_has_all_and_answers(real: Callable[[str], str]) -> None:
-    said = real(
+    words = real(
         "from collective.backends.nccl.library import load\n"
         "from collective.backends.nccl.prototypes import FUNCTIONS\n"
         "found = load()\n"
         "due = {n for n, each in FUNCTIONS.items() if each.since <= found.version}\n"
         "print(len(found.unique_id()), due ^ {n for n in FUNCTIONS if found.has(n)})\n"
     )
-    assert said.splitlines()[-1] == "128 set()"
+    assert words.splitlines()[-1] == "128 set()"
 
 
 def test_the_real_library_without_a_gpu_fails_with_our_error(real: Callable[[str], str]) -> None:
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU here")
-    said = real(
+    words = real(
         "import contextlib\n"
         "from collective.backends.nccl.engine import NcclComm\n"
         "from collective.backends.nccl.library import load\n"
@@ -366,4 +347,6 @@ def test_the_real_library_without_a_gpu_fails_with_our_error(real: Callable[[str
         "except BackendError as error:\n"
         "    print(error.code, error)\n"
     )
-    assert re.search(r"^1 ncclCommInitRankConfig of rank 0: unhandled cuda error", said, re.M), said
+    assert re.search(r"^1 ncclCommInitRankConfig of rank 0: unhandled cuda error", words, re.M), (
+        words
+    )

@@ -35,7 +35,7 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_places import Run, needs_compiler, pools
+from nccl_callers import Run, needs_compiler, pools
 
 from collective.errors import CollectiveTimeoutError
 

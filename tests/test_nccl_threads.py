@@ -39,7 +39,7 @@ from gpu_programs import (
     warm,
 )
 from launches import launches  # noqa: F401
-from nccl_places import Run, needs_compiler, pools
+from nccl_callers import Run, needs_compiler, pools
 from pretended_gpu import gpu
 
 from collective import cuda

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import printed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,15 +20,17 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the next Pythons do by themselves, and older ones of 3.10 and 3.11 do not know.
+FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
 def shipped() -> list[str]:
     """Return all modules on disk as paths below the installed package's parent."""
-    places = {"collective": "collective", **_outside()}
+    prefixes = {"collective": "collective", **_outside()}
     found = [
-        Path(place, file.relative_to(ROOT / folder)).as_posix()
-        for place, folder in places.items()
+        Path(prefix, file.relative_to(ROOT / folder)).as_posix()
+        for prefix, folder in prefixes.items()
         for file in (ROOT / folder).glob("**/*.py")
         if folder != "collective" or not _behind_a_link(file)
     ]
@@ -45,21 +50,8 @@ def _behind_a_link(file: Path) -> bool:
 
 def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
     """Run this interpreter and return its output; fail with all of it if it fails."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    environment = {**os.environ, "PYTHONPATH": str(path or "")}
+    return printed(*arguments, cwd=cwd, env=environment, merged=True)
 
 
 def test_every_package_folder_is_listed() -> None:
@@ -106,15 +98,21 @@ print(sorted(new - set(sys.stdlib_module_names)))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build an sdist from a copy of the sources, and a wheel from the sdist."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what is built and what the sdist has beside it."""
     sources = tmp_path_factory.mktemp("build") / "a directory of another name"
     sources.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("adapters", "backends", "collective"):
+    for name in ("adapters", "backends", "collective", "tests"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=unwanted)
-    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, sources)
+    return sources
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path) -> Path:
+    """Build an sdist, and a wheel from the sdist."""
     # Without isolation nothing is downloaded: setuptools is here already.
     python("-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
     (built,) = (sources / "dist").glob("*.whl")
@@ -135,8 +133,52 @@ def test_the_wheel_holds_each_file_once_and_nothing_else(wheel: Path) -> None:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     extensions = [name for name in names if name.endswith(".so")]
     assert len(extensions) == (shutil.which("cc") is not None)
-    others = ["collective/py.typed", "collective/native/_core.pyi"]
+    stubs = ["collective/native/_core.pyi", "collective/communicator/signatures.pyi"]
+    others = ["collective/py.typed", *stubs]
     assert sorted(names) == sorted([*shipped(), *others, *extensions])
+
+
+def test_built_without_the_core_the_wheel_is_for_every_platform(
+    sources: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLECTIVE_NATIVE", "off")
+    python("-m", "build", "--no-isolation", "--wheel", "--outdir", "pure", cwd=sources)
+    (pure,) = (sources / "pure").iterdir()
+    assert pure.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(pure) as other:
+        names = {name for name in one.namelist() if "/_core." not in name or name.endswith("pyi")}
+        assert set(other.namelist()) == names
+
+
+def test_an_index_can_show_the_description(wheel: Path) -> None:
+    pytest.importorskip("twine")
+    files = map(str, wheel.parent.iterdir())
+    assert python("-m", "twine", "--no-color", "check", "--strict", *files).count("PASSED") == 2
+
+
+def test_the_description_links_to_no_file_of_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        description = archive.read(name).decode().partition("\n\n")[2]
+    assert "collective run -n 4 examples/hello.py" in description
+    targets = re.findall(r"\]\(([^)]*)\)", description)
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_the_wheel_is_in_order(wheel: Path) -> None:
+    pytest.importorskip("check_wheel_contents")
+    settings = ("--config", str(ROOT / "pyproject.toml"))
+    assert ": OK" in python("-m", "check_wheel_contents", *settings, str(wheel))
+
+
+def test_the_tests_of_the_sdist_run(wheel: Path, tmp_path: Path) -> None:
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, **FILTER)
+    root = tmp_path / archive.name.removesuffix(".tar.gz")
+    output = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_ops.py", cwd=root)
+    assert " passed" in output
+    assert (root / "collective" / "backends").readlink() == Path("../backends")
 
 
 def test_every_module_can_be_imported_once_installed(installed: Path, tmp_path: Path) -> None:

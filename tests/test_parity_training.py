@@ -29,17 +29,17 @@ def plan(*backends: str) -> Comparison:
 
 
 def test_a_pair_that_is_alike_agrees() -> None:
-    rows = compare(plan("threads", "shm"), 5, "tests.parity_pairs:make_alike", lambda said: None)
+    rows = compare(plan("threads", "shm"), 5, "tests.parity_pairs:make_alike", lambda line: None)
     assert [row["what"] for row in rows if not row["passed"]] == []
-    told = " ".join(row["what"] for row in rows)
+    text = " ".join(row["what"] for row in rows)
     for words in ("torch: 1, 2 ranks over threads, shm", "chainer and torch", "order='rank'"):
-        assert words in told.replace("torch and chainer", "chainer and torch")
+        assert words in text.replace("torch and chainer", "chainer and torch")
     assert sum("order='rank'" in row["what"] for row in rows) == 4
     assert all(row["difference"] > 0 for row in rows if "one process" in row["what"])
 
 
 def test_a_pair_that_differs_is_found() -> None:
-    rows = compare(plan("threads"), 3, "tests.parity_pairs:make_unlike", lambda said: None)
+    rows = compare(plan("threads"), 3, "tests.parity_pairs:make_unlike", lambda line: None)
     failed = [row for row in rows if not row["passed"]]
     assert {row["what"].partition(":")[2] for row in failed} == {
         ":".join(row["what"].split(":")[1:]) for row in rows if " and " in row["what"][-18:]
@@ -50,9 +50,9 @@ def test_a_pair_that_differs_is_found() -> None:
 
 def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="module:function"):
-        compare(plan("threads"), 1, "tests.parity_pairs:missing", lambda said: None)
+        compare(plan("threads"), 1, "tests.parity_pairs:missing", lambda line: None)
     with pytest.raises(InvalidArgumentError, match="a PyTorch module, a"):
-        compare(plan("threads"), 1, "os:getcwd", lambda said: None)
+        compare(plan("threads"), 1, "os:getcwd", lambda line: None)
 
 
 def test_weights_travel_between_frameworks(tmp_path: Path) -> None:

@@ -145,6 +145,17 @@ def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
     run_ranks(1, program, backend="threads")
 
 
+@pytest.mark.parametrize("number", [3, 2.5, True, np.float32(3)])
+def test_a_number_is_refused_as_one(number: Any) -> None:
+    def program(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgumentError) as raised:
+            comm.plan("all_reduce", number, op="max")
+        assert f"x is the number {number}; an array" in str(raised.value)
+        comm.plan("all_reduce", np.array(number), op="max")
+
+    run_ranks(1, program, backend="threads")
+
+
 @pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])
 def test_lengths_that_are_none_are_refused_in_words(counts: Any) -> None:
     def program(comm: Communicator) -> None:

@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from collective.backends.peers.process import RankProcess
+from collective.contract.process import RankProcess
 
-TELLING = (
-    "from collective.backends.peers.process import RankProcess as P; print(P.own(), flush=True); "
-)
+PRINTING = "from collective.contract.process import RankProcess as P; print(P.own(), flush=True); "
 
 
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], RankProcess]]:
     """Another process, as it says itself."""
     with subprocess.Popen(
-        [sys.executable, "-c", TELLING + "input()"], stdin=subprocess.PIPE,
+        [sys.executable, "-c", PRINTING + "input()"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         assert running.stdout is not None

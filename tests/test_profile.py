@@ -20,8 +20,15 @@ def a_rank(rank, *slices, size=2, marks=(), handles=()):
 
 
 def a_call(start, end, seq=1, name="all_reduce", nbytes=800, tid=0, site="train.py:7", **args):
-    told = {"comm": "w", "seq": seq, "bytes": nbytes, "dtype": "float64", "site": site, "ranks": 2}
-    return Slice(name, "collective", tid, start, end, {**told, **args})
+    details = {
+        "comm": "w",
+        "seq": seq,
+        "bytes": nbytes,
+        "dtype": "float64",
+        "site": site,
+        "ranks": 2,
+    }
+    return Slice(name, "collective", tid, start, end, {**details, **args})
 
 
 def the_operation(found, name):

@@ -73,9 +73,9 @@ def test_a_program_is_run_and_judged(profiled):
         for op in ("all_reduce", "all_gather") for p in (2, 4) for n in SIZES
     ]  # fmt: skip
     Path("bench.json").write_text(json.dumps({"results": figures}))
-    code, said, found = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
+    code, output, found = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
                                  "--from", "bench.json", "--trace", "kept")  # fmt: skip
-    assert code == 0, said.err
+    assert code == 0, output.err
     assert {path.name for path in Path("kept").iterdir()} == {"rank-00000.json", "rank-00001.json"}
     operations = {one["name"]: one for one in found["operations"]}
     assert operations["all_reduce"]["calls"] == operations["all_gather"]["calls"] == 8
@@ -91,20 +91,20 @@ def test_a_program_is_run_and_judged(profiled):
     ratio = steps["sync"] / steps["comp"]
     assert found["verdict"]["ratio"] == pytest.approx(ratio)
     assert found["verdict"]["pays"] == (ratio < 1)
-    assert "T_sync / T_comp" in said.out
-    assert ("2 ranks pay;" in said.out) == (ratio < 1)
+    assert "T_sync / T_comp" in output.out
+    assert ("2 ranks pay;" in output.out) == (ratio < 1)
     best = found["prediction"]["fits"][0]
     assert best["algorithm"] == "ring"
     assert best["typical"] < 1e-6
     assert [one[0]["ranks"] for one in found["prediction"]["predictions"]] == [8, 64]
-    assert "4 rank(s) a host" in said.out
+    assert "4 rank(s) a host" in output.out
 
 
 def test_the_program_s_exit_code_is_ours_and_it_is_reported_all_the_same(profiled):
-    code, said, found = profiled(mark="pass", end="raise SystemExit(7)")
+    code, output, found = profiled(mark="pass", end="raise SystemExit(7)")
     assert code == 7
     assert found["steps"]["how"].startswith("the repeated all_reduce of 8,000 bytes")
-    assert "ended with exit code 7" in said.out
+    assert "ended with exit code 7" in output.out
     assert found["prediction"] is None
 
 
@@ -245,7 +245,7 @@ def test_figures_are_found_wherever_they_are(tmp_path):
 # -- what is told -------------------------------------------------------------------------------
 
 
-def told(found, outlook=None, width=120):
+def shown(found, outlook=None, width=120):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(console, found, outlook)
     console.file.close()
@@ -263,22 +263,22 @@ def a_profile(**changes):
 def test_what_the_figures_do_not_say_is_said():
     found = a_profile()
     found.about["enqueues"] = True
-    text = " ".join(told(found).split())
+    text = " ".join(shown(found).split())
     assert "only enqueued" in text
     assert "clocks may be 20 µs apart" in text
     assert "1 of 4 ranks left no trace" in text
     assert "4 ranks share 2 core(s)" in text
-    assert "No training steps found" in told(a_profile(steps=None))
+    assert "No training steps found" in shown(a_profile(steps=None))
 
 
 def test_computing_nothing_never_pays():
-    text = told(a_profile(ranks=4, steps=steps_of(comp=0.0)))
+    text = shown(a_profile(ranks=4, steps=steps_of(comp=0.0)))
     assert "4 ranks do not pay" in text
 
 
 def test_assumptions_stand_by_the_predictions():
     outlook = predict(steps_of(), 2, figures(), [8, 16384])
-    text = " ".join(told(a_profile(), outlook).split())
+    text = " ".join(shown(a_profile(), outlook).split())
     assert "16,384" in text
     assert "28 measurements with 2, 4 ranks on one host" in text
     assert "connected as those of this host: give --link" in text
@@ -292,7 +292,6 @@ def test_assumptions_stand_by_the_predictions():
     ("options", "message"),
     [
         (["-n", "2"], "no program given"),
-        (["train.py"], "-n N: not given"),
         (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
         (["-n", "2", "--per-host", "4", "train.py"], "--per-host without --link"),
         (["-n", "2", "--link", "1us,1GB/s", "train.py"], "for --predict, which is not given"),

@@ -70,12 +70,12 @@ def _calls(comm):
 
 
 def test_a_communicator_records_its_calls():
-    for told in run_ranks(2, _calls):
-        assert [re.match(r"#\d+ (\w+)", text)[1] for text in told] == [
+    for entries in run_ranks(2, _calls):
+        assert [re.match(r"#\d+ (\w+)", text)[1] for text in entries] == [
             "all_reduce", "all_gather", "barrier",
         ]  # fmt: skip
         # Also of the one in the background.
-        assert all("test_recorder.py" in text and "µs" in text for text in told)
+        assert all("test_recorder.py" in text and "µs" in text for text in entries)
 
 
 def test_flight_recorder_lists_every_communicator():

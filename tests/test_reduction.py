@@ -298,14 +298,14 @@ def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) 
     drawn = np.random.default_rng(7).normal(size=(100, 4))
     left, right = drawn.copy().view(np.complex128).T.astype(dtype)
     together = fold("prod", BY_NAME[dtype], left, right)
-    for place, expected in enumerate(together):
-        a, b = left[place : place + 1], right[place : place + 1]
+    for index, expected in enumerate(together):
+        a, b = left[index : index + 1], right[index : index + 1]
         out, into_left, into_right = np.empty_like(a), a.copy(), b.copy()
         product(a, b, out=out)
         product(into_left, b, out=into_left)
         product(a, into_right, out=into_right)
         found = {out[0], into_left[0], into_right[0]}
-        assert found == {expected}, f"{a[0]} * {b[0]}, number {place}"
+        assert found == {expected}, f"{a[0]} * {b[0]}, number {index}"
 
 
 # -- functions of users -------------------------------------------------------------

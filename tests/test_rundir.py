@@ -17,7 +17,7 @@ from collective.start.rundir import RunStore, join, leave
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"collective-{os.geteuid()}"
 
@@ -40,10 +40,10 @@ def test_last_to_leave_removes_it() -> None:
     assert not path.exists()
 
 
-def test_who_joins_first_finds_nothing_of_an_earlier_run(place: Path) -> None:
-    (place / "a" / "deep").mkdir(parents=True)
-    place.chmod(0o700)
-    (place / "a" / "key").write_text("stale")
+def test_who_joins_first_finds_nothing_of_an_earlier_run(base: Path) -> None:
+    (base / "a" / "deep").mkdir(parents=True)
+    base.chmod(0o700)
+    (base / "a" / "key").write_text("stale")
     path, hold = join("a")
     assert list(path.iterdir()) == []
     (path / "key").write_text("fresh")
@@ -53,27 +53,27 @@ def test_who_joins_first_finds_nothing_of_an_earlier_run(place: Path) -> None:
     leave(path, hold)
 
 
-def test_leftovers_of_others_are_swept_and_what_is_held_is_not(place: Path) -> None:
+def test_leftovers_of_others_are_swept_and_what_is_held_is_not(base: Path) -> None:
     held, hold = join("held")
-    (place / "leftover").mkdir()
+    (base / "leftover").mkdir()
     path, other = join("another")
-    assert sorted(entry.name for entry in place.iterdir()) == ["another", "held"]
+    assert sorted(entry.name for entry in base.iterdir()) == ["another", "held"]
     leave(path, other)
     leave(held, hold)
-    assert list(place.iterdir()) == []
+    assert list(base.iterdir()) == []
 
 
-def test_killed_process_holds_nothing(place: Path) -> None:
+def test_killed_process_holds_nothing(base: Path) -> None:
     body = "from collective.start.rundir import join; join('a'); import os; os.kill(os.getpid(), 9)"
     root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TMPDIR": str(place.parent), "PYTHONPATH": str(root)}
+    environment = {**os.environ, "TMPDIR": str(base.parent), "PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-c", body], env=environment, timeout=30)
-    assert [entry.name for entry in place.iterdir()] == ["a"]
+    assert [entry.name for entry in base.iterdir()] == ["a"]
     leave(*join("b"))
-    assert list(place.iterdir()) == []
+    assert list(base.iterdir()) == []
 
 
-def test_many_processes_come_and_go(place: Path) -> None:
+def test_many_processes_come_and_go(base: Path) -> None:
     """Joining, leaving and sweeping at once never takes a directory from under a holder."""
     body = """
 import os, sys
@@ -86,38 +86,38 @@ for i in range(60):
     leave(path, hold)
 """
     root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TMPDIR": str(place.parent), "PYTHONPATH": str(root)}
+    environment = {**os.environ, "TMPDIR": str(base.parent), "PYTHONPATH": str(root)}
     processes = [subprocess.Popen([sys.executable, "-c", body], env=environment) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0, 0, 0, 0]
-    assert list(place.iterdir()) == []
+    assert list(base.iterdir()) == []
 
 
-def test_directory_of_somebody_else_is_refused(place: Path) -> None:
-    place.mkdir(mode=0o777)
-    place.chmod(0o777)
+def test_directory_of_somebody_else_is_refused(base: Path) -> None:
+    base.mkdir(mode=0o777)
+    base.chmod(0o777)
     with pytest.raises(RendezvousError, match="0700"):
         join("a")
 
 
-def test_link_is_refused(place: Path, tmp_path: Path) -> None:
-    place.mkdir(mode=0o700)
+def test_link_is_refused(base: Path, tmp_path: Path) -> None:
+    base.mkdir(mode=0o700)
     (tmp_path / "trap").mkdir()
-    (place / "a").symlink_to(tmp_path / "trap")
+    (base / "a").symlink_to(tmp_path / "trap")
     with pytest.raises(RendezvousError, match="COLLECTIVE_STORE"):
         join("a")
 
 
-def test_store_holds_its_directory_until_it_is_collected(place: Path) -> None:
+def test_store_holds_its_directory_until_it_is_collected(base: Path) -> None:
     store = RunStore("a")
     store.set("key", b"value")
     assert RunStore("a").try_get("key") == b"value"
-    assert (place / "a").exists()
+    assert (base / "a").exists()
     del store
     gc.collect()
-    assert not (place / "a").exists()
+    assert not (base / "a").exists()
 
 
-def test_forked_child_does_not_remove_its_parents_store(place: Path) -> None:
+def test_forked_child_does_not_remove_its_parents_store(base: Path) -> None:
     store = RunStore("a")
     child = os.fork()
     if child == 0:
@@ -125,5 +125,5 @@ def test_forked_child_does_not_remove_its_parents_store(place: Path) -> None:
         gc.collect()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert (place / "a").exists()
+    assert (base / "a").exists()
     store.set("key", b"value")

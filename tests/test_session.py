@@ -27,6 +27,7 @@ from collective.start import session
 from collective.start.config import load
 from collective.start.resolver import build
 from collective.testing import run_ranks
+from tests.interpreter import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,7 @@ def _nowhere(tmp_path, monkeypatch):
 
 
 def _python(body: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python("-c", textwrap.dedent(body), env={"PATH": "/usr/bin:/bin"})
 
 
 # -- one rank ------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def test_a_list_by_device_without_the_cpu_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "expected"),
     [
         ({"backend": "smh"}, BackendNotFoundError, "Did you mean 'shm'"),
         ({"time_out": 3}, ConfigError, "timeout"),
@@ -145,8 +140,8 @@ def test_a_list_by_device_without_the_cpu_is_refused():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_are_wrong(arguments, error, told):
-    with pytest.raises(error, match=told):
+def test_settings_that_are_wrong(arguments, error, expected):
+    with pytest.raises(error, match=expected):
         collective.init(**arguments)
     with pytest.raises(CommunicatorClosedError):
         collective.current()
@@ -290,7 +285,7 @@ def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # no
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (ValueError("mine"), [("failed", ())]),
         # As what it was, with the ranks it was about: who has not noticed yet hears that.
@@ -300,14 +295,14 @@ def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # no
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, error, told):
+def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, error, expected):
     """At exit, after an exception that nobody caught."""
     with collective.init() as comm:
         found = []
         monkeypatch.setattr(comm._backend, "abort", found.append)
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         session._leave()
-        assert [(failure.kind, failure.ranks) for failure in found] == told
+        assert [(failure.kind, failure.ranks) for failure in found] == expected
 
 
 def test_a_forked_child_that_ends_does_not_leave_for_its_parent(launches):  # noqa: F811

@@ -87,7 +87,7 @@ def test_a_killed_peer_is_noticed_in_the_middle_of_all_reduce(shm, size, element
 
 def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
     x = np.ones(8, np.float32)
-    places = comm.all_gather_object(x.ctypes.data)
+    addresses = comm.all_gather_object(x.ctypes.data)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 0:
@@ -98,7 +98,7 @@ def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
     while control.segment.alive(0):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught:
-        comm._backend.peers.fetch(0, places[0], x)
+        comm._backend.peers.fetch(0, addresses[0], x)
     return str(caught.value), caught.value.ranks
 
 
@@ -159,7 +159,7 @@ def raises(comm, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("plain", "ValueError: plain"),
         ("\0\n" * 20_000, "\0\n\0\n"),
@@ -168,8 +168,8 @@ def raises(comm, text: str) -> str:
     ],
     ids=["plain", "control_characters", "long", "lone_surrogate"],
 )
-def test_any_text_of_a_failure_reaches_the_peers(shm, text, told):  # noqa: F811
-    assert told in shm(2, raises, text)[1]
+def test_any_text_of_a_failure_reaches_the_peers(shm, text, expected):  # noqa: F811
+    assert expected in shm(2, raises, text)[1]
 
 
 def late(comm) -> str:
@@ -362,12 +362,12 @@ def nested_groups(comm) -> list[str]:
         int(c.all_reduce(np.array([comm.rank]))[0]) for c in (comm, half, pair, twin, half, comm)
     ]
     assert comm.split(None if comm.rank else np.int64(3)) is None or comm.rank == 0
-    places = (half.rank, pair.rank, twin.rank)
+    ranks = (half.rank, pair.rank, twin.rank)
     pair.close()
     with pytest.raises(collective.CommunicatorClosedError):
         pair.barrier()
     half.barrier()
-    return [str(seen), str(places)]
+    return [str(seen), str(ranks)]
 
 
 def test_groups_inside_groups(shm):  # noqa: F811

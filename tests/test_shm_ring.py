@@ -16,9 +16,9 @@ from collective.backends.shm.segment import Segment
 from collective.errors import BackendError, CommunicatorAbortedError
 
 
-def _fetch(rank: int, place: tuple[int, int, int], out: np.ndarray) -> None:
+def _fetch(rank: int, region: tuple[int, int, int], out: np.ndarray) -> None:
     """Copy from the peer's memory, which is this process's."""
-    ctypes.memmove(out.__array_interface__["data"][0], place[0], out.nbytes)
+    ctypes.memmove(out.__array_interface__["data"][0], region[0], out.nbytes)
 
 
 class Pair:

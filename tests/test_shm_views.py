@@ -107,9 +107,9 @@ def over_gradients(comm: Any) -> None:
         parameter.register_post_accumulate_grad_hook(lambda p: arrays.append(p.grad.numpy()))
     ddp(x).sum().backward()
     value = ordinary.copy()
-    places = {array.__array_interface__["data"][0] for array in arrays[::2]}
+    addresses = {array.__array_interface__["data"][0] for array in arrays[::2]}
     after = {p.grad.data_ptr() for p in list(model.parameters())[::2]}
-    assert places == after, "the layout is not that of the test"
+    assert addresses == after, "the layout is not that of the test"
     first = arrays[0].__array_interface__["data"][0]
     assert model.layers[0].weight.grad.data_ptr() != first, "the test is void: nothing has moved"
     ddp.zero_grad()

@@ -50,13 +50,15 @@ class _Terminal(io.StringIO):
 def test_progress_counts_and_leaves_an_empty_line(monkeypatch):
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
     progress = show.Progress()
     progress.begin("cases", 3)
     progress.step(failed=1)
     progress.show("more")
     progress.clear()
     *_, last, cleared = terminal.getvalue().split("\r\033[K")
-    assert last.startswith("more  1 of 3, 1 FAILED, 0:0")
+    assert last.startswith(f"more  {'━' * 6}{'─' * 14}  33%  1 of 3, 1 FAILED, 0:0")
     assert cleared == ""
 
 

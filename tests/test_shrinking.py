@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import collective
+from collective.backends.peers.channel import Channel
 from collective.communicator import Communicator
 from collective.contract.world import World
 from collective.errors import (
@@ -29,8 +30,9 @@ from collective.errors import (
 )
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
-from collective.testing import run_ranks
-from tests.hosts import ROOT
+from collective.testing import RanksFailedError, run_ranks
+from collective.testing.checks_shrink import await_files
+from tests.interpreter import run_python
 
 FAR_S = 30.0
 
@@ -193,6 +195,75 @@ def test_generations_leave_nothing_open(backend: str) -> None:
             assert min(each[4:]) <= max(each[:4]), counts
 
 
+def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
+    """Shrink; rank 1 dies when the others know its address, and before it connects to them."""
+    from collective.backends.gloo.engine import AddressStore
+
+    with contextlib.suppress(collective.CommunicatorAbortedError):
+        comm.barrier()
+    rank, offer, read = comm.rank, AddressStore.set, AddressStore.get
+
+    def offer_and_die(self: AddressStore, key: str, value: Any) -> None:
+        # Of two ranks that with the greater port connects: so both others wait for this one.
+        address = bytearray(bytes(value))
+        port = 8 + int.from_bytes(address[:8], "little") + 8 + 2
+        address[port : port + 2] = b"\xff\xff"
+        offer(self, key, bytes(address))
+        await_files(*(Path(marks, str(other)) for other in (0, 2)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def read_and_mark(self: AddressStore, key: str) -> bytes:
+        found = read(self, key)
+        if key.endswith("/2"):  # the last one; now it connects
+            Path(marks, str(rank)).touch()
+        return found
+
+    if rank == 1:
+        AddressStore.set = offer_and_die  # type: ignore[method-assign]
+    else:
+        AddressStore.get = read_and_mark  # type: ignore[method-assign]
+    with comm.shrink() as new:
+        total = float(new.all_reduce(np.full(1, 2.0**rank))[0])
+        # One that still waited for the dead would have had another take its work.
+        waiting = [each.name for each in threading.enumerate() if "gloo-wait" in each.name]
+        return new.origin, new.generation, total, len(waiting)
+
+
+def test_gloo_does_not_wait_for_one_that_has_died_before_it_connected(tmp_path: Path) -> None:
+    """Nor does anybody go on without a rank that is only held up by it."""
+    pytest.importorskip("torch")
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(3, _loses_one_that_was_to_connect, str(tmp_path), backend="gloo", timeout=FAR_S)
+    assert caught.value.results == dict.fromkeys((0, 2), ((0, 2), 2, 5.0, 1))
+
+
+def test_a_rank_may_shrink_before_another_has_heard_that_all_are_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's init() returns a communicator that is broken, as if it had heard before."""
+    pytest.importorskip("torch")
+    hear = Channel._hear
+
+    def hear_late(channel: Channel, message: Any) -> None:
+        if channel.rank == 0 or message.get("name") != "flaws messages-0":
+            hear(channel, message)
+
+    monkeypatch.setattr(Channel, "_hear", hear_late)
+
+    def rank(number: int) -> Any:
+        world = World(number, 2, number, 2, "here", "none", "job", FileStore(tmp_path))
+        with collective.connect(world, "gloo", timeout=FAR_S) as comm:
+            if number == 1:
+                with pytest.raises(collective.CommunicatorAbortedError, match="call shrink"):
+                    comm.barrier()
+            monkeypatch.setattr(Channel, "_hear", hear)
+            with comm.shrink() as new:
+                return new.generation, float(new.all_reduce(np.ones(1))[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == [(1, 2.0)] * 2
+
+
 def test_the_next_generation_is_the_current_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -208,8 +279,7 @@ def test_the_next_generation_is_the_current_one(tmp_path: Path) -> None:
             print("rank", collective.rank(), "of", collective.size())
     """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "collective", "run", "-n", "3", "--backend", "threads", program],
-        capture_output=True, text=True, timeout=2 * FAR_S, cwd=ROOT,
-    )  # fmt: skip
+    done = run_python(
+        "-m", "collective", "run", "-n", "3", "--backend", "threads", program, timeout=2 * FAR_S
+    )
     assert sorted(done.stdout.splitlines()) == ["[1] rank 0 of 2", "[2] rank 1 of 2"], done.stderr

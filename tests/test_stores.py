@@ -22,7 +22,7 @@ from collective.start.sealed_store import SealedStore
 from tests.hosts import ROOT
 from tests.test_private_store import SECRET, free_address
 
-KINDS = ("file", "memory", "private", "sealed", "tcp")
+KINDS = ("file", "memory", "private", "sealed", "tcp", "torch's")
 RANKS, KEYS = 6, 25
 FAR_S = 60.0
 
@@ -50,11 +50,17 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
             private(serve=True)
             yield private
+        elif request.param == "torch's":
+            dist = pytest.importorskip("torch.distributed")
+            from collective.adapters.torch.plugin import TorchStore
+
+            files = str(tmp_path / "files")
+            yield lambda: TorchStore(dist.PrefixStore("a", dist.FileStore(files, RANKS)))
         else:
             pytest.importorskip("torch")
-            from tests.test_tcp_store import place, store
+            from tests.test_tcp_store import endpoint, store
 
-            at = place()
+            at = endpoint()
             first = store(at, serve=True, timeout=FAR_S)
             yield lambda: store(at, serve=False, timeout=FAR_S)
             del first
@@ -121,9 +127,9 @@ def test_of_processes_one_wins(tmp_path: Path) -> None:
         )
         for rank in range(4)
     ]
-    said = [rank.communicate(timeout=FAR_S)[0].split() for rank in ranks]
-    assert len(said[0]) == 100
-    assert said == [said[0]] * 4
+    outputs = [rank.communicate(timeout=FAR_S)[0].split() for rank in ranks]
+    assert len(outputs[0]) == 100
+    assert outputs == [outputs[0]] * 4
 
 
 def test_nothing_else_is_left_in_the_directory(tmp_path: Path) -> None:

@@ -364,9 +364,9 @@ def two_ranks() -> tuple[Hub, list[Link]]:
 
 def hold_that_rank_1_was_lost(links: list[Link], why: str) -> None:
     """Hold that the hub still serves, and has told rank 0 what was wrong with rank 1."""
-    told = links[0].expect(FAR)
-    assert (told["kind"], told["rank"]) == ("lost", 1)
-    assert why in told["why"]
+    notice = links[0].expect(FAR)
+    assert (notice["kind"], notice["rank"]) == ("lost", 1)
+    assert why in notice["why"]
     for link in links:
         link.close()
 

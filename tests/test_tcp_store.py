@@ -37,7 +37,7 @@ def free_port() -> int:
     return port
 
 
-def place(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Endpoint:
+def endpoint(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Endpoint:
     return Endpoint(
         host, free_port() if port is None else port, "MASTER_ADDR and MASTER_PORT", **kind
     )
@@ -89,7 +89,7 @@ def soon() -> float:
 
 
 def test_ranks_read_what_others_publish() -> None:
-    where = place()
+    where = endpoint()
     one, other = store(where, serve=True), store(where, serve=False)
     assert other.try_get("key") is None
     for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
@@ -102,7 +102,7 @@ def test_ranks_read_what_others_publish() -> None:
 
 
 def test_jobs_that_share_a_server_do_not_see_each_other() -> None:
-    where = place()
+    where = endpoint()
     mine = store(where, serve=True)
     other = TcpStore(where, "another/", serve=False, spans_hosts=False, timeout=30.0)
     mine.set("key", b"mine")
@@ -110,7 +110,7 @@ def test_jobs_that_share_a_server_do_not_see_each_other() -> None:
 
 
 def test_get_waits_for_what_comes_later() -> None:
-    where = place()
+    where = endpoint()
     one, other = store(where, serve=True), store(where, serve=False)
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(other.get("key", soon())))
@@ -124,7 +124,7 @@ def test_get_waits_for_what_comes_later() -> None:
 
 
 def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
-    alone = store(place(), serve=True)
+    alone = store(endpoint(), serve=True)
     start = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
         alone.get("key", start + 0.3)
@@ -133,14 +133,14 @@ def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_server_is_waited_for() -> None:
-    where = place()
+    where = endpoint()
     with process(SERVER, where.port):  # takes as long as importing torch does
         client = store(where, serve=False, timeout=DEADLINE_S)
         assert client.get("ready", soon()) == b""
 
 
 def test_second_store_of_rank_0_uses_the_server_it_has() -> None:
-    where = place()
+    where = endpoint()
     first = store(where, serve=True)
     first.set("key", b"value")
     del first
@@ -190,7 +190,7 @@ def listening(port: int) -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_it_listens_at_its_address_and_nowhere_else() -> None:
-    where = place()
+    where = endpoint()
     store(where, serve=True, spans_hosts=True)
     assert listening(where.port) == {"0100007F"}
 
@@ -207,7 +207,7 @@ def test_own_name_that_stands_for_loopback_is_no_place_for_other_hosts(
         return resolve("127.0.1.1" if host == "node1" else host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", debian)
-    where = place(host="node1")
+    where = endpoint(host="node1")
     served = store(where, serve=True, spans_hosts=spans_hosts)
     served.set("key", b"")
     assert listening(where.port) == {address}
@@ -222,7 +222,7 @@ def test_port_in_use() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"port {port} .*in use.*Set another port"):
-            store(place(port), serve=True)
+            store(endpoint(port), serve=True)
 
 
 @pytest.mark.parametrize("serve", [True, False], ids=["rank 0", "rank 1"])
@@ -230,13 +230,13 @@ def test_wrong_host_name(serve: bool) -> None:
     with pytest.raises(
         RendezvousError, match=r"no-such-host\.invalid.*MASTER_ADDR.*does not resolve.*Correct"
     ):
-        store(place(1, host="no-such-host.invalid"), serve=serve)
+        store(endpoint(1, host="no-such-host.invalid"), serve=serve)
 
 
 def test_address_of_another_host_on_rank_0() -> None:
     # Reserved for documentation: a host that has it would be a strange one.
     with pytest.raises(RendezvousError, match=r"cannot listen at 203\.0\.113\.9.*127\.0\.0\.1"):
-        store(place(host="203.0.113.9"), serve=True)
+        store(endpoint(host="203.0.113.9"), serve=True)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_address_of_another_host_on_rank_0() -> None:
 )
 def test_nobody_answers(served: bool, who: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RendezvousError, match=rf"nobody answered.* within 0\.5 s.*{who}"):
-        store(place(served=served), serve=False, timeout=0.5)
+        store(endpoint(served=served), serve=False, timeout=0.5)
     assert capfd.readouterr().err == ""
 
 
@@ -253,7 +253,7 @@ def test_something_else_listens_there() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()  # and never says a word
         with pytest.raises(RendezvousError, match="no store of torch's"):
-            store(place(other.getsockname()[1]), serve=False, timeout=2.0)
+            store(endpoint(other.getsockname()[1]), serve=False, timeout=2.0)
 
 
 # As TCPStore's clients begin: a query of kind 0 with a number by which they know each other; then
@@ -263,7 +263,7 @@ HALF_A_REQUEST = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + struct.pack("<Q
 
 @pytest.mark.skipif(tcp_store._version() < (2, 8), reason="torch has no server for that before 2.8")
 def test_half_a_request_of_a_stranger_stops_nobody() -> None:
-    where = place()
+    where = endpoint()
     store(where, serve=True).set("key", b"value")
     with socket.create_connection((where.host, where.port)) as stranger:
         stranger.sendall(HALF_A_REQUEST)
@@ -273,7 +273,7 @@ def test_half_a_request_of_a_stranger_stops_nobody() -> None:
 
 @pytest.mark.parametrize("what", ["set", "get", "try_get", "delete"])
 def test_rank_0_has_left(what: str) -> None:
-    where = place()
+    where = endpoint()
     with process(SERVER, where.port) as rank_0:
         client = store(where, serve=False, timeout=DEADLINE_S)
         client.get("ready", soon())
@@ -298,7 +298,7 @@ def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the cable is pulled: nobody says that the connection is over."""
     monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
     monkeypatch.setattr(tcp_store, "CONNECT_S", 0.5)
-    where = place()
+    where = endpoint()
     with process(SERVER, where.port) as rank_0:
         client = store(where, serve=False, timeout=DEADLINE_S)
         client.get("ready", soon())
@@ -313,7 +313,7 @@ def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_program_ends_though_a_call_hangs() -> None:
-    where = place()
+    where = endpoint()
     body = """
         import sys
         from collective.start import tcp_store
@@ -341,7 +341,7 @@ def test_without_torch_the_error_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(BackendUnavailableError, match=r"pip install .*\[torch\]"):
-        store(place(), serve=True)
+        store(endpoint(), serve=True)
 
 
 # -- hosts of their own --------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_ranks_of_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
         else:
             job = hosts.start(
                 [
-                    (rank // 2, [warm.python(), str(script)], told(launcher, rank))
+                    (rank // 2, [warm.python(), str(script)], variables(launcher, rank))
                     for rank in range(4)
                 ]
             )
@@ -388,7 +388,7 @@ def test_ranks_of_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
     assert lines == [f"found {rank} {launcher} hierarchical {addresses}" for rank in range(4)]
 
 
-def told(launcher: str, rank: int) -> dict[str, str]:
+def variables(launcher: str, rank: int) -> dict[str, str]:
     """Return the variables of one of four ranks on two hosts."""
     if launcher == "slurm":
         return {
@@ -402,9 +402,9 @@ def told(launcher: str, rank: int) -> dict[str, str]:
             "SLURM_JOB_ID": "7",
             "SLURM_STEP_ID": "0",
         }
-    place = {"COLLECTIVE_LOCAL_RANK": str(rank % 2), "COLLECTIVE_LOCAL_SIZE": "2"}
+    local = {"COLLECTIVE_LOCAL_RANK": str(rank % 2), "COLLECTIVE_LOCAL_SIZE": "2"}
     ranks = {"COLLECTIVE_RANK": str(rank), "COLLECTIVE_SIZE": "4"}
-    return {**ranks, **place, "COLLECTIVE_STORE": "tcp://host0:29500"}
+    return {**ranks, **local, "COLLECTIVE_STORE": "tcp://host0:29500"}
 
 
 FORKING = """

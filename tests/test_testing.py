@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from collective.testing import (
     run_ranks,
 )
 from collective.testing.__main__ import main
+from tests.interpreter import printed, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 BOTH = pytest.mark.parametrize("backend", ["threads", "shm"])
@@ -168,13 +167,7 @@ def test_ranks_are_forked_wherever_temporary_files_are(tmp_path: Path, name: str
         "from operator import attrgetter\nfrom collective.testing import preload, run_ranks\n"
         "preload(['json'])\nprint(run_ranks(2, attrgetter('size'), backend='shm'))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TMPDIR": str(directory)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    found = run_python("-c", program, TMPDIR=str(directory))
     assert found.stdout == "[2, 2]\n", found.stderr
 
 
@@ -323,7 +316,7 @@ def test_checks_are_in_one_order_whatever_was_imported_first() -> None:
         "from collective.testing import all_checks\n"
         "print(*all_checks())"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    found = run_python("-c", program)
     assert found.stdout.split() == list(all_checks()), found.stderr
     assert found.stdout.split()[-1] == "check_fork"
 
@@ -395,4 +388,4 @@ def test_pytest_is_imported_by_parametrize_alone() -> None:
         "import sys, collective.testing as t; t.all_checks(); "
         "sys.exit('pytest' in sys.modules or 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    printed("-c", program)

@@ -121,8 +121,8 @@ def test_messages_of_any_length_pass_both_ways_at_once(hub: Hub, tls: Tls) -> No
 
     def send(rank: int) -> None:
         for text in texts:
-            said = {"channel": "world", "members": [0, 1], "finished": None}
-            links[rank].send({"kind": "failure", **said, "failure": {**failure, "text": text}})
+            header = {"channel": "world", "members": [0, 1], "finished": None}
+            links[rank].send({"kind": "failure", **header, "failure": {**failure, "text": text}})
 
     with ThreadPoolExecutor(2) as pool:
         sending = [pool.submit(send, rank) for rank in range(2)]

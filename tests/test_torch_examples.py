@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 from tests import warm
+from tests.interpreter import run_python
 from tests.launches import ROOT
 from tests.torch_groups import installed
 
@@ -53,10 +53,9 @@ def printed(folder: Path, launcher: str, script: object, *arguments: str) -> lis
         installed(folder)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
-    done = subprocess.run(
-        [warm.python(), *LAUNCHERS[launcher], str(script), *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=270,
-    )  # fmt: skip
+    done = run_python(
+        *LAUNCHERS[launcher], script, *arguments, python=warm.python(), cwd=folder, env=environment
+    )
     assert done.returncode == 0, done.stderr
     lines = (line.removeprefix("[0] ") for line in done.stdout.splitlines())
     return [line for line in lines if line and not line.startswith("[1]")]

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collective import ANY_SOURCE  # noqa: E402
+from collective import ANY_SOURCE, NULL  # noqa: E402
 from collective.adapters.torch import functional as F  # noqa: E402
 from collective.errors import (  # noqa: E402
     DtypeError,
@@ -231,6 +231,8 @@ def test_gradients_have_the_dtype_and_layout_of_the_input(dtype: Any) -> None:
         (ShapeError, lambda c: F.all_to_all(torch.ones(2), c, counts=[1])),
         (RankError, lambda c: F.send(torch.ones(2), c.rank, c)),
         (RankError, lambda c: F.recv(c, ANY_SOURCE)),
+        (RankError, lambda c: F.recv(c, NULL)),
+        (RankError, lambda c: F.send(torch.ones(2), NULL, c)),
         (RankError, lambda c: F.reduce(torch.ones(2), c, 2)),
     ],
 )

@@ -237,8 +237,10 @@ def test_a_tensor_on_another_kind_of_device_is_refused():
 
 
 def test_torch_of_amd_is_refused(pretended, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6.0")
     x = on_gpu(torch.zeros(3))
+    assert adapter_of(x).spot(x) is not None
+    monkeypatch.setattr("collective.adapters.torch.cuda_arrays._FOR_AMD", True)
+    assert adapter_of(x).spot(x) is None
     with pytest.raises(DeviceError, match="AMD"):
         adapter_of(x).view(x)
 

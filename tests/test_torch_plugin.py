@@ -13,8 +13,8 @@ dist = pytest.importorskip("torch.distributed")
 from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError  # noqa: E402
 from tests.torch_groups import groups  # noqa: E402, F401
 
-PLACES = [("shm", 2), ("shm", 3), ("gloo", 3)]
-every_place = pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p[0]}-{p[1]}")
+WORLDS = [("shm", 2), ("shm", 3), ("gloo", 3)]
+every_world = pytest.mark.parametrize("world", WORLDS, ids=lambda p: f"{p[0]}-{p[1]}")
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MOVED = (*REAL, *WHOLE, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz)
@@ -86,6 +86,32 @@ def check_truths_and_complex(rank: int, size: int) -> None:
     x = torch.tensor([[True]])
     with pytest.raises(DtypeError):
         dist.all_reduce(x, op.AVG)
+
+
+def check_averages_of_integers(rank: int, size: int) -> None:
+    op = dist.ReduceOp.AVG
+    # Beyond what a float could count, and sums that the number of ranks does not divide.
+    wanted = torch.tensor([2**60 + 1, -((size - 1) // 2 + 1), 5 // size])
+    mine = torch.tensor([2**60 + 1, -rank - 1, 5 * (rank == 0)])
+    x = mine.clone()
+    dist.all_reduce(x, op)
+    same(x, wanted)
+    xs = [mine.clone(), mine[:2].clone()]
+    with dist._coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x, op)
+    same(torch.cat(xs), torch.cat([wanted, wanted[:2]]))
+    x = mine.clone()
+    dist.reduce(x, dst=1, op=op)
+    same(x, wanted if rank == 1 else mine)
+    x = torch.empty_like(mine)
+    dist.reduce_scatter_tensor(x, mine.repeat(size), op=op)
+    same(x, wanted)
+    dist.reduce_scatter(x.zero_(), [mine] * size, op=op)
+    same(x, wanted)
+    x = torch.sparse_coo_tensor([[1]], [2**60 + 1 - rank], (3,))
+    dist.all_reduce(x, op)
+    same(x.to_dense(), torch.tensor([0, 2**60 + 1 - size // 2, 0]))
 
 
 def check_strides(rank: int, size: int) -> None:
@@ -233,14 +259,15 @@ def quietly(rank: int, size: int, check: Any) -> None:
         check(rank, size)
 
 
-@every_place
+@every_world
 @pytest.mark.parametrize(
     "check",
     [
-        check_all_reduce, check_truths_and_complex, check_strides, check_moves,
-        check_reduce_and_scatter, check_all_to_all, check_together, check_sparse, check_objects,
+        check_all_reduce, check_averages_of_integers, check_truths_and_complex, check_strides,
+        check_moves, check_reduce_and_scatter, check_all_to_all, check_together, check_sparse,
+        check_objects,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )  # fmt: skip
-def test_the_results_are_right(groups: Any, place: Any, check: Any) -> None:  # noqa: F811
-    groups(place, quietly, check)
+def test_the_results_are_right(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
+    groups(world, quietly, check)

@@ -23,8 +23,8 @@ from collective.errors import (  # noqa: E402
 )
 from tests.torch_groups import groups  # noqa: E402, F401
 
-PLACES = [("shm", 3), ("gloo", 2)]
-every_place = pytest.mark.parametrize("place", PLACES, ids=lambda p: f"{p[0]}-{p[1]}")
+WORLDS = [("shm", 3), ("gloo", 2)]
+every_world = pytest.mark.parametrize("world", WORLDS, ids=lambda p: f"{p[0]}-{p[1]}")
 
 
 def check_messages(rank: int, size: int) -> None:
@@ -103,7 +103,7 @@ def check_any_source(rank: int, size: int) -> None:
     assert found == {r: 10 * r for r in range(1, size)}
 
 
-def check_messages_beside_collectives(rank: int, size: int) -> None:
+def check_messages_and_collectives(rank: int, size: int) -> None:
     # Rank 1 comes to the collective only after the message that rank 0 sends after it.
     x, note = torch.ones(3), torch.zeros(1)
     if rank == 0:
@@ -190,7 +190,7 @@ def check_groups(rank: int, size: int) -> None:
 
 
 def check_errors(rank: int, size: int) -> None:
-    x, op = torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG
+    x, op = torch.ones(3), dist.ReduceOp.BAND
     with pytest.raises(DtypeError):
         dist.all_reduce(x, op)
     work = dist.all_reduce(x, op, async_op=True)
@@ -207,6 +207,10 @@ def check_errors(rank: int, size: int) -> None:
 
 
 def check_mismatch(rank: int, size: int) -> None:
+    with pytest.raises(MismatchError):
+        dist.all_reduce(
+            torch.ones(3, dtype=torch.int64), (dist.ReduceOp.AVG, dist.ReduceOp.SUM)[rank % 2]
+        )
     with pytest.raises(MismatchError, match=os.path.basename(__file__)):
         dist.all_reduce(torch.ones(100_000 + rank))
     dist.barrier()
@@ -291,31 +295,31 @@ def check_life(rank: int, size: int, store: str) -> None:
     dist.barrier()
 
 
-@every_place
+@every_world
 @pytest.mark.parametrize(
     "check",
     [
         check_messages, check_messages_to_oneself, check_any_source,
-        check_messages_beside_collectives, check_works, check_calls_of_callbacks, check_groups,
+        check_messages_and_collectives, check_works, check_calls_of_callbacks, check_groups,
         check_errors, check_timeouts, check_timeout_of_all, check_no_time, check_waits, check_abort,
         check_what_goes_past_the_group,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )  # fmt: skip
-def test_calls(groups: Any, place: Any, check: Any) -> None:  # noqa: F811
-    groups(place, check)
+def test_calls(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
+    groups(world, check)
 
 
 @pytest.mark.skipif(not hasattr(functional, "batch_p2p_ops_inplace"), reason="not in this torch")
-@every_place
-def test_functional_messages(groups: Any, place: Any) -> None:  # noqa: F811
-    groups(place, check_functional_messages)
+@every_world
+def test_functional_messages(groups: Any, world: Any) -> None:  # noqa: F811
+    groups(world, check_functional_messages)
 
 
 def test_ranks_that_differ_are_told_where(groups: Any) -> None:  # noqa: F811
     groups(("shm", 3), check_mismatch)
 
 
-@every_place
-def test_a_group_can_be_made_again(groups: Any, place: Any, tmp_path: Any) -> None:  # noqa: F811
-    groups(place, check_life, str(tmp_path / "store"))
+@every_world
+def test_a_group_can_be_made_again(groups: Any, world: Any, tmp_path: Any) -> None:  # noqa: F811
+    groups(world, check_life, str(tmp_path / "store"))

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 from tests import warm
+from tests.interpreter import run_python
 from tests.launches import ROOT, Launches, launched
 from tests.torch_groups import installed
 
@@ -90,10 +91,9 @@ def test_what_ends_a_rank_is_told_to_the_others(warm_launches: Launches) -> None
 def python(
     program: str, *paths: Path | str, interpreter: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [interpreter, "-c", program],
+    return run_python(
+        "-c", program, python=interpreter,
         env={"PYTHONPATH": ":".join(map(str, (*paths, ROOT))), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 

@@ -240,6 +240,6 @@ def test_no_rank_adopts_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch
     assert run_ranks(2, refuse_to_adopt, backend="shm") == [(True, 2.0)] * 2
 
 
-@pytest.mark.parametrize("place", [("shm", 2), ("shm", 3), ("gloo", 2)], ids=str)
-def test_adopt(groups: Any, place: Any) -> None:  # noqa: F811
-    groups(place, check_adopt)
+@pytest.mark.parametrize("world", [("shm", 2), ("shm", 3), ("gloo", 2)], ids=str)
+def test_adopt(groups: Any, world: Any) -> None:  # noqa: F811
+    groups(world, check_adopt)

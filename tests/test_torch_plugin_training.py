@@ -279,7 +279,7 @@ def check_checkpoints(rank: int, size: int, path: str) -> None:
     checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=f"{path}-later").result()
 
 
-def check_a_rank_that_does_not_come(rank: int, size: int) -> None:
+def check_a_missing_rank(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     for step in range(3):
         loss(model, mine(step, rank, size)).backward()
@@ -333,7 +333,7 @@ def quietly(rank: int, size: int, check: Any, *args: Any) -> None:
 AT_TWO = [
     check_ddp, check_hooks, check_accumulation_and_join, check_unused, check_sparse, check_zero,
     check_fsdp, check_dtensor, check_functional, check_compiled, check_differentiable,
-    check_a_rank_that_does_not_come, check_builtin_hook, check_builtin_hook_float16,
+    check_a_missing_rank, check_builtin_hook, check_builtin_hook_float16,
     check_compiled_ddp, check_limits,
 ]  # fmt: skip
 CASES = [
@@ -342,7 +342,7 @@ CASES = [
         (("gloo", 2), check)
         for check in (
             check_ddp, check_hooks, check_builtin_hook, check_builtin_hook_float16, check_fsdp,
-            check_a_rank_that_does_not_come,
+            check_a_missing_rank,
         )
     ),
     *((("shm", 3), check) for check in (check_ddp, check_unused, check_zero, check_dtensor)),
@@ -356,14 +356,14 @@ def case_id(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else value.__name__[6:]
 
 
-@pytest.mark.parametrize(("place", "check"), CASES, ids=case_id)
-def test_training(groups: Any, place: Any, check: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(("world", "check"), CASES, ids=case_id)
+def test_training(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
     if before_2_6 and check in LATER:
         pytest.skip("not with this torch, over any backend")
-    groups(place, quietly, check)
+    groups(world, quietly, check)
 
 
 @pytest.mark.skipif(before_2_6, reason="FSDP2 asks for a GPU")
-@pytest.mark.parametrize("place", [("shm", 2), ("gloo", 2)], ids=case_id)
-def test_checkpoints_come_back(groups: Any, place: Any, tmp_path: Any) -> None:  # noqa: F811
-    groups(place, quietly, check_checkpoints, str(tmp_path / "saved"))
+@pytest.mark.parametrize("world", [("shm", 2), ("gloo", 2)], ids=case_id)
+def test_checkpoints_come_back(groups: Any, world: Any, tmp_path: Any) -> None:  # noqa: F811
+    groups(world, quietly, check_checkpoints, str(tmp_path / "saved"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ dist = pytest.importorskip("torch.distributed")
 
 from collective.testing import RankPool  # noqa: E402
 from tests import warm  # noqa: E402
+from tests.interpreter import run_python  # noqa: E402
 from tests.mpi_launches import (  # noqa: E402
     ROOT,
     VENDORS,
@@ -170,5 +170,5 @@ def test_a_group_of_one() -> None:
         "dist.init_process_group('collective', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(2); dist.all_reduce(x); dist.barrier(); print(x.tolist())"
     )
-    found = subprocess.run([warm.python(), "-c", program], capture_output=True, text=True)
+    found = run_python("-c", program, python=warm.python())
     assert found.stdout == "[1.0, 1.0]\n", found.stderr

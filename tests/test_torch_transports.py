@@ -23,16 +23,16 @@ from tests import (  # noqa: E402
     test_torch_functional,
     test_torch_loops,
 )
-from tests.mpi_launches import place_of, pool_at  # noqa: E402
+from tests.mpi_launches import pool_of, world_of  # noqa: E402
 
-_PLACES = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
+_WORLDS = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 
-@pytest.fixture(scope="module", params=[place_of(*place) for place in _PLACES])
+@pytest.fixture(scope="module", params=[world_of(*world) for world in _WORLDS])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        with pool_at(request.param, torch) as made:
+        with pool_of(request.param, torch) as made:
             yield made
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from collective.tools.cli.main import main
 from collective.tools.profile.events import merge, read
 from collective.trace.clocks import offsets
 from collective.training.gradients import Gradients, Parameter
+from tests.interpreter import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # Keys of an event by its phase: "Trace Event Format", sections on each kind of events.
@@ -302,11 +301,9 @@ def program(tmp_path, body, **environ):
     """Run a program of one or more ranks and return it."""
     (tmp_path / "program.py").write_text(body)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
-    return subprocess.run(
-        [sys.executable, *environ.pop("run", "").split(), "program.py"],
-        env={**kept, "PYTHONPATH": str(ROOT), **environ},
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    return run_python(
+        *environ.pop("run", "").split(), "program.py", cwd=tmp_path, env=kept, **environ
+    )
 
 
 def test_a_disc_that_is_full_ends_the_trace_and_not_the_program(tmp_path):

@@ -163,7 +163,7 @@ def world(environ: Mapping[str, str] | None = None, **arguments: object) -> Worl
 
 
 @pytest.mark.parametrize(
-    ("launcher", "place"),
+    ("launcher", "expected"),
     [
         ("collective", (1, 4, 1, 4)),
         ("torchrun", (1, 2, 1, 2)),
@@ -173,11 +173,11 @@ def world(environ: Mapping[str, str] | None = None, **arguments: object) -> Worl
         ("slurm", (6, 7, 2, 3)),
     ],
 )
-def test_each_launcher(launcher: str, place: tuple[int, int, int, int]) -> None:
+def test_each_launcher(launcher: str, expected: tuple[int, int, int, int]) -> None:
     found = detect(ALL[launcher])
     assert found is not None
     assert found.launcher == launcher
-    assert (found.rank, found.size, found.local_rank, found.local_size) == place
+    assert (found.rank, found.size, found.local_rank, found.local_size) == expected
     assert found.job
 
 
@@ -346,11 +346,11 @@ def test_ranks_of_a_foreign_launcher_meet(launcher: str) -> None:
 
 
 def test_ranks_of_our_launcher_meet_where_it_says(tmp_path: Path) -> None:
-    place = tmp_path / "run-1"
-    found = world({**OURS, "COLLECTIVE_STORE": str(place)})
-    assert (found.launcher, found.job) == ("collective", str(place))
+    directory = tmp_path / "run-1"
+    found = world({**OURS, "COLLECTIVE_STORE": str(directory)})
+    assert (found.launcher, found.job) == ("collective", str(directory))
     assert isinstance(found.store, FileStore)
-    assert found.store.directory == place
+    assert found.store.directory == directory
 
 
 def test_store_by_argument(tmp_path: Path) -> None:
@@ -389,11 +389,11 @@ def test_several_hosts_need_a_store_only_where_they_meet(tmp_path: Path) -> None
 
 
 def test_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    place = tmp_path / "open"
-    place.mkdir()
-    place.chmod(0o777)
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(0o777)
     with pytest.raises(RendezvousError, match="0700"):
-        world(rank=0, size=2, store=place)
+        world(rank=0, size=2, store=directory)
 
 
 # -- ranks on several hosts --------------------------------------------------------------
@@ -417,13 +417,13 @@ def met(found: World) -> TcpStore:
 
 def far(rank: int, **changes: str) -> dict[str, str]:
     """What torchrun tells rank 0 or 1 of two, each on a host of its own."""
-    place = {
+    here = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
     }
-    return {**TORCHRUN, **place, "GROUP_WORLD_SIZE": "2", **changes}
+    return {**TORCHRUN, **here, "GROUP_WORLD_SIZE": "2", **changes}
 
 
 def anew(environ: Mapping[str, str], **arguments: object) -> World:
@@ -452,9 +452,14 @@ def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
 
 def test_store_by_address() -> None:
     pytest.importorskip("torch")
-    place = {"size": 2, "local_rank": 0, "local_size": 1, "store": f"tcp://127.0.0.1:{free_port()}"}
-    one, other = anew({}, rank=0, **place), anew({}, rank=1, **place)
-    assert one.job == other.job == place["store"]
+    settings = {
+        "size": 2,
+        "local_rank": 0,
+        "local_size": 1,
+        "store": f"tcp://127.0.0.1:{free_port()}",
+    }
+    one, other = anew({}, rank=0, **settings), anew({}, rank=1, **settings)
+    assert one.job == other.job == settings["store"]
     met(one).set("key", b"value")
     assert met(other).get("key", time.monotonic() + 30) == b"value"
 
@@ -484,7 +489,7 @@ def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reason"),
     [
         ({"MASTER_PORT": "many"}, "MASTER_PORT='many'"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
@@ -493,10 +498,10 @@ def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
         ({"MASTER_ADDR": ""}, "MASTER_PORT=44093 without MASTER_ADDR"),
     ],
 )
-def test_half_an_address_is_refused(changes: dict[str, str], told: str) -> None:
+def test_half_an_address_is_refused(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match="rendezvous: ") as caught:
         anew(far(0, **changes))
-    assert told in str(caught.value)
+    assert reason in str(caught.value)
 
 
 def test_slurms_first_host_and_a_port_of_the_step() -> None:
@@ -601,8 +606,8 @@ def test_master_whose_name_is_wrong_is_an_error_where_the_ranks_meet() -> None:
 
 
 def test_settings_of_single_transports_are_passed_on() -> None:
-    told = anew(MPICH_FAR, interface="lo", across="gloo", shm_single_copy="off").options
-    assert told == {
+    options = anew(MPICH_FAR, interface="lo", across="gloo", shm_single_copy="off").options
+    assert options == {
         "shm_single_copy": "off",
         "shm_adopt": "on",
         "interface": "lo",

@@ -32,10 +32,10 @@ class Groups:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(
-        self, place: tuple[str, int], function: Callable[..., Any], *args: Any, **options: Any
+        self, world: tuple[str, int], function: Callable[..., Any], *args: Any, **options: Any
     ) -> list[Any]:
         """Run ``function(rank, size, …)`` on every rank, in a group that is its own."""
-        transport, size = place
+        transport, size = world
         if size not in self._pools:
             self._pools[size] = RankPool(size, "shm", timeout=45.0)
         with tempfile.TemporaryDirectory() as directory:

@@ -45,8 +45,8 @@ class Fake:
 
     def __init__(self, version: int | None = None) -> None:
         path = os.environ.get("COLLECTIVE_CUDA_LIBRARY", "")
-        in_force = version is None and os.path.exists(path)
-        self.library = ctypes.CDLL(path if in_force else library_path(version or VERSION))
+        loaded = version is None and os.path.exists(path)
+        self.library = ctypes.CDLL(path if loaded else library_path(version or VERSION))
         self.library.fake_knob.argtypes = [ctypes.c_char_p, ctypes.c_long]
         self.library.fake_log_size.restype = ctypes.c_size_t
         self.library.fake_log_read.restype = ctypes.c_size_t

@@ -166,13 +166,13 @@ static void disagree(operation *o, int other, const post *theirs) {
     post own = {0, o->count, o->kind, o->type, o->op, o->root};
     const post *first = low == other ? theirs : &own, *second = low == other ? &own : theirs;
     const post *both[] = {first, second};
-    char said[2][160];
+    char calls[2][160];
     for (int i = 0; i < 2; i++)
-        snprintf(said[i], sizeof said[i], "%s(count=%llu, datatype=%s, op=%s, root=%d)",
+        snprintf(calls[i], sizeof calls[i], "%s(count=%llu, datatype=%s, op=%s, root=%d)",
                  kind_names[both[i]->kind], (unsigned long long)both[i]->count,
                  number_name((ncclDataType_t)both[i]->type), op_name(both[i]->op), both[i]->root);
-    snprintf(text, sizeof text, "ranks differ: rank %d called %s, rank %d %s", low, said[0], high,
-             said[1]);
+    snprintf(text, sizeof text, "ranks differ: rank %d called %s, rank %d %s", low, calls[0], high,
+             calls[1]);
     segment_fail(&o->comm->map, ncclInvalidUsage, text);
 }
 
@@ -209,10 +209,10 @@ static bool move(operation *o, bool *moved) {
         }
         if (from->left) {
             ring *in = segment_ring(map, lane, r, o->comm->rank);
-            size_t come = ring_read(map, in, from->at, from->left);
-            from->at += come;
-            from->left -= come;
-            *moved |= come > 0;
+            size_t got = ring_read(map, in, from->at, from->left);
+            from->at += got;
+            from->left -= got;
+            *moved |= got > 0;
         }
         all &= !to->left && !from->left;
     }

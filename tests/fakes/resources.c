@@ -167,17 +167,17 @@ EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, nccl
     bool on_device = residence == ncclScalarDevice;
     if (on_device && (code = check_range(comm, "RedOpCreatePreMulSum", scalar, size)))
         return code;
-    int free_place = 0;
-    while (free_place < MAX_USER_OPS && comm->user_ops[free_place].used)
-        free_place++;
-    if (free_place == MAX_USER_OPS)
+    int unused = 0;
+    while (unused < MAX_USER_OPS && comm->user_ops[unused].used)
+        unused++;
+    if (unused == MAX_USER_OPS)
         return comm_complain(comm, ncclInvalidUsage, "RedOpCreatePreMulSum: more than %d operators",
                              MAX_USER_OPS);
-    user_op *made = &comm->user_ops[free_place];
+    user_op *made = &comm->user_ops[unused];
     *made = (user_op){.used = true, .on_device = on_device, .type = datatype, .address = scalar};
     if (!on_device)
         memcpy(made->value, scalar, size);
-    *op = (ncclRedOp_t)(ncclNumOps + comm->serial * MAX_USER_OPS + free_place);
+    *op = (ncclRedOp_t)(ncclNumOps + comm->serial * MAX_USER_OPS + unused);
     return ncclSuccess;
 }
 

@@ -98,13 +98,13 @@ enum attach segment_attach(segment *map, const char *name, int size, int rank) {
         return ATTACH_NO_MEMORY;
     }
     lay_out(map, start);
-    int none = 0, free_place = 0;
+    int none = 0, unused = 0;
     enum attach code = ATTACHED;
     if (!__atomic_compare_exchange_n(&map->head->size, &none, size, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE) &&
         none != size)
         code = ATTACH_OTHER_SIZE;
-    else if (!__atomic_compare_exchange_n(&map->members[rank].taken, &free_place, 1, false,
+    else if (!__atomic_compare_exchange_n(&map->members[rank].taken, &unused, 1, false,
                                           __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         code = ATTACH_RANK_TAKEN;
     if (code) { /* it is the others' rendezvous: leave its name */

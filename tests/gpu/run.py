@@ -106,10 +106,10 @@ def _lacks(what: str) -> str:
 def driver_version() -> dict[str, str]:
     """Return the driver's version, and that of CUDA which it serves."""
     found = {}
-    told = Path("/proc/driver/nvidia/version")
-    if told.exists():
-        match = re.search(r"Kernel Module\s.*?(\d+\.\d+(?:\.\d+)?)", told.read_text())
-        found["driver"] = match[1] if match else told.read_text().splitlines()[0]
+    file = Path("/proc/driver/nvidia/version")
+    if file.exists():
+        match = re.search(r"Kernel Module\s.*?(\d+\.\d+(?:\.\d+)?)", file.read_text())
+        found["driver"] = match[1] if match else file.read_text().splitlines()[0]
     driver = ctypes.CDLL(os.environ.get("COLLECTIVE_CUDA_LIBRARY", "libcuda.so.1"))
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_places import Run, pools
+from nccl_callers import Run, pools
 from real import OnGpus, sizes, why_not
 
 from collective import cuda

@@ -7,9 +7,10 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 from collective.request import Request
 from tests.loopback import Loopback, _Message
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Lets the ranks that hang go on, when the test is over.
 released = threading.Event()
@@ -257,6 +261,15 @@ class Alone(ThreadsBackend):
         return super().reconnect(alone, timeout)
 
 
+class Unhospitable(ThreadsBackend):
+    """Has whoever joins later among the first."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Self:
+        turned = (world.rank + 1) % world.size if ".1" in world.job else world.rank
+        return super().connect(dataclasses.replace(world, rank=turned), timeout)
+
+
 class Slandering(ThreadsBackend):
     """Takes the last rank for lost, which lives."""
 
@@ -283,12 +296,13 @@ class Unwaking(Loopback):
 
 
 class Ignoring(Unwaking):
-    """The same, and ``recv`` heeds no timeout either."""
+    """The same, and the ``recv`` of a program heeds no timeout either."""
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         with self._hub.lock:
             self._check("recv")
-        released.wait()
+        if tag >= 0:
+            released.wait()
         return super().recv(dst, src, tag, timeout)
 
 
@@ -322,6 +336,18 @@ class MixedUp(Loopback):
 
 class Forgiving(Loopback):
     """Hands out what waits for a receiver when the communicator is broken."""
+
+    def abort(self, failure: Failure) -> None:
+        # All that is sent in the background has to wait for its receivers: else there is nothing to
+        # find, or a send fails, and its rank's communicator refuses what the transport would not.
+        end = time.monotonic() + 10.0
+        while time.monotonic() < end:
+            with self._hub.lock:
+                receivers = [dst for _, dst, tag in self._hub.mail if tag >= 0]
+            if all(receivers.count(rank) >= 2 for rank in range(self.size)):
+                break
+            time.sleep(0.001)
+        super().abort(failure)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         hub = self._hub

@@ -73,6 +73,7 @@ FAULTS = [
     Fault(
         broken.Alone, "check_shrink_left", {"victims": (0,), "how": "leaves"}, "says", "check_scan"
     ),
+    Fault(broken.Unhospitable, "check_grow", {"count": 1}, "the same number", "check_scan"),
     Fault(broken.Slandering, "check_shrink_of_nobody", {}, "ExcludedError", "check_scan"),
     Fault(
         broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not tell 'timed out'",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
 FLOORS = (
-    {"errors", "install"},
+    {"errors", "install", "lazy"},
     {"ops"},
     {"native"},
     {"cuda"},

@@ -43,17 +43,34 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
     y = np.empty_like(x)
     first = [walk(lambda: comm.all_reduce(x))]
     again = [walk(lambda: comm.all_reduce(x)) for _ in range(20)]
-    comm.all_reduce(x, out=y)
-    return {"first": first, "again": again, "out": [walk(lambda: comm.all_reduce(x, out=y))
-                                                     for _ in range(20)]}  # fmt: skip
+    wide, counts = np.empty((comm.size, *x.shape), np.float32).ravel(), [x.size] * comm.size
+    calls: dict[str, Callable[[], Any]] = {
+        "out": lambda: comm.all_reduce(x, out=y),
+        "counts": lambda: comm.all_gather(x, counts=counts, out=wide),
+        "broadcast": lambda: comm.broadcast(x, out=x),
+    }
+    found = {"first": first, "again": again}
+    for name, call in calls.items():
+        call()
+        found[name] = [walk(call) for _ in range(20)]
+    return found
 
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (29, 12), "again": (1, 1), "out": (0, 0)}),
-        ("gloo", {"first": (63, 18), "again": (17, 6), "out": (16, 6)}),
+        ("shm", {"first": (29, 13), "again": (1, 1), "out": (0, 0), "counts": (0, 0)}),
+        (
+            "gloo",
+            {
+                "first": (63, 19),
+                "again": (17, 6),
+                "out": (16, 6),
+                "counts": (41, 11),
+                "broadcast": (74, 22),
+            },
+        ),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:

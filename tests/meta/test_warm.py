@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,30 @@ def test_a_signal_ends_both(number: int) -> None:
         # The end of its output: nobody has it open any more.
         assert process.stdout.read() == b""
     assert process.returncode == -number
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux tells of a process: its state, its parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def test_it_goes_on_when_a_program_is_killed_with_its_command() -> None:
+    asleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    command = subprocess.Popen([warm.python(), "-c", asleep], stdout=subprocess.PIPE)
+    with command:
+        assert command.stdout is not None
+        program = int(command.stdout.readline())
+        server = int(_stat(program)[1])
+        os.kill(server, signal.SIGSTOP)  # so that it hears of both at once
+        try:
+            os.kill(program, signal.SIGKILL)
+            while _stat(program)[0] != "Z":
+                time.sleep(0.001)
+            command.kill()
+            command.wait()
+        finally:
+            os.kill(server, signal.SIGCONT)
+    done = subprocess.run(
+        [warm.python(), "-c", "print('here')"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "here\n", done.stderr

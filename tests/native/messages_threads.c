@@ -19,6 +19,9 @@ static int ranks, calls;
 static size_t ring_bytes;
 static unsigned seed;
 static struct messages all[MOST_RANKS];
+/* Somebody naps, so that all are looked at, and woken in vain: nobody waits for that here. */
+static uint32_t sleepers = 1;
+static uint64_t asleep[MOST_RANKS] = {1, 1};
 
 static uint32_t draw(uint32_t *state)
 {
@@ -138,8 +141,8 @@ int main(int count, char **arguments)
     char *memory = calloc((size_t)ranks * ranks, 4096 + ring_bytes);
     for (int rank = 0; rank < ranks; rank++) {
         struct messages *m = &all[rank];
-        *m = (struct messages){rank, ranks, ring_bytes, calloc(ranks, sizeof *m->in),
-                               calloc(ranks, sizeof *m->out)};
+        *m = (struct messages){rank, ranks, ring_bytes, ring_bytes, calloc(ranks, sizeof *m->in),
+                               calloc(ranks, sizeof *m->out), &sleepers, asleep, 1};
         for (int peer = 0; peer < ranks; peer++) {
             char *in = memory + (peer * ranks + rank) * (4096 + ring_bytes);
             char *out = memory + (rank * ranks + peer) * (4096 + ring_bytes);

@@ -22,6 +22,8 @@ static int ranks, calls;
 static size_t area_bytes, heap_bytes;
 static unsigned seed;
 static struct stage stages[MOST_RANKS];
+/* Somebody naps, so that all are looked at. */
+static uint32_t sleepers = 1;
 static char *heaps[MOST_RANKS];
 static const uint64_t whole = 0; /* nobody fails here */
 
@@ -100,10 +102,12 @@ static void check(int right, const char *what, int call, int rank, size_t count)
     }
 }
 
-/* A length near where a piece, a block, or an area of them ends, or any. */
+/* A length near where a piece, a block, or an area of them ends, or what fits into a line; or any. */
 static size_t length(uint32_t *state)
 {
     size_t unit = area_bytes / sizeof(uint32_t) / (2u << draw(state) % 4);
+    if (draw(state) % 3 == 0)
+        return draw(state) % 20;
     if (draw(state) % 4 == 0)
         return draw(state) % (unit * 8);
     size_t around = unit * (draw(state) % 10) * (draw(state) % 2 ? 1 : ranks) + draw(state) % 3;
@@ -143,12 +147,18 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
         free(memory);
 }
 
+/* There is nothing to do while the others arrive. */
+static void go_on(void *context)
+{
+    (void)context;
+}
+
 static void *rank_main(void *argument)
 {
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
                             .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
-                            .looks = 20, .wait = wait_for,
-                            .broken = &whole, .sources = calloc(ranks, sizeof(char *))};
+                            .looks = 20, .wait = wait_for, .arrived = go_on,
+                            .broken = &whole, .sleepers = &sleepers, .sources = calloc(ranks, sizeof(char *))};
     shared.segments[3] = (struct segment){7, heap_bytes, heaps};
     uint32_t state = seed * 2654435761u + 1;
     for (int call = 0; call < calls; call++) {

@@ -23,6 +23,7 @@ from collective.errors import (
     CommunicatorClosedError,
     InvalidArgumentError,
     MismatchError,
+    ShapeError,
 )
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
@@ -99,6 +100,9 @@ CALLS: dict[str, Callable[[Communicator, float | None], Any]] = {
     "broadcast to None": lambda c, t: c.broadcast(None if c.rank else _x(), timeout=t),
     "all_gather, uneven": lambda c, t: c.all_gather(_x()[: 3 + c.rank], timeout=t),
     "all_gather in place": lambda c, t: _all_gather_in_place(c, t),
+    "all_gather, counts": lambda c, t: c.all_gather(_rows(c.rank), counts=[3, 4], timeout=t),
+    "all_gather, counts, in place": lambda c, t: _counted_in_place(c, t),
+    "gather, counts": lambda c, t: c.gather(_rows(c.rank), root=1, counts=(3, 4), timeout=t),
     "gather, uneven": lambda c, t: c.gather(_x()[: 3 + c.rank], timeout=t),
     "all_to_all, uneven": lambda c, t: c.all_to_all(_x()[: 6 + c.rank], timeout=t),
 }
@@ -109,6 +113,53 @@ def _all_gather_in_place(comm: Communicator, timeout: float | None) -> Array:
     mine = out[2 * comm.rank :][:2]
     mine[:] = comm.rank + 1
     return comm.all_gather(mine, out=out, timeout=timeout)  # type: ignore[no-any-return]
+
+
+def _rows(rank: int) -> Array:
+    return _x(rank)[: 3 + rank]
+
+
+def _counted_in_place(comm: Communicator, timeout: float | None) -> Array:
+    out = np.zeros((7, 2), np.float32)
+    mine = out[3:] if comm.rank else out[:3]
+    mine[:] = comm.rank + 1
+    result = comm.all_gather(mine, counts=[3, 4], out=out, timeout=timeout)
+    return result.ravel()  # type: ignore[no-any-return]
+
+
+def _counts_of_each(comm: Communicator) -> list[Any]:
+    found: list[Any] = []
+    for counts in ([3, 4], [4, 4]):  # the plan of the first is not that of the second
+        x = _x(comm.rank)[: counts[comm.rank]]
+        found.append(comm.all_gather(x, counts=counts).tolist())
+    for counts in ([2, 9], [5, 5]):  # of neither rank
+        try:
+            comm.all_gather(_rows(comm.rank), counts=counts)
+        except ShapeError:
+            found.append("refused")
+    return found
+
+
+def test_counts_are_part_of_the_call(pool: RankPool) -> None:
+    first = [*_rows(0), *_rows(1)]
+    second = [*_x(0)[:4], *_x(1)[:4]]
+    assert pool.run(_counts_of_each) == [[first, second, "refused", "refused"]] * 2
+
+
+def _counts_that_differ(comm: Communicator) -> str:
+    out = np.zeros(9, np.float32)
+    counts = [3, 4] if comm.rank == 0 else [5, 4]
+    try:
+        comm.all_gather(_rows(comm.rank), counts=counts, out=out[: sum(counts)])
+    except MismatchError as error:
+        assert not out.any()
+        return str(error)
+    return "made"
+
+
+def test_counts_that_differ_are_a_mismatch_and_nothing_is_written(pool: RankPool) -> None:
+    for said in pool.run(_counts_that_differ):
+        assert all(counts in said for counts in ("[3, 4]", "[5, 4]")), said
 
 
 def _made(comm: Communicator, name: str, by_python: tuple[int, ...]) -> list[float] | None:
@@ -173,18 +224,19 @@ def test_what_is_not_plain_is_left_to_python(taken: bool, x: Any, options: dict[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "said"),
+    ("arguments", "options", "words"),
     [
         pytest.param((), {}, "missing 1 required positional argument: 'x'", id="none"),
         pytest.param((_x(), "sum"), {}, "takes 2 positional arguments but 3", id="two"),
         pytest.param((_x(),), {"root": 0}, "unexpected keyword argument 'root'", id="another's"),
+        pytest.param((_x(),), {f"k{i}": i for i in range(40)}, "argument 'k0'", id="forty"),
         pytest.param((_x(),), {"x": _x()}, "multiple values for argument 'x'", id="twice"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_as_by_python(
-    arguments: tuple[Any, ...], options: dict[str, Any], said: str
+    arguments: tuple[Any, ...], options: dict[str, Any], words: str
 ) -> None:
-    with collective.init(size=1, rank=0) as comm, pytest.raises(TypeError, match=said):
+    with collective.init(size=1, rank=0) as comm, pytest.raises(TypeError, match=words):
         comm.all_reduce(*arguments, **options)
 
 
@@ -268,7 +320,7 @@ class _Planned:
 
 def _key(comm: Communicator, x: Array) -> tuple[Any, ...]:
     _, array, dtype = comm._view("all_reduce", x)
-    return dtype, array.shape, "sum", None, type(array), None
+    return dtype, array.shape, "sum", None, True, None
 
 
 def test_a_plan_that_raises_breaks_the_communicator() -> None:

@@ -39,7 +39,9 @@ class Ends:
         self.fetched = 0
         self.patient = patient
         self.each = [
-            core.make_messages(self.memory, rank, size, RINGS, RING_BYTES, looks, True, self)
+            core.make_messages(
+                self.memory, rank, size, RINGS, RING_BYTES, RING_BYTES, looks, True, self
+            )
             for rank in range(size)
         ]
 
@@ -269,4 +271,4 @@ def test_rings_outside_of_the_segment_are_refused(
 ) -> None:
     memory = bytearray(4096 + 2 * 8192)
     with pytest.raises(ValueError, match="are not in the segment"):
-        core.make_messages(memory, rank, size, rings, ring_bytes, 20, True, None)
+        core.make_messages(memory, rank, size, rings, ring_bytes, 0, 20, True, None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,31 +12,14 @@ from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
+from tests.interpreter import printed
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# Setuptools builds it by itself, where pip would have it done.
-BUILD = """
-import sys, warnings
-warnings.simplefilter("ignore")
-from setuptools import setup
-setup(script_args=["build_ext", "--build-lib", sys.argv[1], "--build-temp", sys.argv[1]])
-"""
 
 
 def python(*arguments: str, **variables: str) -> str:
     """Run this interpreter in the repository; return its output, or fail with it."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return printed(*arguments, merged=True, **variables)
 
 
 @pytest.fixture
@@ -51,7 +31,9 @@ def chosen():
 
 
 def test_a_build_without_a_compiler_succeeds_without_the_core(tmp_path: Path) -> None:
-    output = python("-c", BUILD, str(tmp_path), CC="/bin/false")
+    # Setuptools builds it by itself, where pip would have it done.
+    words = ["setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    output = python("-W", "ignore", *words, CC="/bin/false")
     assert 'building extension "collective.native._core" failed' in output
     assert not list(tmp_path.rglob("*.so"))
 
@@ -72,7 +54,7 @@ def test_a_core_that_is_not_built_is_said_not_to_be() -> None:
         "from collective import native; print(native.status())"
     )
     assert python("-c", program, COLLECTIVE_NATIVE="") == (
-        "not in use: not built, for want of a C compiler at installation\n"
+        "not in use: not built: a wheel without it, or no C compiler at installation\n"
     )
 
 

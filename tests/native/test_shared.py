@@ -6,9 +6,6 @@ test_shm_in_c.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from tests.interpreter import run_python
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -36,14 +34,8 @@ def test_the_sanitizers_find_nothing(program: str, ranks: str, areas: str, sanit
     # As make sanitize does, but shorter.
     few = ["--calls", "150", "--ranks", *ranks.split(), "--areas", *areas.split()]
     few += ["--programs", program]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.native.threads", *few, "--sanitizers", sanitizer],
-        cwd=Path(__file__).resolve().parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
+    done = run_python(
+        "-m", "tests.native.threads", *few, "--sanitizers", sanitizer, merged=True, timeout=110
     )
     if "there is no compiler" in done.stdout:
         pytest.skip(done.stdout)
@@ -139,6 +131,20 @@ def test_a_call_on_a_broken_communicator_leaves_the_areas_alone() -> None:
         host.plan(BROADCAST, None)(floats(5), floats(5), 1.0)
     assert not any(host.memory[64 + 2 * LINE_BYTES :])
     assert host.words[0] == 0, "it has made a step"
+
+
+def test_a_call_leaves_alone_what_a_peer_may_still_read_of_the_last_one() -> None:
+    host = Host()
+    # The peer is always there already: whatever it reads, it has not read it yet.
+    host.peer[0], host.peer[DIGEST], host.peer[DIGEST + 1] = 1 << 40, 7, 7
+    plan, drawn = host.plan(ALL_REDUCE, "sum"), np.random.default_rng(0)
+    last, at = b"", 0
+    for call in range(2000):
+        x = floats(int(drawn.integers(1, 96 if drawn.integers(2) else 20)), call + 1.0)
+        plan(x, floats(len(x.array)), 1.0)
+        assert host.memory[at : at + len(last)] == last, f"call {call} of {len(x.array)} elements"
+        last = x.array.tobytes()
+        at = host.memory.index(last)
 
 
 @pytest.mark.parametrize("count", [400, 4000], ids=["one piece", "several"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,16 @@ from collective import native
 from collective.backends.shm.control import SLOT_BYTES
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
+from collective.memory.dtypes import BY_NAME
+from collective.request import Request
 from collective.testing import RankPool, run_ranks
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 # Elements of float32 around where a call takes another way, and some blocks of pieces.
-_LIMITS = (24 << 10, 64 << 10, SLOT_BYTES)
+_LIMITS = (16, 24 << 10, 64 << 10, SLOT_BYTES)
+# Bytes of what only moves, up to which it is staged.
+_LONGEST = 4 << 20
 COUNTS = [nbytes // 4 + more for nbytes in _LIMITS for more in (-1, 0, 1)] + [0, 1, 7, 300_003]
 
 
@@ -123,6 +128,32 @@ def test_ranks_take_python_together_if_one_lacks_the_core(
     assert pool.run(_without, without) == [(not without, [])] * pool.size
 
 
+def _crowded(comm: Communicator) -> tuple[bool, bool, bool]:
+    """Gather 4 MiB in a group of more ranks than cores.
+
+    Returns:
+        Whether the group knows that, whether it makes the call in C, and whether that is right.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        group: Any = comm.dup()
+    finally:
+        os.sched_setaffinity(0, cores)
+    x = np.arange(_LONGEST // 4 // comm.size, dtype=np.float32) + comm.rank
+    elements = [x.size] * comm.size
+    request = Request("gather", BY_NAME["float32"], x.shape, root=1, elements=elements)
+    in_c = type(group._backend.plan(request)) is native.chosen.extension.Plan
+    found = group.gather(x, root=1)
+    whole = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
+    right = found is None if comm.rank != 1 else found.tobytes() == whole.tobytes()
+    return group._backend._control.crowded, in_c, right
+
+
+def test_more_ranks_than_cores_gather_in_c_as_others_do(pool: RankPool) -> None:
+    assert pool.run(_crowded) == [(True, True, True)] * pool.size
+
+
 def _many_requests(comm: Communicator) -> str:
     """Make more kinds of calls than are noted, and one of the first again, too late."""
     for count in [*range(1, 100), 1]:
@@ -146,3 +177,20 @@ def _switched_off_later(comm: Communicator) -> float:
 
 def test_a_switch_after_connecting_does_not_part_the_ranks() -> None:
     assert run_ranks(2, _switched_off_later, backend="shm") == [2.0, 2.0]
+
+
+def _move_a_large_one(comm: Communicator) -> bool:
+    """Broadcast and send what is written around the caches, to an odd address."""
+    inputs = np.resize(np.arange(251, dtype=np.uint8), (48 << 20) + 5)
+    moved = np.zeros(inputs.size + 1, np.uint8)[1:]
+    comm.broadcast(inputs if comm.rank == 0 else None, root=0, out=moved if comm.rank else None)
+    received = np.zeros_like(inputs)
+    if comm.rank == 0:
+        comm.recv(received, 1)
+        return np.array_equal(received, inputs)
+    comm.send(moved, 0)
+    return np.array_equal(moved, inputs)
+
+
+def test_what_no_cache_holds_is_moved_whole() -> None:
+    assert run_ranks(2, _move_a_large_one, backend="shm") == [True, True]

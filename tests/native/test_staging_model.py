@@ -75,7 +75,8 @@ class Operation(NamedTuple):
     collector: int | None = None
 
     def sends(self, rank: int) -> bool:
-        return self.sender in (None, rank)
+        # Who alone takes has its own where it is.
+        return self.sender in (None, rank) and rank != self.taker
 
     def takes(self, rank: int) -> bool:
         return self.taker in (None, rank)

@@ -1,6 +1,8 @@
 """Builds and runs ``*_threads.c``: ranks that are threads, under the compiler's sanitizers.
 
-``python -m tests.native.threads`` is what ``make sanitize`` runs, longer than the tests do.
+``python -m tests.native.threads`` is what ``make sanitize`` runs, longer than the tests do. For
+another processor: ``CC="aarch64-linux-gnu-gcc -static" python -m tests.native.threads --sanitizers
+none --emulator qemu-aarch64``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
     if shutil.which(command[0]) is None:
         return None
     program = folder / f"{name}_threads"
-    flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread".split()
+    flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread -DBEYOND_CACHES_BYTES=512".split()
     if sanitizer != "none":
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
         empty = folder / "empty.c"
@@ -44,9 +46,9 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
     return program
 
 
-def run(program: Path, ranks: int, calls: int, nbytes: int, seed: int) -> str:
+def run(command: list[str], ranks: int, calls: int, nbytes: int, seed: int) -> str:
     """Return what the program writes; it is about an error, but for the last line."""
-    words = [str(program), *map(str, (ranks, calls, nbytes, seed))]
+    words = [*command, *map(str, (ranks, calls, nbytes, seed))]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=600 + calls / 1000, check=False
     )
@@ -64,6 +66,7 @@ def main() -> int:
         help="bytes of an area, or of a ring",
     )  # fmt: skip
     parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
+    parser.add_argument("--emulator", default="", help="what runs the programs, and its arguments")
     options = parser.parse_args()
     wrong = 0
     for name, sanitizer in itertools.product(options.programs, options.sanitizers):
@@ -72,8 +75,9 @@ def main() -> int:
             if program is None:
                 print(f"{sanitizer}: there is no compiler that has it")
                 continue
+            command = [*options.emulator.split(), str(program)]
             for ranks, nbytes in itertools.product(options.ranks, options.areas):
-                shown = run(program, ranks, options.calls, nbytes, ranks + nbytes)
+                shown = run(command, ranks, options.calls, nbytes, ranks + nbytes)
                 print(f"{name}, {sanitizer}, {nbytes} B: {shown.strip()}", flush=True)
                 wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
     return int(bool(wrong))

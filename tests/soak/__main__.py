@@ -5,7 +5,7 @@
     python -m tests.soak calls --backend shm --size 4 --turns 1000000
     python -m tests.soak kills --runs 200
     python -m tests.soak messages --mutations 100000
-    python -m tests.soak elastic --kills 200
+    python -m tests.soak elastic --kills 200 --spares 4
 
 Each prints what it did, and ends with 1 if anything was wrong. Not part of the tests: they take
 hours on a small machine; ``--seconds`` ends a part early, and the seed, which is printed, goes on
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     part = parts.add_parser("elastic", help="random kills of ranks that go on without")
     part.add_argument("--backend", default="shm,gloo,hierarchical")
     part.add_argument("--kills", type=int, default=200)
+    part.add_argument("--spares", type=int, default=0, help="of a job, which join for the lost")
     part.set_defaults(run=_elastic)
     for part in parts.choices.values():
         part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
@@ -119,12 +120,15 @@ def _kills(options: argparse.Namespace) -> int:
 def _elastic(options: argparse.Namespace) -> int:
     preload(["torch.distributed"])  # every job begins with new processes
     since = time.monotonic()
-    found = lives(options.backend.split(","), options.kills, options.seed, options.seconds)
+    found = lives(
+        options.backend.split(","), options.kills, options.seed, options.seconds, options.spares
+    )
     for problem in found.problems:
         print(problem)
     print(
-        f"{found.kills.total()} ranks killed, {found.generations} generations, {found.calls} sums; "
-        f"{len(found.problems)} problems; the next generation added up {found.longest_s:.2f} s "
+        f"{found.kills.total()} ranks killed, {found.joined} joined, {found.generations} "
+        f"generations, {found.calls} sums; {len(found.problems)} problems; "
+        f"the next generation added up {found.longest_s:.2f} s "
         f"after an error at most; {time.monotonic() - since:.0f} s"
     )
     print(", ".join(f"{count} {how}" for how, count in found.kills.most_common()))

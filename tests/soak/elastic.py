@@ -3,36 +3,51 @@
 Each job begins with some ranks and ends with one, which the seed says. In each generation one or
 two are to die at a random moment: while they call, or while the others shrink, or both. Each adds
 two to the power of its first number, so that every sum tells who was in it.
+
+With spares the job keeps its size for as long as there are any: after a loss as many are let go as
+ranks are missing, and join; ranks die while they wait for those, and while they grow, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
+import pickle
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.communicator.arrivals import Arrivals
+from collective.contract.backend import Backend
 from collective.errors import CollectiveError
+from collective.start.connecting import connect_alone, joined_by
 from collective.testing import RankPool, RanksFailedError
+from collective.testing.opening import GRACE_S, backend_class
 from tests.pretended import Pairs
 
 __all__ = ["Lives", "lives"]
 
 SIZE = 4
-# A rank that hangs is shown with its stack, after that.
-_JOB_S = 90.0
+# A rank that hangs is shown with its stack, after that; and how long one call may take.
+_JOB_S, _CALL_S = 180.0, 45.0
 # How long what is ending may take to.
 _SETTLE_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
+# In how many of the generations that grow a rank is to die meanwhile.
+_LOST_WHILE_GROWING = 0.4
 
 
 @dataclass
@@ -45,9 +60,11 @@ class Lives:
         calls: how many sums were held.
         problems: a paragraph a job that did not end well.
         longest_s: the longest time from an error to the first sum of the next generation.
+        joined: how many processes joined.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
+    joined: int = 0
     generations: int = 0
     calls: int = 0
     problems: list[str] = field(default_factory=list)
@@ -65,20 +82,45 @@ class _Life:
     open: list[int]
     threads: list[int]  # beyond one of each name
 
+    def count(self, comm: Communicator) -> None:
+        """Count whom a generation has lost."""
+        if comm.lost:
+            self.kills[f"{len(comm.lost)} at once"] += len(comm.lost)
 
-def lives(transports: Sequence[str], kills: int, seed: int, seconds: float) -> Lives:
+
+@dataclass(frozen=True)
+class _Plan:
+    """One job.
+
+    Attributes:
+        transport: a registered name, or a class.
+        seed: of what is random.
+        spares: how many processes there are that join.
+        marks: a directory for what ranks and spares let each other know.
+    """
+
+    transport: str | type[Backend]
+    seed: int
+    spares: int
+    marks: Path
+
+
+def lives(
+    transports: Sequence[str], kills: int, seed: int, seconds: float, spares: int = 0
+) -> Lives:
     """Kill ``kills`` ranks, or some more, of jobs over the transports in turn.
 
     Args:
         seed: of what is random.
         seconds: after which it ends early.
+        spares: of each job, which join in place of lost ranks.
     """
     found, since, turn = Lives(), time.monotonic(), 0
     while found.kills.total() < kills and time.monotonic() - since < seconds:
         name = transports[turn % len(transports)]
         before = _shared_memory()
         try:
-            _job(name, seed + turn, found)
+            _job(name, seed + turn, spares, found)
         except AssertionError as error:
             found.problems.append(f"{name}, seed {seed + turn}: {error}")
             found.kills["a job that failed"] += SIZE - 1
@@ -93,55 +135,135 @@ def _shared_memory() -> set[str]:
     return {name for name in os.listdir(_SHARED_MEMORY) if "collective" in name}
 
 
-def _job(transport: str, seed: int, found: Lives) -> None:
+def _job(transport: str, seed: int, spares: int, found: Lives) -> None:
     backend = Pairs if transport == "hierarchical" else transport
-    with RankPool(SIZE, backend, timeout=_JOB_S) as pool:
-        try:
-            pool.run(_live, seed)
-        except RanksFailedError as failure:
-            failed = failure
-        else:
-            raise AssertionError("nobody was killed")
-    ended = [each for each in failed.results.values() if isinstance(each, _Life)]
-    killed = [error for error in failed.errors.values() if "signal 9" in str(error)]
-    assert (len(ended), len(killed)) == (1, SIZE - 1), failed
+    with contextlib.ExitStack() as stack:
+        marks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        plan = _Plan(backend, seed, spares, marks)
+        ranks = stack.enter_context(RankPool(SIZE, backend, timeout=_JOB_S))
+        others = stack.enter_context(ThreadPoolExecutor(1)).submit(_outcomes_of_spares, plan)
+        stack.callback(Path(marks, "over").touch)
+        outcomes = _outcomes(ranks, _begin, plan)
+        Path(marks, "over").touch()
+        outcomes += others.result()
+    ended = [each for each in outcomes if isinstance(each, _Life)]
+    killed = [each for each in outcomes if "signal 9" in str(each)]
+    assert (len(ended), len(killed)) == (1, SIZE - 1 + spares), "\n".join(map(str, outcomes))
     (last,) = ended
     found.kills.update(last.kills)
+    if unseen := len(killed) - last.kills.total():
+        found.kills["as soon as they had joined"] += unseen
     found.generations += last.generations
+    found.joined += spares
     found.calls += last.calls
     found.longest_s = max(found.longest_s, last.longest_s)
     for what, counts in (("descriptors", last.open), ("threads", last.threads)):
         assert counts[-1] <= max(counts[:2]), f"{what} from generation to generation: {counts}"
 
 
-def _live(comm: Communicator, seed: int) -> _Life:
-    first = comm.rank
+def _outcomes_of_spares(plan: _Plan) -> list[Any]:
+    if not plan.spares:
+        return []
+    with RankPool(plan.spares, "shm", timeout=_JOB_S) as pool:
+        return _outcomes(pool, _join, plan)
+
+
+def _outcomes(pool: RankPool, function: Callable[..., Any], plan: _Plan) -> list[Any]:
+    """Return what each rank returned or raised."""
+    try:
+        return pool.run(function, plan, call_timeout=_CALL_S)
+    except RanksFailedError as failure:
+        return [*failure.results.values(), *failure.errors.values()]
+
+
+# -- a rank ----------------------------------------------------------------------------------
+
+
+def _begin(comm: Communicator, plan: _Plan) -> _Life:
+    """Live as one of the first ranks."""
+    comm.barrier()  # or somebody would die in another's init()
+    if comm.rank == 0:
+        assert comm._lineage is not None
+        Path(plan.marks, "new").write_bytes(pickle.dumps(comm._lineage.root))
+        Path(plan.marks, "new").rename(Path(plan.marks, "world"))
+    return _live(comm, plan, comm.rank)
+
+
+def _join(spares: Communicator, plan: _Plan) -> _Life | str:
+    """Join when it is time, and live as one of the ranks."""
+    mark = Path(plan.marks, f"spare-{spares.rank}")
+    spares.close()
+    while not mark.exists():
+        if Path(plan.marks, "over").exists():
+            return "not needed"
+        time.sleep(0.002)
+    world = pickle.loads(Path(plan.marks, "world").read_bytes())
+    find = functools.partial(joined_by, backend_class(plan.transport))
+    with connect_alone(world, find, timeout=_CALL_S, shrink_grace=GRACE_S) as alone:
+        comm = alone.grow(timeout=_CALL_S)
+    return _live(comm, plan, comm.origin[comm.rank])
+
+
+def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
+    """Call, lose ranks, shrink and grow until this rank is killed, or the last one.
+
+    Args:
+        number: this rank's, for ever.
+    """
     life = _Life(Counter(), 0, 0, 0.0, [], [])
     since = time.monotonic()
-    comm.barrier()  # or somebody would die in another's init()
     while True:
         gc.collect()  # an error holds frames, and they what they had open, in a circle
         life.threads.append(_threads_too_many())
         life.open.append(len(os.listdir("/proc/self/fd")))
         life.generations += 1
-        if comm.size == 1:
-            comm.close()
-            return life
         # The same on all ranks of this generation.
-        dice = random.Random(f"{seed} {comm.generation}")
-        mortal = [rank for rank in comm.origin if rank != seed % SIZE]
+        dice = random.Random(f"{plan.seed} {comm.generation}")
+        mortal = [rank for rank in comm.origin if rank != plan.seed % SIZE]
         dying = dice.sample(mortal, min(dice.choice((1, 1, 2)), len(mortal)))
         within = {rank: dice.choice(("calls", "shrink")) for rank in dying}
-        within[dying[0]] = "calls"  # or nobody would shrink
-        if within.get(first) == "calls":
-            _die_after(dice.random() * 0.01 + random.random() * 0.01)
-        life.calls += _call(comm, first, life, since)
+        within.update(dict.fromkeys(dying[:1], "calls"))  # or nobody would shrink
+        lost_while_growing = dice.random() < _LOST_WHILE_GROWING
+        spread = dice.random() * 0.01
+        try:
+            awaited = _let_go(comm, plan)
+            if awaited and lost_while_growing and within.get(number) == "calls":
+                _die_after(spread + random.random() * 0.1)
+            if awaited:
+                while comm.waiting() < awaited:
+                    time.sleep(0.005)
+                comm = comm.grow(timeout=_CALL_S)
+                life.count(comm)
+                continue
+        except CollectiveError:
+            within.clear()  # it has died already whom this generation was to lose
+        else:
+            if comm.size == 1:
+                comm.close()
+                return life
+            if within.get(number) == "calls":
+                _die_after(spread + random.random() * 0.01)
+            life.calls += _call(comm, number, life, since)
         since = time.monotonic()
-        if within.get(first) == "shrink":
+        if within.get(number) == "shrink":
             _die_after(random.random() * 0.01)
-        before = comm.size
-        comm = comm.shrink(timeout=_JOB_S / 2)
-        life.kills[f"{before - comm.size} at once"] += before - comm.size
+        comm = comm.shrink(timeout=_CALL_S)
+        life.count(comm)
+
+
+def _let_go(comm: Communicator, plan: _Plan) -> int:
+    """Let as many spares go as ranks are missing; return how many are to be waited for, on all."""
+    outside = 0
+    if comm.rank == 0 and plan.spares:
+        assert comm._lineage is not None
+        gone = len(list(plan.marks.glob("spare-*")))
+        outside = gone - len(Arrivals(comm._lineage.root.store, comm.backend).admitted())
+        for nth in range(gone, min(plan.spares, gone + SIZE - comm.size - outside)):
+            Path(plan.marks, f"spare-{nth}").touch()
+            outside += 1
+    awaited = int(comm.all_reduce(np.array([outside]))[0])
+    # One that was let in by a decision that was not made waits once more.
+    return max(awaited, comm.waiting()) if plan.spares else 0
 
 
 def _threads_too_many() -> int:
@@ -163,9 +285,9 @@ def _die_after(seconds: float) -> None:
     timer.start()
 
 
-def _call(comm: Communicator, first: int, life: _Life, since: float) -> int:
+def _call(comm: Communicator, number: int, life: _Life, since: float) -> int:
     """Make calls until one of this communicator's ranks is lost; return how many."""
-    mine, total = np.full(1000, 2.0**first), sum(2.0**rank for rank in comm.origin)
+    mine, total = np.full(1000, 2.0**number), sum(2.0**rank for rank in comm.origin)
     calls = 0
     while True:
         try:

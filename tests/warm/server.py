@@ -97,11 +97,13 @@ class Server:
                     job = self._start(self._listener.accept()[0])
                     if job is not None:
                         return job
-                elif key.fd in self._running:
+                elif isinstance(key.fileobj, int):
                     self._tell(key.fd)
                 else:  # the client was killed, which stood for its program
-                    _kill(key.data)
-                    self._selector.unregister(key.fileobj)
+                    # The program may have ended with it, and have been told a moment ago.
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.unregister(key.fileobj)
+                        _kill(key.data)
 
     def _leave(self) -> None:
         for pid, _ in self._running.values():
@@ -111,7 +113,10 @@ class Server:
 
     def _start(self, line: socket.socket) -> Job | None:
         received = array.array("i")
-        message, rights, _, _ = line.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * _MOST_FILES))
+        message = b""
+        rights: list[Any] = []
+        with contextlib.suppress(ConnectionResetError):
+            message, rights, _, _ = line.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * _MOST_FILES))
         for _, _, data in rights:
             received.frombytes(data)
         if not message:  # killed before it had asked
@@ -127,7 +132,8 @@ class Server:
             return {**job, "received": list(received)}
         for fd in received:
             os.close(fd)
-        line.send(str(pid).encode())
+        with contextlib.suppress(OSError):  # killed meanwhile, as its line says next
+            line.send(str(pid).encode())
         death = os.pidfd_open(pid)
         self._running[death] = (pid, line)
         self._selector.register(death, selectors.EVENT_READ)

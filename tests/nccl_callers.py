@@ -22,7 +22,7 @@ from collective.memory.dtypes import DType, from_numpy, named
 from collective.request import Request
 from collective.testing import RankPool
 
-__all__ = ["FAR", "FakeNccl", "Place", "Run", "needs_compiler", "pools", "read", "side_by_side"]
+__all__ = ["FAR", "Caller", "FakeNccl", "Run", "needs_compiler", "pools", "read", "side_by_side"]
 
 Run = Callable[..., Any]
 # A deadline in seconds that nothing gets to unless it hangs.
@@ -50,7 +50,7 @@ class FakeNccl(NcclBackend):
         return super().connect(replace(world, options={**world.options, **cls.options}), timeout)
 
 
-class Place:
+class Caller:
     """One rank's transport, GPU and stream."""
 
     def __init__(self, backend: Any, stream: Stream | None = None) -> None:
@@ -59,8 +59,8 @@ class Place:
         self.device = self.backend.device
         self.stream = stream or self.device.new_stream()
 
-    def on(self, stream: Stream) -> Place:
-        return Place(self.backend, stream)
+    def on(self, stream: Stream) -> Caller:
+        return Caller(self.backend, stream)
 
     def buffer(self, values: Any, dtype: str | None = None) -> Buffer:
         """Return values on the GPU."""

@@ -1,0 +1,109 @@
+"""Naps of ranks that have waited for long: they are woken by what they wait for."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import collective
+from collective.backends.shm import control
+from collective.communicator import Communicator
+from collective.testing import run_ranks
+
+core = pytest.importorskip("collective.native._core", reason="the native core is not built")
+
+# Where a segment says how many nap, and where a rank says that it does, in words.
+SLEEPERS, ASLEEP = 8, 16
+# Longer than a test waits for its ranks, five times over.
+NAP_S = 30.0
+
+
+def _nap(memory: Any, ready: Callable[[], bool]) -> bool:
+    return bool(core.nap(memory, 8 * ASLEEP, NAP_S, ready))
+
+
+def test_a_nap_ends_when_it_is_woken() -> None:
+    memory, found = mmap.mmap(-1, 4096), []
+    words = memoryview(memory).cast("q")
+    thread = threading.Thread(target=lambda: found.append(_nap(memory, lambda: False)))
+    thread.start()
+    while not words[SLEEPERS]:
+        time.sleep(1e-3)
+    core.wake(memory, [8 * ASLEEP])
+    thread.join()
+    assert found == [True]
+    assert (words[SLEEPERS], words[ASLEEP]) == (0, 0)
+
+
+def test_who_is_ready_does_not_nap() -> None:
+    memory = mmap.mmap(-1, 4096)
+    words, seen = memoryview(memory).cast("q"), []
+
+    def ready() -> bool:
+        seen.append((words[SLEEPERS], words[ASLEEP]))
+        return True
+
+    assert _nap(memory, ready) is False
+    assert seen == [(1, 1)]  # or what was announced meanwhile would wake nobody
+    assert (words[SLEEPERS], words[ASLEEP]) == (0, 0)
+
+
+def test_what_is_asked_before_a_nap_may_raise() -> None:
+    memory = mmap.mmap(-1, 4096)
+    with pytest.raises(ZeroDivisionError):
+        _nap(memory, lambda: bool(1 // 0))
+    assert not any(memory[:])
+
+
+@pytest.mark.parametrize("at", [0, 64, 132, 4096])
+def test_words_that_are_not_in_the_segment_are_refused(at: int) -> None:
+    memory = mmap.mmap(-1, 4096)
+    with pytest.raises(ValueError, match="no such word"):
+        core.nap(memory, at, 1.0, lambda: False)
+    with pytest.raises(ValueError, match="no such word"):
+        core.wake(memory, [at])
+
+
+def _user_op(a: Any, b: Any) -> Any:
+    return a + b
+
+
+#: What rank 0 waits in until rank 1, which comes when rank 0 naps, does its part.
+CALLS: dict[str, Callable[[Communicator, Any], object]] = {
+    "short": lambda comm, x: comm.all_reduce(x[:16], out=x[:16]),
+    "staged": lambda comm, x: comm.all_reduce(x[: 1 << 16], out=x[: 1 << 16]),
+    "in Python": lambda comm, x: comm.all_reduce(
+        x[:16], op=collective.user_op(_user_op, commutative=True)
+    ),
+    "message": lambda comm, x: comm.recv(x[:16], 1) if comm.rank == 0 else comm.send(x[:16], 0),
+    "room": lambda comm, x: comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0),
+}
+
+
+def _naps(comm: Communicator, name: str) -> bool:
+    words = comm._backend._control.words  # type: ignore[attr-defined]
+    x = np.zeros(4 << 20, np.float32)
+    for _ in range(5):
+        comm.barrier()
+        while comm.rank == 1 and not words[SLEEPERS]:
+            time.sleep(1e-3)
+        CALLS[name](comm, x)
+    return True
+
+
+def _long_naps(comm: Communicator, name: str) -> bool:
+    with mock.patch.multiple(control, _NAP_SHARE=1e6, _NAP_LAST_S=NAP_S):
+        return _naps(comm, name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_naps_is_woken_by_what_it_waits_for(name: str) -> None:
+    # Whose naps last all their time are not through before the ranks are given up.
+    assert run_ranks(2, _long_naps, name, backend="shm", timeout=2 * NAP_S) == [True, True]

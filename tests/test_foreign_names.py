@@ -1,0 +1,191 @@
+"""Names that people bring from other libraries are answered with ours, and are no attributes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+import collective
+from collective.communicator import Communicator, foreign_names
+from collective.errors import InvalidArgumentError
+from collective.ops import as_op
+
+NAMES = sorted({*foreign_names._CALL_OF, *foreign_names._OF_BOTH, *foreign_names._OF_PACKAGE})
+
+
+@pytest.fixture
+def comm() -> Any:
+    with collective.init() as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recommended_is_there(name: str) -> None:
+    for of, owner in (("comm", Communicator), ("collective", collective)):
+        remedy = foreign_names.remedy_of(name, of) or ""
+        for word in remedy.replace("collective.current().", "comm.").split():
+            if word.startswith(f"{of}."):
+                found = word.removeprefix(f"{of}.").partition("(")[0].strip(",`")
+                assert hasattr(owner, found) or found in ("rank", "size"), remedy
+    assert not hasattr(collective, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: c.allreduce, "'Communicator' object has no attribute 'allreduce'; use comm."),
+        (lambda c: c.isend, "use comm.send(x, dst, ...) with async_op=True"),
+        (lambda c: c.Get_rank, "use comm.rank"),
+        (lambda c: c.Create_cart, "use comm.grid(shape, periodic)"),
+        (lambda c: Communicator.bcast, "use comm.broadcast(x, root=0)"),
+        (lambda c: collective.Allreduce, "no attribute 'Allreduce'; use collective.all_reduce("),
+        (lambda c: collective.get_rank, "use collective.rank()"),
+        (lambda c: collective.all_gather_into_tensor, "use collective.all_gather(x)"),
+        (lambda c: collective.SUM, "use op='sum'"),
+        (lambda c: collective.PROC_NULL, "use collective.NULL"),
+        (lambda c: collective.ReduceOp.PRODUCT, "ReduceOp has no PRODUCT: operators are given by"),
+        (lambda c: collective.ReduceOp.SUM, "use op='sum'"),
+    ],
+)  # fmt: skip
+def test_a_foreign_name_says_what_is_meant(comm: Any, call: Any, text: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        call(comm)
+    assert text in str(raised.value)
+
+
+KEYWORDS = [
+    (lambda c: c.send(1, dest=1), "send: keyword 'dest'; one of x, dst, tag, timeout, async_op;"),
+    (lambda c: c.recv(1, source=1), "use src="),
+    (lambda c: c.sendrecv(1, dest=1, source=1), "use dst="),
+    (lambda c: c.broadcast(1, src=1), "use root="),
+    (lambda c: c.reduce(tensor=1), "use x="),
+    (lambda c: collective.all_reduce(1, group=1), "use comm.group(ranks).all_reduce(...)"),
+    (lambda c: c.send_object(1, dest=1), "send_object: keyword 'dest'; one of obj, dst"),
+    (lambda c: collective.recv_object(source=1), "use src="),
+    (lambda c: c.broadcast_object(1, async_op=True), "use broadcast_object(...) without it, which"),
+    (lambda c: c.split(0, timeout=3), "use collective.init(timeout=...), which holds for split"),
+    (lambda c: c.split(colour=0), "split: keyword 'colour'; one of color, key; use color="),
+    (lambda c: c.dup(async_op=True), "dup: keyword 'async_op'; it takes none; use dup(...) with"),
+    (lambda c: c.group(group=[0]), "group: keyword 'group'; one of ranks; use ranks="),
+    (lambda c: c.grid(dims=(1, 1)), "grid: keyword 'dims'; one of shape, periodic; use shape="),
+    (lambda c: c.empty(size=3), "use shape="),
+    (lambda c: c.shrink(group=1), "use comm.group(ranks).shrink(...)"),
+    (lambda c: c.all_reduce(1, nonsense=1), "unexpected keyword argument 'nonsense'"),
+    (lambda c: c.split(0, nonsense=1), "unexpected keyword argument 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), KEYWORDS)
+def test_a_foreign_keyword_says_what_is_meant(comm: Any, call: Any, text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call(comm)
+    assert text in str(raised.value)
+
+
+def test_a_foreign_keyword_says_what_is_meant_where_the_core_is_not_built() -> None:
+    program = """
+        import sys
+        sys.modules["collective.native._core"] = None  # there is none
+        import collective
+        from tests.test_foreign_names import KEYWORDS
+        assert collective.native.status().startswith("not in use: not built")
+        with collective.init() as comm:
+            for call, text in KEYWORDS:
+                try:
+                    call(comm)
+                except TypeError as error:
+                    assert text in str(error), (text, str(error))
+                else:
+                    raise AssertionError(text)
+        print(len(KEYWORDS))
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "COLLECTIVE_NATIVE": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert (done.stdout, done.stderr) == (f"{len(KEYWORDS)}\n", "")
+
+
+def test_a_type_error_from_within_a_call_is_as_it_was() -> None:
+    def inside() -> None:
+        raise TypeError("unexpected keyword argument 'dest'")
+
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'dest'$"):
+        foreign_names.explained(inside)()
+
+
+class _Odd:
+    """An array, to look at, which says what a call with a wrong keyword would."""
+
+    def __dlpack__(self) -> None: ...
+
+    def __dlpack_device__(self) -> None:
+        raise TypeError("unexpected keyword argument 'dest'")
+
+
+def test_a_type_error_from_within_a_call_that_c_was_asked_for_is_as_it_was(comm: Any) -> None:
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'dest'$"):
+        comm.all_reduce(_Odd(), op="sum")
+
+
+class _Mpi4pys:
+    """As ``MPI.SUM``: a predefined operator is pickled by its name."""
+
+    def __reduce__(self) -> str:
+        return "SUM"
+
+
+_Mpi4pys.__module__ = "mpi4py.MPI"
+
+
+@pytest.mark.parametrize(
+    ("op", "meant"),
+    [
+        ("mean", "avg"), ("SUM", "sum"), ("product", "prod"), ("Average", "avg"),
+        (_Mpi4pys(), "sum"),
+    ],
+)  # fmt: skip
+def test_a_foreign_operator_says_what_is_meant(op: Any, meant: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"Use op='{meant}'"):
+        as_op(op)
+
+
+def test_operators_of_torch_say_what_is_meant() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    with pytest.raises(InvalidArgumentError, match="Use op='max'"):
+        as_op(dist.ReduceOp.MAX)
+
+
+def test_foreign_names_are_seen_by_nobody(comm: Communicator) -> None:
+    names = {*foreign_names._CALL_OF, *foreign_names._OF_BOTH}
+    assert not names & set(dir(comm))
+    assert {"all_reduce", "rank", "grid"} <= set(dir(comm))
+    assert dict(inspect.getmembers(comm))["rank"] == 0
+    assert copy.copy(comm).rank == 0
+    op = collective.premul_sum(2)
+    assert pickle.loads(pickle.dumps(op)) == op
+
+
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [
+        ("collective", ["all_reduce", "NULL", "testing", "errors"]),
+        ("collective.adapters.torch", ["DistributedDataParallel", "functional"]),
+        ("collective.adapters.chainer", ["Split", "functional"]),
+        ("collective.backends.nccl", ["NcclBackend"]),
+    ],
+)
+def test_packages_show_what_they_import_when_asked(name: str, some: list[str]) -> None:
+    if "adapters" in name and importlib.util.find_spec(name.rpartition(".")[2]) is None:
+        pytest.skip("the framework is not installed")
+    module = importlib.import_module(name)
+    assert set(some) <= set(dir(module))
+    assert [each for each in dir(module) if not hasattr(module, each)] == []

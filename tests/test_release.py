@@ -1,0 +1,213 @@
+"""What goes with a release says what is so."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import collective
+from collective.tools.cli.main import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+yaml = pytest.importorskip("yaml", reason="comes with what the site is built with")
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted(p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.stem != "config")
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "CITATION.cff", "recipe/meta.yaml", "setup.py"])
+def test_the_version_stands_in_one_place(name: str) -> None:
+    assert collective.__version__ not in (ROOT / name).read_text()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    sections = re.findall(r"^## \[(.+?)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == collective.__version__
+
+
+def test_the_citation_says_what_the_package_says() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == PROJECT["license"]
+    assert [each["name"] for each in citation["authors"]] == [
+        each["name"] for each in PROJECT["authors"]
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_a_form_for_issues_asks_what_the_doctor_says(form: Path) -> None:
+    body = yaml.safe_load(form.read_text())["body"]
+    asked = {field["id"]: field["attributes"]["label"] for field in body if "id" in field}
+    assert asked["doctor"].endswith("`collective doctor --json`")
+
+
+def test_the_doctor_has_the_options_that_forms_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert {"--json", "--test"} <= set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("requirement", ["numpy>=1.24", "setuptools>=77"])
+def test_the_recipe_asks_for_what_the_package_asks_for(requirement: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    recipe = (ROOT / "recipe" / "meta.yaml").read_text()
+    assert f'"{requirement}"' in text
+    assert f"- {requirement.replace('>=', ' >=')}\n" in recipe
+
+
+def test_the_recipe_installs_the_commands_of_the_package() -> None:
+    recipe = (ROOT / "recipe" / "meta.yaml").read_text()
+    for name, function in PROJECT["scripts"].items():
+        assert f"- {name} = {function}\n" in recipe
+        module, _, called = function.partition(":")
+        assert callable(getattr(importlib.import_module(module), called))
+
+
+# -- workflows -------------------------------------------------------------------------------------
+
+
+def _jobs(workflow: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(workflow.read_text())["jobs"])
+
+
+def _lines(workflow: Path) -> list[str]:
+    """Return the command lines of all steps of a workflow."""
+    steps = [step for job in _jobs(workflow).values() for step in job["steps"]]
+    return [line for step in steps for line in step.get("run", "").splitlines()]
+
+
+def test_there_are_a_workflow_that_tests_and_one_that_releases() -> None:
+    # YAML 1.1 reads the key "on" as true.
+    occasions = {path.stem: yaml.safe_load(path.read_text())[True] for path in WORKFLOWS}
+    assert occasions["test"] == {"push": {"branches": ["main"]}, "pull_request": None}
+    assert occasions["release"] == {"push": {"tags": ["v*"]}}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there(workflow: Path) -> None:
+    lines = _lines(workflow)
+    made = [line.split()[1] for line in lines if line.startswith("make ")]
+    assert made
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    assert set(made) <= set(phony[1].split())
+    others = {line.split()[0] for line in lines if not line.startswith("make ")}
+    assert others <= {"python", "test"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_read_and_no_more_where_it_does_not_upload(workflow: Path) -> None:
+    assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
+    granted = {name: job.get("permissions") for name, job in _jobs(workflow).items()}
+    assert {name: each for name, each in granted.items() if each} == (
+        {"upload": {"id-token": "write"}} if workflow.stem == "release" else {}
+    )
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_actions_of_a_version(workflow: Path) -> None:
+    used = [step["uses"] for job in _jobs(workflow).values() for step in job["steps"]
+            if "uses" in step]  # fmt: skip
+    assert used
+    assert [each for each in used if not re.fullmatch(r"(actions|pypa)/[\w-]+@[\w./]+", each)] == []
+
+
+def test_every_python_that_the_package_names_is_tested_and_has_a_wheel() -> None:
+    named = {
+        each.rpartition(" ")[2]
+        for each in PROJECT["classifiers"]
+        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", each)
+    }
+    jobs = _jobs(ROOT / ".github/workflows/test.yml")
+    whole = [step["with"]["python-version"] for step in jobs["check"]["steps"]
+             if "python-version" in step.get("with", {})]  # fmt: skip
+    assert {*whole, *jobs["quick"]["strategy"]["matrix"]["python"]} == named
+    wheels = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["build"]
+    assert wheels.split() == [f"cp{each.replace('.', '')}-*" for each in sorted(named, key=_minor)]
+
+
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2])
+
+
+def test_what_is_uploaded_is_what_was_built() -> None:
+    """The sdist and the wheel for every platform, and no wheel of one machine alone."""
+    jobs = _jobs(ROOT / ".github/workflows/release.yml")
+    kept = {
+        name: step["with"]["path"].split()
+        for name, job in jobs.items()
+        for step in job["steps"]
+        if step.get("uses", "").startswith("actions/upload-artifact")
+    }
+    assert kept == {"sources": ["dist/*.tar.gz", "dist/*-none-any.whl"],
+                    "wheels": ["wheelhouse/*.whl"]}  # fmt: skip
+    assert sorted(jobs["upload"]["needs"]) == sorted(kept)
+    assert "--output-dir wheelhouse" in (ROOT / "Makefile").read_text()
+
+
+def test_the_tag_of_a_release_is_held_against_the_version() -> None:
+    (line,) = [
+        line for line in _lines(ROOT / ".github/workflows/release.yml") if "GITHUB_REF" in line
+    ]
+    for tag, code in ((f"v{collective.__version__}", 0), ("v0.0.0", 1)):
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT,
+                              env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": tag})  # fmt: skip
+        assert done.returncode == code
+
+
+# -- the recipe ------------------------------------------------------------------------------------
+
+
+def _recipe() -> dict[str, Any]:
+    """Return the recipe as conda-build reads it, but for compilers' names."""
+    jinja2 = pytest.importorskip("jinja2", reason="comes with what the site is built with")
+
+    def load_file_regex(load_file: str, regex_pattern: str, from_recipe_dir: bool) -> Any:
+        folder = ROOT / "recipe" if from_recipe_dir else ROOT
+        return re.search(regex_pattern, (folder / load_file).read_text())
+
+    text = jinja2.Template((ROOT / "recipe/meta.yaml").read_text()).render(
+        PYTHON="python",
+        compiler=lambda language: f"{language}-compiler",
+        load_file_regex=load_file_regex,
+        stdlib=lambda language: f"{language}-stdlib",
+    )
+    return dict(yaml.safe_load(text))
+
+
+def test_the_recipe_is_of_this_version() -> None:
+    assert _recipe()["package"] == {"name": PROJECT["name"], "version": collective.__version__}
+
+
+def test_the_recipe_has_the_sections_that_conda_build_knows() -> None:
+    recipe = _recipe()
+    assert list(recipe) == ["package", "source", "build", "requirements", "test", "about"]
+    assert set(recipe["requirements"]) == {"build", "host", "run"}
+    assert (ROOT / "recipe" / recipe["source"]["path"]).resolve() == ROOT
+    assert (ROOT / recipe["about"]["license_file"]).is_file()
+    assert recipe["about"]["license"] == PROJECT["license"]
+    assert recipe["about"]["summary"] == PROJECT["description"]
+
+
+def test_the_recipe_tests_what_there_is() -> None:
+    recipe = _recipe()
+    for name in recipe["test"]["imports"]:
+        assert importlib.util.find_spec(name.removesuffix("._core"))
+    commands = [shlex.split(line) for line in recipe["test"]["commands"]]
+    assert [words[0] for words in commands] == ["collective", "python"]
+    assert commands[1][1:3] == ["-m", "collective.testing"]

@@ -1,0 +1,109 @@
+"""The documentation as a site: it builds, has every public name, loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+
+import collective
+from tests.interpreter import printed
+
+pytest.importorskip("mkdocs", reason="the site is built with what the extra 'docs' brings")
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = """
+    collective
+    collective.adapters.chainer
+    collective.adapters.chainer.chainermn
+    collective.adapters.chainer.functional
+    collective.adapters.torch
+    collective.adapters.torch.functional
+    collective.adapters.torch.plugin
+    collective.compression
+    collective.contract
+    collective.elastic
+    collective.errors
+    collective.gradients
+    collective.profile
+    collective.testing
+    collective.testing.faults
+    collective.training.pipelines
+""".split()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as ``make docs`` does: a link that leads nowhere is an error."""
+    target = tmp_path_factory.mktemp("site")
+    printed("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", target, merged=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def names(site: Path) -> set[str]:
+    """Return what the reference documents, from the inventory that other sites link by."""
+    packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split(" ")[0] for line in zlib.decompress(packed).decode().splitlines()}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module: str, names: set[str]) -> None:
+    framework = module.split(".")[2] if module.startswith("collective.adapters.") else "numpy"
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    offered = importlib.import_module(module).__all__
+    assert [name for name in offered if f"{module}.{name}" not in names] == []
+
+
+def test_the_calls_of_a_communicator_are_in_the_reference(names: set[str]) -> None:
+    calls = [name for name in collective.__all__ if hasattr(collective.Communicator, name)]
+    assert len(calls) > 30
+    assert [name for name in calls if f"collective.Communicator.{name}" not in names] == []
+
+
+def test_the_calls_are_shown_with_the_types_that_checkers_see(site: Path) -> None:
+    page = (site / "reference/communicator/index.html").read_text()
+    blocks = re.findall(r'<div class="doc-signature[^>]*>(.*?)</div>', page, re.DOTALL)
+    bare = re.compile(r"[\s\"']|<[^>]+>")
+    shown = {bare.sub("", html.unescape(block)) for block in blocks}
+    assert (
+        "all_reduce(x:T,*,op:Op|ReduceOp=sum,out:T|None=None,order:Literal[rank]|None=None,"
+        "timeout:float|None=None,async_op:bool=False,)->T|Work[T]"
+    ) in shown
+    assert "barrier(*,timeout:float|None=None,async_op:bool=False)->Work[None]|None" in shown
+    assert "barrier(*,timeout:float|None=...,async_op:Literal[True])->Work[None]" in shown
+    untyped = {signature.partition("(")[0] for signature in shown if "Any" in signature}
+    # What others decide, or what is anything.
+    assert untyped <= {"adopt", "broadcast", "broadcast_object", "empty", "plan", "recv", "scatter",
+                       "recv_object", "scatter_object"}  # fmt: skip
+
+
+def test_the_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 40
+    loads = re.compile(
+        r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//"
+    )
+    loaded = [
+        f"{page.name}: {found}" for page in pages for found in loads.findall(page.read_text())
+    ]
+    assert loaded == []
+
+
+def test_the_styles_load_nothing_from_elsewhere(site: Path) -> None:
+    styles = sorted(site.rglob("*.css"))
+    assert styles
+    loads = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*")
+    assert [found for style in styles for found in loads.findall(style.read_text())] == []
+
+
+def test_the_house_s_docstrings_leave_no_marks_of_another_syntax(site: Path) -> None:
+    pages = (site / "reference").rglob("*.html")
+    marks = re.compile(r":(?:meth|class|func|mod|attr|data):")
+    assert [page.parent.name for page in pages if marks.search(page.read_text())] == []

@@ -1,0 +1,329 @@
+"""A store that outlives the rank who serves it: who serves next, and what it knows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from collective.backends.peers.link import ProofError, connect
+from collective.backends.peers.standby import LastingStore, Standby
+from collective.contract.store import Store
+from collective.errors import RendezvousError
+from tests import warm
+from tests.launches import ROOT
+from tests.test_tcp_store import free_port
+
+KEY = b"of this test, and of nobody else"
+DEADLINE_S = 60.0
+
+
+class Served:
+    """What rank 0 serves, and whether it lives."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lives = True
+
+
+class First(Store):
+    """One rank's connection to it."""
+
+    served_by_rank = True
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        # Called with each answer, before the rank has it.
+        self.answering: Callable[[], None] = lambda: None
+
+    def __str__(self) -> str:
+        return "tcp://rank0:1"
+
+    def _living(self) -> dict[str, bytes]:
+        if not self._served.lives:
+            raise RendezvousError("rendezvous: gone")
+        return self._served.values
+
+    def set(self, key: str, value: bytes) -> None:
+        self._living()[key] = value
+
+    def try_get(self, key: str) -> bytes | None:
+        found = self._living().get(key)
+        self.answering()
+        return found
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return self._living().setdefault(key, value)
+
+    def delete(self, key: str) -> None:
+        self._living().pop(key, None)
+
+    def has_ended(self) -> bool:
+        return not self._served.lives
+
+
+class Ranks:
+    """Ranks of one process: their standbys and stores."""
+
+    def __init__(self, size: int) -> None:
+        self.served = Served()
+        self.standbys = [Standby(rank, None, None) for rank in range(size)]
+        self.firsts = [First(self.served) for _ in range(size)]
+        self.stores = [LastingStore(*each) for each in zip(self.firsts, self.standbys)]
+        for standby in self.standbys:
+            standby.begin([each.address for each in self.standbys], KEY)
+
+    def end(self, *ranks: int) -> None:
+        """End the process of some ranks, as far as others can tell."""
+        for rank in ranks:
+            self.served.lives = self.served.lives and rank != 0
+            self.standbys[rank].close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(4)
+    yield made
+    for store in made.stores:
+        store.close()
+
+
+def test_what_a_rank_has_read_outlives_the_server(ranks: Ranks) -> None:
+    ranks.stores[0].put_if_absent("decision", b"the first")
+    assert ranks.stores[3].try_get("decision") == b"the first"
+    ranks.end(0)
+    assert ranks.stores[1].put_if_absent("decision", b"another") == b"the first"
+    assert ranks.stores[2].try_get("decision") == b"the first"
+
+
+def test_what_a_rank_has_set_is_newer_than_what_others_have_read_of_it(ranks: Ranks) -> None:
+    ranks.stores[2].set("note", b"here")
+    assert [ranks.stores[rank].try_get("note") for rank in (1, 3)] == [b"here"] * 2
+    ranks.stores[2].set("note", b"connected")
+    ranks.end(0)
+    assert ranks.stores[3].try_get("note") == b"connected"
+
+
+@pytest.mark.parametrize("ends", [[(0,), (1,)], [(0, 1)], [(1,), (0,)], [(0, 1, 2)]], ids=str)
+def test_the_lowest_that_lives_serves(ranks: Ranks, ends: list[tuple[int, ...]]) -> None:
+    for number, together in enumerate(ends):
+        ranks.stores[3].put_if_absent(f"decision {number}", b"of 3")
+        ranks.end(*together)
+    left = [rank for rank in range(4) if all(rank not in each for each in ends)]
+    for rank in left:
+        for number in range(len(ends)):
+            assert ranks.stores[rank].put_if_absent(f"decision {number}", b"no") == b"of 3"
+    found = {ranks.stores[rank].put_if_absent("next", str(rank).encode()) for rank in left}
+    assert found == {str(left[0]).encode()}
+    assert [ranks.standbys[rank]._service._values is not None for rank in left] == [
+        rank == left[0] for rank in left
+    ]
+
+
+def test_nobody_serves_before_one_who_lives(ranks: Ranks) -> None:
+    link = ranks.standbys[3].link(2)
+    link.send({"kind": "get", "key": "decision", "number": 0})
+    why = link.expect(DEADLINE_S)["why"]
+    link.close()
+    assert why == "rank 0 lives, and serves before this one"
+
+
+def test_nobody_goes_on_while_the_server_may_live(ranks: Ranks) -> None:
+    ranks.firsts[2].has_ended = lambda: False  # type: ignore[method-assign]
+    ranks.served.lives = False
+    with pytest.raises(RendezvousError, match="rendezvous: gone"):
+        ranks.stores[2].put_if_absent("decision", b"of 2")
+
+
+def test_nobody_decides_without_one_who_lives_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collective.backends.peers.standby._TELL_S", 0.05)
+    stopped = Standby(2, None, None)  # its process does not get to anything
+    ranks = Ranks(2)
+    contacts = [ranks.standbys[0].address, ranks.standbys[1].address, stopped.address]
+    for standby in ranks.standbys:
+        standby._contacts = contacts
+    monkeypatch.setattr("collective.backends.peers.standby._CONNECT_S", 0.05)
+    ranks.end(0)
+    with pytest.raises(RendezvousError, match="rank 2 cannot be reached, and may live"):
+        ranks.stores[1].put_if_absent("decision", b"of 1")
+    # By a decision that rank 1 was part of it is out, and has nothing to say any more.
+    ranks.stores[1].without({2})
+    assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
+    stopped.close()
+    ranks.stores[1].close()
+
+
+def test_an_answer_that_is_late_is_not_taken(ranks: Ranks) -> None:
+    """Rank 3 has an answer in its hands when it says what it knows; another is decided then."""
+    ranks.served.values["decision"] = b"of the dead"
+
+    def others_decide() -> None:
+        ranks.firsts[3].answering = lambda: None
+        ranks.end(0)
+        assert ranks.stores[1].put_if_absent("decision", b"of the living") == b"of the living"
+
+    ranks.firsts[3].answering = others_decide
+    assert ranks.stores[3].try_get("decision") == b"of the living"
+
+
+def test_all_who_ask_at_once_get_one_answer(ranks: Ranks) -> None:
+    ranks.end(0)
+    found: list[bytes] = []
+
+    def decide(rank: int) -> None:
+        found.append(ranks.stores[rank].put_if_absent("decision", str(rank).encode()))
+
+    threads = [threading.Thread(target=decide, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+def test_a_stranger_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(ProofError):
+        connect(ranks.standbys[1].address, b"something else", DEADLINE_S)
+    ranks.end(0)
+    assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
+
+
+def test_nothing_is_left_of_it(ranks: Ranks) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    more = Ranks(3)
+    more.end(0)
+    more.stores[1].set("key", b"value")
+    for store in more.stores:
+        store.close()
+        store.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(RendezvousError, match="this rank has closed it"):
+        more.stores[1].try_get("key")
+
+
+def test_a_forked_child_does_not_keep_the_socket_open(ranks: Ranks) -> None:
+    """Or its parent would not be known to have ended."""
+    standby = Standby(1, None, None)
+    ranks.standbys[0]._contacts = ["", standby.address]
+    (there, tell), (until, end) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(tell, b".")
+        os.read(until, 1)
+        os._exit(0)
+    try:
+        os.read(there, 1)
+        standby._listening.close()  # as the end of a process does it
+        with pytest.raises(ConnectionRefusedError):
+            ranks.standbys[0].link(1)
+    finally:
+        os.write(end, b".")
+        os.waitpid(pid, 0)
+        for descriptor in (there, tell, until, end):
+            os.close(descriptor)
+
+
+# -- with real processes ---------------------------------------------------------------------
+
+_PROGRAM = """
+import os, signal, sys
+import numpy as np
+import collective
+first, size, port = map(int, sys.argv[1:4])
+comm = collective.init("gloo", rank=first, size=size, local_rank=first, local_size=size,
+                       store=f"tcp://127.0.0.1:{port}")
+for victims in eval(sys.argv[4]):
+    comm.barrier()
+    if first in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            comm.all_reduce(np.ones(1))
+    except collective.PeerLostError:
+        comm = comm.shrink()
+    assert comm.all_reduce(np.array([2**first]))[0] == sum(2**each for each in comm.origin)
+assert comm.agree()
+print("through", comm.rank, comm.size, comm.origin, comm.generation)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["open", "secret"])
+@pytest.mark.parametrize(
+    "losses", [((0,), (1,)), ((0, 1),), ((2,), (0,), (1,))], ids=["in a row", "at once", "later"]
+)
+def test_ranks_go_on_without_the_one_that_served_the_store(
+    tmp_path: Path, secret: str, losses: tuple[tuple[int, ...], ...]
+) -> None:
+    pytest.importorskip("torch")
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLLECTIVE_SECRET": secret}
+    if not secret:
+        del environment["COLLECTIVE_SECRET"]
+    ranks = [
+        subprocess.Popen(
+            [warm.python(), str(program), str(rank), "4", str(port), repr(losses)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
+    left = tuple(rank for rank in range(4) if all(rank not in each for each in losses))
+    for new, rank in enumerate(left):
+        out, error = outputs[rank]
+        expected = f"through {new} {len(left)} {left} {len(losses)}\n"
+        assert (out, ranks[rank].returncode) == (expected, 0), error
+        assert "recvVector" not in error, error
+
+
+_WITHOUT_A_HUB = """
+import os, signal, sys, time
+import numpy as np
+import collective
+first, directory = int(sys.argv[1]), sys.argv[2]
+comm = collective.init("gloo", rank=first, size=3, local_rank=first, local_size=3, store=directory)
+pid = comm.broadcast_object(os.getpid(), root=0)
+group = comm.group([1, 2]) if first else None
+comm.barrier()
+if first == 0:
+    comm.close()
+    sys.exit()
+while os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+    time.sleep(0.01)
+group.barrier()
+if first == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        group.all_reduce(np.ones(1))
+except collective.PeerLostError as error:
+    print("heard of", error.ranks)
+"""
+
+
+def test_a_death_is_known_when_rank_0_has_left(tmp_path: Path) -> None:
+    """Its process is where deaths are noticed; then each looks for itself."""
+    pytest.importorskip("torch")
+    program = tmp_path / "program.py"
+    program.write_text(_WITHOUT_A_HUB)
+    store = tmp_path / "store"
+    store.mkdir(mode=0o700)
+    ranks = [
+        subprocess.Popen(
+            [warm.python(), str(program), str(rank), str(store)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
+    assert outputs[1][0] == "heard of (1,)\n", outputs[1][1]

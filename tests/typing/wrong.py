@@ -1,0 +1,49 @@
+"""What a type checker refuses: the lines that say so, and no other."""
+
+import numpy as np
+import numpy.typing as npt
+
+import collective
+from collective import Communicator
+
+Floats = npt.NDArray[np.float32]
+
+
+def operators(comm: Communicator, x: Floats, name: str) -> None:
+    comm.all_reduce(x, op="mean")  # error
+    comm.all_reduce(x, op="SUM")  # error
+    comm.reduce_scatter(x, op=name)  # error
+    comm.all_reduce(x, op=collective.ReduceOp.SUM)  # error
+    collective.all_reduce(x, op="mean")  # error
+    comm.all_reduce(x, order="size")  # error
+
+
+def arguments(comm: Communicator, x: Floats) -> None:
+    comm.all_reduce("text")  # error
+    comm.all_reduce(None)  # error
+    comm.all_reduce({1, 2})  # error
+    comm.all_reduce(3.5, out=3.5)  # error
+    comm.scatter(3)  # error
+    comm.all_to_all(3)  # error
+    comm.send(3, 1)  # error
+    comm.broadcast(x, root="0")  # error
+    comm.broadcast(None, like="tensorflow")  # error
+    comm.split("red")  # error
+    comm.grid("2x2")  # error
+
+
+def names(comm: Communicator, x: Floats) -> None:
+    comm.allreduce(x)  # error
+    comm.bcast(x)  # error
+    comm.send(x, dest=1)  # error
+    comm.all_reduce(x, 0)  # error
+    collective.Allreduce(x)  # error
+
+
+def results(comm: Communicator, x: Floats, y: npt.NDArray[np.int64]) -> None:
+    comm.all_reduce(x, async_op=True).sum()  # error
+    comm.reduce(x).sum()  # error
+    comm.split(1 if comm.rank else None).barrier()  # error
+    total: npt.NDArray[np.int64] = comm.all_reduce(x)  # error
+    count: int = comm.all_reduce(0.5)  # error
+    print(total, count, comm.all_reduce(y, out=x).astype(np.int64))
