@@ -1,0 +1,88 @@
+"""Pages of the site that stand elsewhere in the repository, and links as they are on GitHub.
+
+The documents are read in the repository as well, where they link to each other and to the sources
+by relative paths. On the site those of :data:`PAGES` are pages, and what else is outside ``docs``
+is named without a link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+from collective.start.keys import KEYS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Files of the repository that are pages, by their path in it, and their names on the site.
+PAGES = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+_ON_SITE = {page: path for path, page in PAGES.items()}
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_SETTINGS = re.compile(r"^<!-- settings: .* -->$", re.MULTILINE)
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that stand outside the folder of the documentation."""
+    for path, page in PAGES.items():
+        if (ROOT / path).exists():
+            files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in tables, and point the links of ``page`` to where their targets are on the site."""
+    markdown = _SETTINGS.sub(lambda match: settings(), markdown)
+    here = page.file.src_uri
+    source = _ON_SITE.get(here, f"docs/{here}")
+    done, end = [], 0
+    for fence in _FENCE.finditer(markdown):  # programs are left alone
+        done += [_relinked(markdown[end : fence.start()], source, here), fence[0]]
+        end = fence.end()
+    return "".join([*done, _relinked(markdown[end:], source, here)])
+
+
+def settings() -> str:
+    """Return the table of all settings."""
+    rows = ["| key | takes | default | is |", "| --- | --- | --- | --- |"]
+    for name, key in KEYS.items():
+        default = "" if key.default in (None, "") else f"`{key.default}`"
+        rows.append(f"| `{name}` | {key.allowed} | {default} | {key.doc} |")
+    return "\n".join(rows)
+
+
+def _relinked(text: str, source: str, here: str) -> str:
+    """Return ``text`` of the file ``source`` with its links as they are on the page ``here``."""
+
+    def link(match: re.Match[str]) -> str:
+        picture, words, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if not target or ":" in target:
+            return match[0]
+        path = os.path.normpath(os.path.join(os.path.dirname(source), target))
+        in_docs = path.startswith("docs/") and (ROOT / path).is_file()
+        on_site = PAGES.get(path, path.removeprefix("docs/") if in_docs else None)
+        if on_site is None:
+            return words
+        if words.removeprefix("docs/") in (path.removeprefix("docs/"), target):  # a file's name
+            words = _title(ROOT / path)
+        relative = os.path.relpath(on_site, os.path.dirname(here) or ".")
+        return f"{picture}[{words}]({relative}{anchor})"
+
+    return _LINK.sub(link, text)
+
+
+def _title(document: Path) -> str:
+    """Return the heading of a document."""
+    return document.read_text().partition("\n")[0].removeprefix("# ")
