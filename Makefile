@@ -7,11 +7,15 @@
 #   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
 #   make quick    the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
+#   make clients  run what stands on torch.distributed over our process group (docs/clients.md)
+#   make docs     the documentation as a site, in site/; the tests build and check it, too
 #   make check    formatter, linter, types and tests
 #   make soak     random calls, random kills and mutated messages; hours: see docs/failures.md
 #   make sanitize the native core's ranks as threads, under the compiler's sanitizers
 #   make parity   hold every transport and framework here against an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
+#   make release-check  build what a release uploads into dist, and look at it
+#   make wheels   wheels with the native core for each Python into wheelhouse; takes Docker
 #   make clean    remove all that was built
 
 SHELL := bash
@@ -35,7 +39,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo demo-chainer demo-splits test quick test-gpu check format lint types soak sanitize parity bench clean
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize parity bench release-check wheels clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -69,6 +73,15 @@ GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || e
 RANKS ?= 2
 test-gpu:
 	@"$(GPU_PYTHON)" tests/gpu/run.py --ranks "$(RANKS)"
+
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
+# In an environment of its own: they bring some 60 packages.
+CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.clients/extensions"
+clients: .clients/.compiled
+	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
 
 # The tests last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test
@@ -109,6 +122,7 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
 	$(BIN)/python -m tests.soak elastic --kills $(KILLS)
+	$(BIN)/python -m tests.soak elastic --kills $(KILLS) --spares 4
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
 	--calls $(THREADS)
 
@@ -118,6 +132,36 @@ sanitize: .venv/.dev
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
 	--json parity.json --html parity.html
+
+SCHEMA = $(BIN)/check-jsonschema --builtin-schema vendor
+# Two wheels from the sdist's sources: with the native core, and without for every platform.
+release-check: .venv/.release
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	COLLECTIVE_NATIVE=off $(BIN)/python -m build --no-isolation --wheel
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(SCHEMA).citation-file-format CITATION.cff
+	$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/towncrier build --draft --version next
+	$(BIN)/cibuildwheel --platform linux --print-build-identifiers
+
+# In an environment of its own, as it takes nothing of ours.
+wheels: .wheels/.done
+	rm -rf wheelhouse
+	.wheels/bin/python -m cibuildwheel --platform linux --output-dir wheelhouse
+
+.venv/.release: .venv/.dev
+	@echo "Installing collective-comm[release]"
+	@$(PIP) --editable '.[release]'
+	@touch $@
+
+.wheels/.done: pyproject.toml
+	@$(PYTHON) -m venv .wheels
+	@.wheels/bin/python $(INSTALL) 'cibuildwheel>=3'
+	@touch $@
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
@@ -165,12 +209,34 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	sysconfig.get_path("purelib"))' > "$$(cat .mpi/$*/.site)/venv.pth"
 	@touch $@
 
+# Their requirements would bring another torch. DeepSpeed's setup imports torch.
+.clients/.done: pyproject.toml tests/clients/requirements.txt
+	@echo "Building .clients with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .clients
+	@echo '$(TORCH)' > .clients/constraints.txt
+	@.clients/bin/python $(INSTALL) '$(TORCH)' 'setuptools>=77,<80' wheel
+	@echo "Installing $$(tr '\n' ' ' < tests/clients/requirements.txt)"
+	@DS_BUILD_OPS=0 .clients/bin/python $(INSTALL) --no-build-isolation \
+	--constraint .clients/constraints.txt --requirement tests/clients/requirements.txt
+	@.clients/bin/python $(INSTALL) --no-build-isolation --editable '.[torch]'
+	@touch $@
+
+# A part of DeepSpeed is compiled when it is first used, which takes minutes: not within a test's
+# time. Who is interrupted meanwhile leaves a lock that the next one would wait for.
+.clients/.compiled: .clients/.done
+	@echo "Compiling what DeepSpeed needs on a CPU"
+	@rm -rf .clients/extensions
+	@$(CLIENTS_ENV) .clients/bin/python -c 'from deepspeed.accelerator import get_accelerator; \
+	get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' > .clients/compiled.txt 2>&1 \
+	|| { cat .clients/compiled.txt >&2; exit 1; }
+	@touch $@
+
 .venv/.bench: .venv/.demo
 	@echo "Installing collective-comm[bench]"
 	@$(PIP) --editable '.[bench]'
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi build dist *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi .clients .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -163,7 +163,7 @@ def distant_rank(options: argparse.Namespace) -> None:
         sgd = chainer.optimizers.SGD(0.0)
         return create_multi_node_optimizer(sgd, comm, bucket_mib=options.bucket_mib)
 
-    beside = step_of(made(), options.width, options.rows)
+    overlapped = step_of(made(), options.width, options.rows)
     plain: Any = step_of(made(), options.width, options.rows)
 
     def after() -> None:
@@ -174,7 +174,7 @@ def distant_rank(options: argparse.Namespace) -> None:
 
     after.model, after.optimizer = plain.model, plain.optimizer  # type: ignore[attr-defined]
     bare = step_of(chainer.optimizers.SGD(0.0), options.width, options.rows)
-    steps = {_BARE: bare, "beside": beside, "after": after}
+    steps = {_BARE: bare, "beside": overlapped, "after": after}
     for step in steps.values():
         step()
     _agree(steps)

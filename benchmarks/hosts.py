@@ -182,15 +182,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     reason = refusal()
     if reason is not None:
         raise SystemExit(f"hosts: {reason}")
-    places = [host for host in range(options.hosts) for _ in range(options.each)]
+    spread = [host for host in range(options.hosts) for _ in range(options.each)]
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         path = Path(folder)
-        StartLine.create(path / "startline", len(places))
+        StartLine.create(path / "startline", len(spread))
         command = [sys.executable, str(Path(__file__).resolve()), "--work", folder]
         command += ["--sizes", *map(str, options.sizes), "--operations", *options.operations]
         command += ["--quick"] * options.quick
         with Hosts(options.hosts, path) as hosts:
-            job = hosts.by_hand(places, command, GLOO_SOCKET_IFNAME="eth0")
+            job = hosts.by_hand(spread, command, GLOO_SOCKET_IFNAME="eth0")
             job.succeed(3600.0)
         figures = json.loads((path / "figures").read_text())
     return {"hosts": options.hosts, "each": options.each, "figures": figures}

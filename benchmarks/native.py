@@ -1,9 +1,10 @@
 """What the native core gives ``shm``: ``python benchmarks/native.py``.
 
-All-reduces of ordinary memory, in place, by ranks on one host that have the core, and by the same
-ranks on a second communicator that does without, in turns of a few milliseconds. Of a side's
-turns the fastest and the median are told, of the slowest rank: where the cores are not free,
-they differ. With ``--messages`` half a round trip between two ranks, in place of an all-reduce.
+Calls on ordinary memory by ranks on one host that have the core, and by the same ranks on a second
+communicator that does without, in turns of a few milliseconds: ``--operation gather``, by default
+all-reduces in place. A size is that of the longest array of a call; of ``send_recv`` it is half a
+round trip. Of a side's turns the fastest and the median are told, of the slowest rank: where the
+cores are not free, they differ. With ``--cpu`` it is processor time, of the rank that takes most.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,12 +34,22 @@ from collective.tools.show import (
 )
 
 _TURN_S = 4e-3
+_CALLS = (
+    "all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "scatter", "all_gather",
+    "all_to_all", "send_recv",
+)  # fmt: skip
 
 
 def measure(
-    comm: Communicator, dtypes: Sequence[str], op: str | None, sizes: Sequence[int], turns: int
+    comm: Communicator,
+    operation: str,
+    dtypes: Sequence[str],
+    op: str,
+    sizes: Sequence[int],
+    turns: int,
+    cpu: bool,
 ) -> list[dict[str, Any]]:
-    """Return seconds a call, of each turn, with the core and without it; None is a message."""
+    """Return seconds a call, of each turn, with the core and without it."""
     sides = {"core": comm.dup()}
     native.switch(False)
     sides["without"] = comm.dup()
@@ -45,20 +57,30 @@ def measure(
     found = []
     for dtype in dtypes:
         for nbytes in sizes:
-            x = _array(dtype, nbytes)
-            calls = {
-                name: repeated(
-                    partial(_round_trip, side, x, x.copy())
-                    if op is None
-                    else partial(side.all_reduce, x, op=op, out=x)
-                )
-                for name, side in sides.items()
-            }
-            taken = alternate(comm, calls, turns, _TURN_S, warm=2)
-            if op is None:
+            x = _array(dtype, nbytes, comm.size)
+            calls = {name: repeated(_call(side, operation, op, x)) for name, side in sides.items()}
+            clock = time.process_time if cpu else time.perf_counter
+            taken = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
+            if operation == "send_recv":
                 taken = {name: [each / 2 for each in turn] for name, turn in taken.items()}
             found.append({"dtype": dtype, "nbytes": x.nbytes, **taken})
     return found
+
+
+def _call(comm: Communicator, operation: str, op: str, x: Any) -> Callable[[], Any]:
+    """Return a call of which ``x`` is the longest array."""
+    y, part, is_root = x.copy(), x[: x.size // comm.size].copy(), comm.rank == 0
+    return {
+        "all_reduce": partial(comm.all_reduce, x, op=op, out=x),
+        "reduce": partial(comm.reduce, x, op=op, out=y if is_root else None),
+        "reduce_scatter": partial(comm.reduce_scatter, x, op=op, out=part),
+        "broadcast": partial(comm.broadcast, x, out=x),
+        "gather": partial(comm.gather, part, out=x if is_root else None),
+        "scatter": partial(comm.scatter, x if is_root else None, out=part),
+        "all_gather": partial(comm.all_gather, part, out=x),
+        "all_to_all": partial(comm.all_to_all, x, out=y),
+        "send_recv": partial(_round_trip, comm, x, y),
+    }[operation]
 
 
 def _round_trip(comm: Communicator, x: Any, out: Any) -> None:
@@ -70,12 +92,14 @@ def _round_trip(comm: Communicator, x: Any, out: Any) -> None:
         comm.send(x, 0)
 
 
-def _array(dtype: str, nbytes: int) -> Any:
-    if dtype != "bfloat16":
-        return np.ones(nbytes // np.dtype(dtype).itemsize, dtype)
-    import ml_dtypes
+def _array(dtype: str, nbytes: int, size: int) -> Any:
+    """Return about so many bytes of ones, as many for each rank."""
+    kind: Any = dtype
+    if dtype == "bfloat16":
+        import ml_dtypes
 
-    return np.ones(nbytes // 2, ml_dtypes.bfloat16)
+        kind = ml_dtypes.bfloat16
+    return np.ones(max(1, nbytes // np.dtype(kind).itemsize // size) * size, kind)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the native core gives shm.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--op", default="max", help="of an operator that changes no ones")
-    parser.add_argument("--messages", action="store_true", help="half a round trip instead")
+    parser.add_argument("--operation", choices=_CALLS, default="all_reduce")
+    parser.add_argument("--cpu", action="store_true", help="processor time instead")
     parser.add_argument("--dtypes", type=names, default=["float32"])
     parser.add_argument(
         "--sizes", type=parse_size, nargs="+",
@@ -95,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure_ranks() -> dict[str, Any]:
         found, *_ = run_ranks(
-            options.n, measure, options.dtypes, None if options.messages else options.op,
-            options.sizes, options.turns, backend="shm", timeout=600.0,
+            options.n, measure, options.operation, options.dtypes, options.op, options.sizes,
+            options.turns, options.cpu, backend="shm", timeout=600.0,
         )  # fmt: skip
         return {"calls": found, "native": native.status()}
 

@@ -95,18 +95,18 @@ class _Bench:
             "all_gather(x, counts=, out=y)": lambda: join(x, y, _BYTES, 1, comm, stream),
         }
 
-    def raw_beside(self, x: int, y: int) -> dict[str, Request]:
+    def raw_overlapped(self, x: int, y: int) -> dict[str, Request]:
         """Return the same on a stream beside, with the events that this takes at the least."""
         from collective import cuda
 
         driver, here = cuda.driver(), self.stream.handle
-        beside, before, after = (
+        second, before, after = (
             self.device.new_stream(),
             self.device.new_event(),
             self.device.new_event(),
         )
-        record, wait, there = driver.cuEventRecord, driver.cuStreamWaitEvent, beside.handle
-        self._kept.append(beside)
+        record, wait, there = driver.cuEventRecord, driver.cuStreamWaitEvent, second.handle
+        self._kept.append(second)
 
         def around(enqueue: Request) -> Request:
             def call() -> None:
@@ -278,7 +278,7 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
         ends = _address(x), _address(y)
         ways = {
             "sync": (bench.raw(*ends), bench.ours(x, y)),
-            "async": (bench.raw_beside(*ends), bench.asynchronous(x, y)),
+            "async": (bench.raw_overlapped(*ends), bench.asynchronous(x, y)),
         }
         for way, (raw, calls) in ways.items():
             for operation, call in calls.items():

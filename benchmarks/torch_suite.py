@@ -58,13 +58,13 @@ class _Result(unittest.TestResult):
     """Notes what became of each test, and why.
 
     Args:
-        told: called with the figures so far after each test.
+        report: called with the figures so far after each test.
     """
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()
         self.found: dict[str, dict[str, Any]] = {}
-        self._told = told
+        self._report = report
         self._since = 0.0
 
     def startTest(self, test: Any) -> None:
@@ -75,7 +75,7 @@ class _Result(unittest.TestResult):
         name = test.id().rpartition(".")[2]
         took = time.perf_counter() - self._since
         self.found[name] = {"outcome": outcome, "why": why, "seconds": round(took, 3)}
-        self._told(f"{len(self.found)}: {name} {outcome}")
+        self._report(f"{len(self.found)}: {name} {outcome}")
 
     def addSuccess(self, test: Any) -> None:
         self._note(test, "passed")

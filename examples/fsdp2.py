@@ -25,7 +25,7 @@ class Sorter(nn.Module):
     def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
         self.digits = nn.Embedding(10, width)
-        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, width))
+        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
             for _ in range(depth)
@@ -33,7 +33,7 @@ class Sorter(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, digits: torch.Tensor) -> torch.Tensor:
-        x = self.digits(digits) + self.places
+        x = self.digits(digits) + self.positions
         for block in self.blocks:
             x = block(x)
         return nn.functional.log_softmax(self.head(x), dim=-1)
