@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -173,6 +174,17 @@ def test_a_rank_that_is_killed_is_reported_and_replaced(processes: Ranks) -> Non
     assert isinstance(dead.error, RankDiedError)
     after = run(processes, who)
     assert after[1].value != before[1].value
+
+
+def test_what_a_rank_wrote_before_it_ended_is_in_the_error(kept: dict[str, Ranks]) -> None:
+    _, dead = run(kept["commands"], complaining)
+    assert re.search(r"rank 1: its process has ended.*\n.*as it was told", str(dead.error))
+
+
+def complaining(one: Participant) -> None:
+    if one.rank == 1:
+        os.write(2, b"it goes, as it was told\n")
+        os._exit(3)
 
 
 def test_the_death_of_a_rank_that_forked_is_noticed(processes: Ranks, tmp_path: Path) -> None:

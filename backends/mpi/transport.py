@@ -142,7 +142,6 @@ class MpiTransport(MpiMoves, MpiReductions):
         if self._closed:
             return
         self._closed = True
-        self._blocking.attending = False
         self.channel.close()
         healthy = self.channel.failure is None and self._blocking.running is None
         # What a peer that has not left yet sends to a communicator that is gone waits for the next

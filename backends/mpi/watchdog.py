@@ -12,6 +12,7 @@ of MPI's calls. So this thread makes one now and then, once somebody is lost.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -50,7 +51,8 @@ class Blocking:
             number it differently, as they do one that is made of a group
             (:func:`.ulfm.assembled`); it ended processes, too.
         attending: whether others may be in a call that breaks: until the ranks have agreed who is
-            left, and so all of them are out of it.
+            left, and so all of them are out of it. That this rank has closed it says nothing of
+            them.
         lasting: whether MPI returns from a call when a peer has died, as it hears of it: on a busy
             host that can be a second after the monitor has.
     """
@@ -100,7 +102,7 @@ class Blocking:
         What arrives for a communicator in which somebody has died, or that was revoked, MPI sends
         back, and the sender's call returns.
         """
-        if not (self.lasting and self.attending) or self.channel.failure is None:
+        if not self.attending:
             return False
         self._broken_at = self._broken_at or time.monotonic()
         with contextlib.suppress(self.module.Exception), waiting() as pause_for_good:
@@ -122,11 +124,12 @@ class Blocking:
         if self.running is not call or self.end != end:
             return
         error = failure.error(str(call), self.channel.rank)
+        instead = "(Open MPI reports errors instead, if started with mpiexec --with-ft ulfm.)"
         sys.stderr.write(
             f"collective: {type(error).__name__}: {error}\n"
             f"collective: rank {self.channel.rank} is inside MPI's own operation, out of which "
-            "nobody can call it back: the process ends here, with exit code 1. (Open MPI reports "
-            "errors instead, if started with mpiexec --with-ft ulfm.)\n"
+            "nobody can call it back: the process ends here, with exit code 1."
+            f"{'' if self.lasting else f' {instead}'}\n"
         )
         sys.stderr.flush()
         os._exit(1)
@@ -134,6 +137,8 @@ class Blocking:
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Blocking] = weakref.WeakSet()
+# Those that others may wait for, though the program here has closed and dropped them.
+_attended: set[Blocking] = set()
 _thread: threading.Thread | None = None
 # A communicator has broken: it is looked at once.
 _news = threading.Event()
@@ -142,12 +147,22 @@ _news = threading.Event()
 def watch(blocking: Blocking) -> None:
     """Look after ``blocking`` for as long as it lives."""
     global _thread
-    blocking.channel.on_failure.append(_news.set)
+    blocking.channel.on_failure.append(functools.partial(_broke, weakref.ref(blocking)))
     with _lock:
         _watched.add(blocking)
         if _thread is None:
             _thread = threading.Thread(target=_serve, name="collective-mpi-watchdog", daemon=True)
             _thread.start()
+    if blocking.channel.failure is not None:  # before anything could be told of it
+        _broke(weakref.ref(blocking))
+
+
+def _broke(reference: weakref.ref[Blocking]) -> None:
+    blocking = reference()
+    if blocking is not None and blocking.lasting:
+        with _lock:
+            _attended.add(blocking)
+    _news.set()
 
 
 def _serve() -> None:
@@ -171,7 +186,10 @@ def _look_at_all() -> bool:
     """
     with _lock:
         watched = list(_watched)
+        attended = list(_attended)
     for blocking in watched:
         blocking.look()
-    # One call is for all communicators.
-    return any(blocking.attend() for blocking in watched)
+    over = [blocking for blocking in attended if not blocking.attend()]
+    with _lock:
+        _attended.difference_update(over)
+        return bool(_attended)

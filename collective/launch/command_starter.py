@@ -19,7 +19,7 @@ from collective.errors import BackendUnavailableError
 
 from .control import short_path
 from .mpiexec import Mpiexec
-from .outcome import Outcome
+from .outcome import Outcome, RankDiedError
 from .process_starter import ProcessHandle, encoded, wait_for_answers
 from .processes import mpi_segments, remove_segments
 from .ranks import LOAD_S, Handle, Job, Starter
@@ -34,6 +34,8 @@ _END_S = 3.0
 # How often it is looked at whether what starts the ranks still runs.
 _LOOK_S = 0.2
 _SHOWN = 4000  # bytes of output in errors
+# Until what a rank wrote before its end has come through what started it.
+_PASSED_ON_S = 0.05
 _RANK = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
 
 
@@ -123,6 +125,11 @@ class CommandStarter(Starter):
         # that are killed do not come to.
         if (outcomes and not self._noted) or any(one.error is not None for one in outcomes):
             self._note_segments()
+        died = [one.error for one in outcomes if isinstance(one.error, RankDiedError)]
+        if died:
+            time.sleep(_PASSED_ON_S)
+        for error in died:
+            error.output = self.output()
         return answers
 
     def _note_segments(self) -> None:

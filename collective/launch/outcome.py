@@ -19,11 +19,18 @@ class RankDiedError(Exception):
     Attributes:
         exitcode: the process's exit code, negative for a signal; None for a thread, and where
             it is not known.
+        output: the end of what the ranks and what started them have written, where that is not
+            shown as it comes; else empty.
     """
 
-    def __init__(self, message: str, exitcode: int | None = None) -> None:
+    def __init__(self, message: str, exitcode: int | None = None, output: str = "") -> None:
         super().__init__(message)
         self.exitcode = exitcode
+        self.output = output
+
+    def __str__(self) -> str:
+        message = str(self.args[0])
+        return f"{message}; the last that was written:\n{self.output}" if self.output else message
 
 
 class RankHungError(Exception):
