@@ -237,8 +237,9 @@ def test_who_sends_to_one_that_has_left_the_operation_is_let_go(tmp_path: Path) 
     script = _script(f"""
         inside, over = {str(tmp_path / "inside")!r}, {str(over)!r}
         def wait_for(file):
-            while not os.path.exists(file):
+            while not os.path.exists(file) and time.monotonic() < end:
                 time.sleep(0.01)
+        end = time.monotonic() + 60
         comm = collective.init("mpi")
         comm.barrier()
         if comm.rank == 2:
@@ -248,7 +249,6 @@ def test_who_sends_to_one_that_has_left_the_operation_is_let_go(tmp_path: Path) 
             from mpi4py.MPI import Exception as MpiError
             open(inside, "x").close()
             try:
-                end = time.monotonic() + 60
                 comm._backend._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
             except MpiError:
                 pass
@@ -269,8 +269,9 @@ def test_who_sends_to_one_that_has_closed_after_the_loss_is_let_go(tmp_path: Pat
     script = _script(f"""
         inside, closed, over = {[str(tmp_path / each) for each in ("inside", "closed", "over")]!r}
         def wait_for(file):
-            while not os.path.exists(file):
+            while not os.path.exists(file) and time.monotonic() < end:
                 time.sleep(0.01)
+        end = time.monotonic() + 60
         comm = collective.init("mpi")
         comm.barrier()
         if comm.rank == 2:
@@ -281,7 +282,7 @@ def test_who_sends_to_one_that_has_closed_after_the_loss_is_let_go(tmp_path: Pat
             wait_for(closed)
             from mpi4py.MPI import Exception as MpiError
             try:
-                comm._backend._move(0, "a send", time.monotonic() + 60, "Send", np.ones(1 << 20), 0)
+                comm._backend._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
             except MpiError:
                 pass
             open(over, "x").close()
