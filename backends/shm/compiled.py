@@ -29,9 +29,9 @@ __all__ = ["Compiled"]
 # How often C looks at a word before it yields the processor, at 10 to 40 ns: some microseconds of a
 # core of one's own, and a moment of one that the peer needs.
 _LOOKS, _LOOKS_CROWDED = 200, 4
-# Longer calls on ordinary memory are not staged where the kernel reads a peer's: it copies once
-# instead of twice, which pays as soon as the caches do not hold both, and earlier where the cores
-# share no cache or each rank has its own part to copy meanwhile (docs/decisions.md).
+# Longer calls on ordinary memory are not staged where the kernel reads a peer's, if ranks wait for
+# a core, or if each has a part of its own to copy meanwhile: the kernel copies once instead of
+# twice, and its copies are slower (docs/decisions.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 # From so many bytes on, on the rank that has most, a call is a long one: below that a copy through
 # an area costs less than a second wait (benchmarks/native.py).
@@ -57,11 +57,11 @@ class Compiled:
         control, heap: of the ranks.
         crowded: whether any rank says that there are more ranks than cores.
         single_copy: whether all ranks can have the kernel read each other's memory.
-        streamed: bytes that the caches hold twice.
+        cached: bytes that the last cache holds of the arrays of a call.
     """
 
     def __init__(
-        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, streamed: int
+        self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
     ) -> None:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
         made = native.shared(
@@ -73,7 +73,7 @@ class Compiled:
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
         self._shared = made
-        self._crowded, self._single_copy, self._streamed = crowded, single_copy, streamed
+        self._crowded, self._single_copy, self._cached = crowded, single_copy, cached
         heap.tell(made.know)
 
     def plan(self, request: Request) -> Plan | None:
@@ -110,10 +110,14 @@ class Compiled:
     def _stages(self, operation: str, nbytes: int) -> bool:
         if not self._single_copy:
             return True
-        # Of which one rank would copy while the other waits, if it has a core for that.
-        if operation == "broadcast" and not self._crowded:
-            return nbytes <= self._streamed
-        return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
+        if self._crowded:
+            return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
+        # Of the longest array, how many all ranks have together.
+        arrays = {"scatter": 2, "all_gather": 1 + self._size, "all_to_all": 2 * self._size}
+        if operation not in arrays or nbytes <= _MOVED_BYTES:
+            return True
+        # One copy leaves more room in the caches, as long as they hold anything of it.
+        return nbytes * arrays[operation] >= self._cached
 
 
 def _scaled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,19 +27,16 @@ _LOOKS = 100
 
 
 def make_exchange(
-    control: Control, peers: PeerMemory, crowded: bool, single_copy: bool, streamed: int
+    control: Control, peers: PeerMemory, crowded: bool, single_copy: bool
 ) -> native.Exchange:
     """Return what sends and receives over the rings of ``control``'s segment.
 
     A message goes through a ring, whose two copies run at the same time where both ends have a
     core: 4 MiB take 0.16 ms and not 0.26. Where ranks are more than cores, what a ring does not
     hold is fetched: 4 MiB take 0.8 ms and not 1.4.
-
-    Args:
-        streamed: bytes that the caches hold twice. What is longer is fetched.
     """
     layout = control.layout
-    streamed = layout.ring_bytes if crowded else max(layout.ring_bytes, streamed)
+    streamed = layout.ring_bytes if crowded else sys.maxsize
     made = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, streamed,
         _LOOKS, single_copy, _Waiting(control, peers), 8 * LINE,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +24,7 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import NOBODY
+from collective.native.cache import cached_bytes
 
 from .board import Board
 from .compiled import Compiled
@@ -52,11 +51,6 @@ _UINT8 = BY_NAME["uint8"]
 _GROUP_TAG = -2
 _PATH_BYTES = 256
 _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
-
-
-# Where Linux says how large the cores' last cache is; and KiB, if it does not.
-_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-_CACHE_KIB = 16 << 10
 
 
 class NotMapped(Exception):
@@ -210,15 +204,15 @@ class ShmBackend(OneSided):
                 works = works and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
-        mine = bytes([bool(works), protocol, control.crowded, _held_mib()])
+        mine = bytes([bool(works), protocol, control.crowded, cached_bytes() >> 20])
         votes = [tuple(vote) for vote in control.exchange(mine, timeout)]
         del probe
         reads, protocols, crowds, held = zip(*votes, strict=True)
         self._single_copy = single_copy = all(reads)
         if set(protocols) == {native.PROTOCOL}:
-            crowded, streamed = any(crowds), min(held) << 20
-            self._compiled = Compiled(control, self._heap, crowded, single_copy, streamed)
-            self.exchange = make_exchange(control, self.peers, crowded, single_copy, streamed)
+            crowded, cached = any(crowds), min(held) << 20
+            self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
+            self.exchange = make_exchange(control, self.peers, crowded, single_copy)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -453,14 +447,6 @@ def _on(world: World, setting: str) -> bool:
     # The variable also where no init() has read the configuration, as in tests.
     default = os.environ.get(f"COLLECTIVE_{setting.upper()}", "on")
     return world.options.get(setting, default) == "on"
-
-
-def _held_mib() -> int:
-    """Return of how many MiB the last cache holds two copies; from 8 to 255."""
-    kib = _CACHE_KIB
-    with contextlib.suppress(OSError, ValueError):
-        kib = int(_CACHE.read_text().removesuffix("K\n"))
-    return min(max(kib >> 11, 8), 255)
 
 
 def _open_published(world: World, key: str, deadline: float, timeout: float) -> Segment:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from .cache import cached_bytes
+
 if TYPE_CHECKING:
     from ._core import Door, Ring, Shared
 
@@ -26,7 +28,7 @@ __all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold",
            "methods", "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 9
+PROTOCOL = 10
 
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
@@ -94,6 +96,7 @@ def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
     theirs = getattr(extension, "PROTOCOL", None)
     if theirs != PROTOCOL:
         return None, f"built for protocol {theirs}, while this is {PROTOCOL}; {_REBUILD}"
+    extension.set_cached(cached_bytes())
     return extension, ""
 
 

@@ -2,25 +2,33 @@
 #ifndef COLLECTIVE_COPYING_H
 #define COLLECTIVE_COPYING_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
 
-/* A result of so many bytes is in no cache any more when somebody reads it. The tests take less. */
-#ifndef BEYOND_CACHES_BYTES
-#define BEYOND_CACHES_BYTES ((size_t)48 << 20)
-#endif
+/* What the last cache holds of all arrays of a call, on all ranks of the host; see module.c. */
+extern size_t cached_bytes;
 
-/* Copies a part of a result of whole bytes. A store fetches the line that it writes to from memory
-   first; to a result that the caches do not hold it is made around them, where a processor can,
-   which saves a third of what goes over the bus. C's own memcpy does so by the length of the one
-   copy, and here that is a chunk. */
-static inline void copy_to_result(char *to, const char *from, size_t nbytes, size_t whole)
+/* Whether a call that reads and writes so many bytes leaves nothing of its results in the caches.
+   Lines that it has just read, as it has where it works in place, are written where they are until
+   there are far more of them (docs/decisions.md has the figures). */
+static inline int beyond_caches(size_t nbytes, int in_place)
+{
+    size_t few = (size_t)32 << 20;
+    return nbytes >= (in_place ? 3 * (cached_bytes < few ? cached_bytes : few) : cached_bytes);
+}
+
+/* Copies a part of a result. A store fetches the line that it writes to from memory first; to a
+   result that the caches do not hold it is made around them, where a processor can, which saves a
+   third of what goes over the bus. C's own memcpy does so by the length of the one copy, and here
+   that is a chunk. */
+static inline void copy_to_result(char *to, const char *from, size_t nbytes, int around)
 {
 #if defined(__x86_64__)
-    if (whole >= BEYOND_CACHES_BYTES) {
+    if (around) {
         size_t before = -(uintptr_t)to % 16 < nbytes ? -(uintptr_t)to % 16 : nbytes, at = before;
         memcpy(to, from, before);
         for (; at + 64 <= nbytes; at += 64) {
@@ -34,7 +42,7 @@ static inline void copy_to_result(char *to, const char *from, size_t nbytes, siz
         return;
     }
 #endif
-    (void)whole;
+    (void)around;
     memcpy(to, from, nbytes);
 }
 

@@ -153,11 +153,12 @@ static void send_step(struct exchange *x)
 static int read_bytes(struct exchange *x, struct ring *r, char *to, size_t nbytes, size_t *done)
 {
     size_t capacity = x->messages->capacity, there;
+    int around = beyond_caches(2 * nbytes, 0); /* the sender's array, and this one */
     while (*done < nbytes && (there = ready(x, r, 0, 1)) > 0) {
         size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
         size_t at = r->position % capacity, first = smaller(count, capacity - at);
-        copy_to_result(to + *done, (char *)r->data + at, first, nbytes);
-        copy_to_result(to + *done + first, (char *)r->data, count - first, nbytes);
+        copy_to_result(to + *done, (char *)r->data + at, first, around);
+        copy_to_result(to + *done + first, (char *)r->data, count - first, around);
         *done += count;
         x->moved += count;
         r->position += (count + 7) / 8 * 8;

@@ -1,6 +1,7 @@
 /* The module collective.native._core: folds as Python's functions, and what else is in it. */
 
 #include "python.h"
+#include "copying.h"
 #include "sleeping.h"
 
 #include <string.h>
@@ -198,7 +199,23 @@ static PyObject *wake_all(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+size_t cached_bytes = (size_t)32 << 20; /* until Python has asked the machine */
+
+/* set_cached(nbytes) */
+static PyObject *set_cached(PyObject *module, PyObject *number)
+{
+    size_t nbytes = PyLong_AsSize_t(number);
+    (void)module;
+    if (nbytes == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    cached_bytes = nbytes;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"set_cached", set_cached, METH_O,
+     "set_cached(nbytes, /)\n--\n\n"
+     "Say how much the last cache holds of the arrays of a call, on all ranks."},
     {"nap", nap, METH_VARARGS,
      "nap(segment, asleep, seconds, ready, /)\n--\n\n"
      "Sleep until woken, unless ready(); return whether this rank was woken."},

@@ -36,7 +36,7 @@ struct staging {
     uint64_t first, number; /* counters before the call, and how many blocks it has */
     uint64_t depth;         /* how many an area holds */
     size_t piece;           /* elements of a piece, at most */
-    size_t result;          /* bytes */
+    int around;             /* whether results go around the caches */
 };
 
 static size_t smaller(size_t a, size_t b)
@@ -55,11 +55,24 @@ static int is_cut(const struct plan *p)
     return splits(p) || is_shared_work(p);
 }
 
+/* How many bytes the arrays have that all ranks read and write in a call. */
+static size_t touched_bytes(const struct shared *s, const struct plan *p, int in_place)
+{
+    int one_output = p->operation == REDUCE || p->operation == GATHER
+                     || (splits(p) && p->operation != ALL_TO_ALL);
+    int one_input = (joins(p) && !splits(p)) || p->operation == BROADCAST
+                    || p->operation == SCATTER;
+    size_t outputs = one_output ? 1 : (size_t)s->size, inputs = one_input ? 1 : (size_t)s->size;
+    return p->item * p->count * (in_place ? (inputs > outputs ? inputs : outputs)
+                                          : inputs + outputs);
+}
+
 /* Cuts a call into blocks, of which at least two are in an area, if there are as many. */
 static struct staging cut(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
     struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks,
-                        .result = output_bytes(s, p)};
+                        .around = beyond_caches(touched_bytes(s, p, src == dst),
+                                                p->fold != NULL && src == dst)};
     int each = is_cut(p);
     size_t longest = p->starts != NULL ? p->longest : each ? length_of(s, p, 0) : p->count;
     c.pieces = each ? s->size - 1 : 1;
@@ -156,7 +169,7 @@ static int fold_block(const struct staging *c, uint64_t block)
     else if (each)
         from = block * c->piece;
     if (takes(s, p) && c->dst + from * p->item != value)
-        copy_to_result(c->dst + from * p->item, value, count * p->item, c->result);
+        copy_to_result(c->dst + from * p->item, value, count * p->item, c->around);
     return 0;
 }
 
@@ -183,7 +196,7 @@ static int copy_block(const struct staging *c, uint64_t block, enum word announc
         } else if (announced == FOLDED || c->dst + at * p->item == source) {
             continue;
         }
-        copy_to_result(c->dst + at * p->item, source, count * p->item, c->result);
+        copy_to_result(c->dst + at * p->item, source, count * p->item, c->around);
     }
     return 0;
 }

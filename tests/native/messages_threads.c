@@ -6,12 +6,15 @@
 
 #define _GNU_SOURCE
 #include "messages.h"
+#include "copying.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+size_t cached_bytes = 512; /* long ones go around the caches */
 
 enum { MOST_RANKS = 16, LANES = 2, LOOKS = 20 };
 

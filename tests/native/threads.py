@@ -32,7 +32,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
     if shutil.which(command[0]) is None:
         return None
     program = folder / f"{name}_threads"
-    flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread -DBEYOND_CACHES_BYTES=512".split()
+    flags = "-std=gnu11 -O2 -g -Wall -Wextra -Werror -pthread".split()
     if sanitizer != "none":
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
         empty = folder / "empty.c"
