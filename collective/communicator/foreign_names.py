@@ -188,11 +188,12 @@ def explain_keyword(function: Any, error: TypeError) -> TypeError:
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     meant = next((name for name in _KEYWORDS.get(found[1], ()) if name in own), None)
     remedy = f"{meant}=" if meant else _REMEDIES.get(found[1])
-    if remedy is None:
+    if remedy is None and found[1] not in _KEYWORDS:
         return error
     call = function.__name__
     allowed = "one of " + ", ".join(own) if own else "it takes none"
-    return TypeError(f"{call}: keyword {found[1]!r}; {allowed}; use {remedy.format(call=call)}")
+    advice = f"use {remedy.format(call=call)}" if remedy else "nothing here stands for it"
+    return TypeError(f"{call}: keyword {found[1]!r}; {allowed}; {advice}")
 
 
 def explained(function: _Function) -> _Function:
