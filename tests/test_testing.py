@@ -340,6 +340,21 @@ def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 LOOPBACK = "tests.loopback:Loopback"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["threads", "--sizes", "1,2", "--checks", "check_barrier,check_scan"],
+     ["--sizes", "1", "2", "threads", "--checks", "check_barrier", "check_scan"],
+     ["threads", "--checks", "check_barrier,", "check_scan", "--sizes", "1,", "2"]],
+)  # fmt: skip
+def test_the_command_takes_spaces_and_commas(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines()[:3])
+    assert head == ["threads", "1", "2"]
+    assert [line[0] for line in lines] == ["check_scan", "check_barrier"]
+
+
 def test_what_was_not_tested_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["check_barrier", "check_timeout_tells_last_call"]
     assert main([LOOPBACK, "--sizes", "1,2", "--checks", *names]) == 0

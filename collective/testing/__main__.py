@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,13 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sizes",
         type=_sizes,
         default=(1, 2, 3, 4),
-        metavar="N,N",
-        help="numbers of ranks (default: 1,2,3,4)",
+        metavar="N",
+        help="numbers of ranks, with spaces or commas between them (default: 1 2 3 4)",
     )
     parser.add_argument(
         "--kind", choices=NAMES, default="numpy", help="of which kind the arrays of calls are"
     )
-    parser.add_argument("--checks", nargs="+", metavar="CHECK", help="only these checks")
+    parser.add_argument(
+        "--checks", nargs="+", metavar="CHECK", help="only these, with spaces or commas likewise"
+    )
     parser.add_argument(
         "--list", action="store_true", help="list the checks that would run, and run none"
     )
@@ -43,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--timeout", type=float, default=30.0, help="seconds until a case counts as hung"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(_sizes_joined(sys.argv[1:] if arguments is None else arguments))
+    checks = None if given.checks is None else _words(" ".join(given.checks))
     if given.list:
         try:
-            print(listing(given.name, given.sizes, given.checks, given.kind))
+            print(listing(given.name, given.sizes, checks, given.kind))
         except (CollectiveError, ValueError) as error:
             parser.error(str(error))
         return 0
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.name,
             given.sizes,
             kind=given.kind,
-            checks=given.checks,
+            checks=checks,
             timeout=given.timeout,
             report=progress or (lambda result: None),
         )
@@ -76,14 +81,25 @@ class _ChecksDone:
         print(f"\r\x1b[K{result.size} ranks: {result.check}", end="\r", file=sys.stderr, flush=True)
 
 
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _sizes_joined(arguments: Sequence[str]) -> list[str]:
+    """Return ``--sizes 2 3 shm`` as ``--sizes 2,3 shm``: for argparse 3 and shm would be alike."""
+    if "--sizes" not in arguments:
+        return [*arguments]
+    first = arguments.index("--sizes") + 1
+    sizes = [*itertools.takewhile(re.compile(r"[\d,]+").fullmatch, arguments[first:])]
+    joined = [",".join(sizes)] if sizes else []
+    return [*arguments[:first], *joined, *arguments[first + len(sizes) :]]
+
+
 def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = (0,)
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; positive integers with commas, as 1,2,3,4")
-    return sizes
+    words = _words(text)
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}; positive integers, as 1 2 3 4 or 1,2,3,4")
+    return tuple(map(int, words))
 
 
 def listing(
