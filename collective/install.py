@@ -10,7 +10,7 @@ import functools
 import shlex
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "anew", "hint"]
+__all__ = ["DISTRIBUTION", "anew", "hint", "installed_beside", "is_clone"]
 
 #: What pip and importlib.metadata know this package by.
 DISTRIBUTION = "collective-comm"
@@ -45,8 +45,27 @@ def anew(package: str) -> str:
 def _clone() -> Path | None:
     """Return the root of the clone that this module is in, if it is in one."""
     root = Path(__file__).resolve().parent.parent
+    return root if is_clone(root) else None
+
+
+def is_clone(root: Path) -> bool:
+    """Tell whether a directory is the root of a clone."""
     try:
         text = (root / "pyproject.toml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return None
-    return root if f'\nname = "{DISTRIBUTION}"\n' in text else None
+        return False
+    return f'\nname = "{DISTRIBUTION}"\n' in text
+
+
+def installed_beside(clone: Path) -> Path | None:
+    """Return the directory with the package that is installed apart from a clone, if there is one.
+
+    From an editable installation it is the clone that is imported.
+    """
+    import importlib.metadata  # takes 20 ms
+
+    for found in importlib.metadata.distributions(name=DISTRIBUTION):
+        home = Path(str(found.locate_file(""))).resolve()
+        if home != clone.resolve() and (home / "collective" / "__init__.py").is_file():
+            return home
+    return None

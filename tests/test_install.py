@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective import install
+from tests.interpreter import run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,6 +85,29 @@ def test_every_extra_that_a_hint_names_exists() -> None:
     }
     assert {"torch", "mpi", "nccl", "bench", "parity"} <= named  # it found them
     assert named <= set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_ranks_that_import_a_clone_beside_an_installation_say_so(
+    tmp_path: Path, installed: bool
+) -> None:
+    clone, site = (tmp_path / name for name in ("clone", "site"))
+    clone.mkdir()
+    (clone / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
+    (clone / "collective").symlink_to(ROOT / "collective")
+    script = clone / "program.py"
+    script.write_text("import collective; print(collective.__file__)")
+    (site / "collective").mkdir(parents=True)
+    (site / "collective" / "__init__.py").touch()
+    if installed:
+        about = site / f"{install.DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Name: {install.DISTRIBUTION}\nVersion: 1.0\n")
+    done = run_python("-m", "collective", "run", "-n", 1, script, PYTHONPATH=str(site))
+    assert done.stdout == f"[0] {clone / 'collective' / '__init__.py'}\n", done.stderr
+    said = f"sources in {clone}," in done.stderr and f"installed in {site};" in done.stderr
+    assert said == installed
+    assert installed or not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from collective import install
 from collective.launch import cores_for_each, launch, restart_with
 from collective.start.config import Setting, settings
 from collective.start.keys import by_device
@@ -89,6 +91,8 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse(wrong)
     if "trace" in found:
         check_directory("trace", Path(str(found["trace"].value)))
+    if on_host != "threads":
+        _say_sources(program[0], options.module)
     variables = {
         f"COLLECTIVE_{key.upper()}": str(found[key].value)
         for key, value in given.items()
@@ -112,6 +116,26 @@ def execute(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         replace=options.replace,
     )
+
+
+def _say_sources(program: str, is_module: bool) -> None:
+    """Say so where ranks import a clone's sources although the package is installed, too.
+
+    Python looks first beside the script, or for a module in the working directory.
+    """
+    imported = Path(__file__).resolve().parents[3]  # as PYTHONPATH has it
+    first = Path.cwd() if is_module else Path(program).resolve().parent
+    safe = getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
+    if not safe and (first / "collective" / "__init__.py").is_file():
+        imported = first
+    if install.is_clone(imported) and (installed := install.installed_beside(imported)):
+        built = any((imported / "collective" / "native").glob("_core.*.so"))
+        print(
+            f"collective run: the ranks import the sources in {imported}, "
+            f"{'with' if built else 'without'} the native core, not what is installed in "
+            f"{installed}; pip install -e {shlex.quote(str(imported))} makes them one",
+            file=sys.stderr,
+        )
 
 
 def _misuse(
