@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from collective.errors import BackendNotFoundError
+from collective.launch.mpiexec import Mpiexec
 from collective.testing import run_ranks
 from collective.tools.bench import operations
 from collective.tools.bench.arena import Arena, ArenaError
@@ -286,6 +287,13 @@ def test_names() -> None:
     assert "pip install" in named(["mpi"], {}, 2)[1]["mpi"]
     with pytest.raises(BackendNotFoundError):
         named(["smh"], {}, 2)
+
+
+def test_ranks_of_an_environment_find_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mpiexec, "command", lambda mpiexec, size: ["mpiexec"])
+    ((command, _),) = Contestant("mpi4py", 2, Path("python")).commands(Path("folder"), "address")
+    *_, paths, _, _, _ = command  # in front of the library, the folder and the address
+    assert Path(paths.split(os.pathsep)[1], "collective", "tools", "bench", "worker.py").exists()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ ALONE = "one rank"
 _ON_MPI = ("mpi", "mpi4py", "chainermn")
 # Transports where comm.empty() is another kind of memory than any.
 _SYMMETRIC = ("shm", "nccl")
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 # An environment's own packages come first. What it lacks, and this one has (a framework, say), is
 # taken from here if the Pythons are alike.
 _START = (
