@@ -20,7 +20,7 @@ from collective.training.splits.blocks import Read, Run, Step, Value
 from collective.training.splits.serial import dimension
 from collective.training.splits.windows import Rule
 
-__all__ = ["Context", "applied", "guarded", "lengths_of", "nothing", "padded", "tied"]
+__all__ = ["Context", "applied", "guarded", "nothing", "padded", "tied"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,6 @@ class Context:
         run = guarded(run)
         shape = (*self.shape[:2], *rows)
         return self.step(shape, [None, *rules], run, along=lambda channels: run)
-
-
-def lengths_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of an array along its batch and its data axes."""
-    return (*shape[:1], *shape[2:])
 
 
 def applied(node: Any, inputs: Sequence[Any], **settings: Any) -> Any:

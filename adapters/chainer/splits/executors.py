@@ -14,22 +14,21 @@ from collective.adapters.chainer import functional
 from collective.adapters.chainer.tape import Tape, module_of
 from collective.communicator import Communicator
 from collective.training.differentiable import CollectiveStep
-from collective.training.splits.blocks import Step, Value
+from collective.training.splits.blocks import Value
 from collective.training.splits.exchanges import Exchanges
+from collective.training.splits.in_turn import InTurn
 from collective.training.splits.over_ranks import OverRanks
-from collective.training.splits.serial import Serial
 
-from .context import lengths_of
 from .statistics import moments
 
 if TYPE_CHECKING:
     from .kept import Kept
 
-__all__ = ["InTurn", "VariableExchanges", "Variables", "VariablesOverRanks"]
+__all__ = ["VariableExchanges", "VariablesInTurn", "VariablesOverRanks"]
 
 
-class Variables:
-    """What the framework-neutral executors do with variables.
+class VariableExchanges(Exchanges):
+    """What the framework-neutral executors do with variables, on a rank and between ranks.
 
     Args:
         kept: counts what pieces keep that are computed again.
@@ -53,65 +52,6 @@ class Variables:
             self._kept.compute_piece(function, arrays)
         found = F.forget(function, *arrays)
         return found if isinstance(found, tuple) else (found,)
-
-
-class InTurn:
-    """Records the functions of a forward pass, and applies them in blocks for a result."""
-
-    def __init__(
-        self,
-        variables: Variables,
-        parts: Sequence[int],
-        channels: int,
-        recompute: bool,
-        xp: Any,
-    ) -> None:
-        self._serial = Serial(variables, parts, channels, recompute)
-        self._xp = xp
-
-    def enter(self, x: Any) -> Value:
-        return Value(lengths_of(x.shape), array=chainer.as_variable(x))
-
-    def enter_whole(self, x: Any) -> Value:
-        return self.enter(x)
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        return Value(lengths, step)
-
-    def whole(self, values: Sequence[Value]) -> list[Any]:
-        self._serial.compute(values)
-        return [value.array for value in values]
-
-    def results(self, values: Sequence[Value]) -> list[Any]:
-        return self.whole(values)
-
-    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
-        (x,) = self.whole([value])
-        count = _count(value, x.shape[1], groups)
-        return *moments(x, groups, dtype, lambda sums: sums / count, lambda means: means), count
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        return lambda x: x
-
-    def layout(self, weight: Any, bias: Any) -> None:
-        return None
-
-    def parameter(self, x: Any) -> Any:
-        return x
-
-    def random(self) -> Any:
-        return self._xp.random
-
-
-def _count(value: Value, channels: int, groups: int | None) -> int:
-    """Return how many numbers are behind a mean."""
-    if groups is None:
-        return math.prod(value.lengths)
-    return channels // groups * math.prod(value.lengths[1:])
-
-
-class VariableExchanges(Variables, Exchanges):
-    """Variables between ranks."""
 
     def entering(self, x: Any) -> Any:
         return chainer.as_variable(x)
@@ -139,6 +79,34 @@ class VariableExchanges(Variables, Exchanges):
 
     def zeros_bare(self, like: Any, shape: Sequence[int]) -> Any:
         return module_of(like).zeros(shape, like.dtype)
+
+
+class VariablesInTurn(InTurn):
+    """Applies the functions of a forward pass block by block.
+
+    Args:
+        xp: NumPy or CuPy.
+        args: as of ``InTurn``.
+    """
+
+    def __init__(self, xp: Any, *args: Any) -> None:
+        super().__init__(*args)
+        self._xp = xp
+
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        (x,) = self.whole([value])
+        count = _count(value, x.shape[1], groups)
+        return *moments(x, groups, dtype, lambda sums: sums / count, lambda means: means), count
+
+    def random(self) -> Any:
+        return self._xp.random
+
+
+def _count(value: Value, channels: int, groups: int | None) -> int:
+    """Return how many numbers are behind a mean."""
+    if groups is None:
+        return math.prod(value.lengths)
+    return channels // groups * math.prod(value.lengths[1:])
 
 
 class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]

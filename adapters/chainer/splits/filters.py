@@ -12,7 +12,7 @@ import chainer.links as L
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.training.splits.filters import FilterLayer, Filters
+from collective.training.splits.filters import FilterLayer, Filters, all_names
 
 __all__ = ["LinkFilters"]
 
@@ -41,7 +41,8 @@ class LinkFilters(Filters):
             if isinstance(child, _KINDS):
                 name = f"{path} ({type(child).__name__})"
                 owners[id(child.W)] = child, _described(name, child)
-        for found in self.take([each for _, each in owners.values()], _names(link), _cut):
+        names = all_names(link.namedparams(include_uninit=False), lambda each: id(each.array))
+        for found in self.take([each for _, each in owners.values()], names, _cut):
             layer, _ = owners[id(found.weight)]
             layer.add_hook(_Guard(self, found.name))
 
@@ -107,15 +108,6 @@ def _in_order(link: chainer.Link, path: str) -> Iterator[tuple[str, Any]]:
     children = {id(child) for child in link.children()}
     for child in dict.fromkeys(each for each in own if id(each) in children):
         yield from _in_order(child, f"{path}/{child.name}")
-
-
-def _names(link: chainer.Link) -> dict[int, list[str]]:
-    """Return by its ``id`` all paths of a parameter, and of others that have the same array."""
-    every = list(link.namedparams(include_uninit=False))
-    alike: dict[int, list[str]] = {}
-    for name, parameter in every:
-        alike.setdefault(id(parameter.array), []).append(name)
-    return {id(parameter): alike[id(parameter.array)] for _, parameter in every}
 
 
 def _described(name: str, link: Any) -> FilterLayer:

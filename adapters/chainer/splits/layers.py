@@ -35,10 +35,7 @@ def convolution(context: Context) -> Made | None:
     rules = []
     for n, k, s, p, d in zip(context.shape[2:], weight.shape[2:], strides, pads, dilations):
         window = Window(k, s, p, p, d)
-        if node.cover_all:  # windows may hang over the end
-            rows = max(0, -(-(n + 2 * p - window.reach) // s) + 1)
-            window = window._replace(after=(rows - 1) * s + window.reach - n - p)
-        rules.append(window)
+        rules.append(window.covering(n) if node.cover_all else window)
 
     def some(groups: int) -> Callable[..., Any]:
         def function(x: Any, read: Read, *inputs: Any) -> Any:

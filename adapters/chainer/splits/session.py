@@ -15,12 +15,12 @@ import numpy as np
 
 from collective.errors import UnsupportedError
 from collective.memory import nested
-from collective.training.splits.blocks import Read, Run, Step, Value
+from collective.training.splits.blocks import Read, Run, Step, Value, lengths_of
 from collective.training.splits.executor import Executor
-from collective.training.splits.serial import dimension
+from collective.training.splits.serial import fitting
 
 from . import layers, windows
-from .context import Context, applied, lengths_of
+from .context import Context, applied
 from .cut import Cut, names
 from .filters import LinkFilters
 from .statistics import wide
@@ -347,13 +347,7 @@ def _row_for_row(
 
 def _fitting(x: Any, read: Read, dims: int, some: range | None, channels: int) -> Any:
     """Return the rows and channels of a whole array that a piece is combined with."""
-    missing = dims - x.ndim
     index = [slice(None)] * x.ndim
-    for axis, rows in enumerate(read.rows):
-        at = dimension(axis) - missing
-        if at >= 0 and x.shape[at] != 1:
-            index[at] = slice(rows.start, rows.stop)
-    at = 1 - missing
-    if some is not None and at >= 0 and x.shape[at] == channels != 1:
-        index[at] = slice(some.start, some.stop)
+    for at, rows in fitting(x.shape, read, dims, some, channels):
+        index[at] = slice(rows.start, rows.stop)
     return x if all(each == slice(None) for each in index) else x[tuple(index)]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import chainer
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.chained import Chained
-from collective.training.splits.layered import BlockGrid, Layered
-from collective.training.splits.options import check_axes, check_options
+from collective.training.splits.cuts import Cuts
 from collective.training.splits.report import MemoryReport, Verification
 
 from .cut import Cut, intercepting
-from .executors import InTurn, VariableExchanges, Variables, VariablesOverRanks
+from .executors import VariableExchanges, VariablesInTurn, VariablesOverRanks
 from .filters import LinkFilters
 from .session import Session
 
@@ -78,7 +77,6 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         strict: bool = False,
     ) -> None:
         super().__init__()
-        check_options(batch, channels, data, comm, halo, inputs, outputs, filters)
         if not isinstance(link, chainer.Link):
             raise InvalidArgumentError(f"Split: {type(link).__name__}; a chainer.Link.")
         for path, child in link.namedlinks():
@@ -87,13 +85,13 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                     f"Split: {path} is a Split, which cannot be split. Split one link, with all "
                     "axes in one call."
                 )
+        self._cuts = Cuts(
+            batch, channels, data, comm, recompute=recompute, halo=halo, inputs=inputs,
+            outputs=outputs, filters=filters,
+        )  # fmt: skip
         with self.init_scope():
             self.link = link
-        self._cuts = batch, channels, tuple(data)
-        self._recompute, self._halo, self._strict = recompute, halo, strict
-        self._inputs, self._outputs = inputs, outputs
-        self._grid = None if comm is None else BlockGrid(comm, batch, channels, tuple(data))
-        self._own = filters == "own"
+        self._strict = strict
         self._filters = self.filters_of(link)
         self.joined: tuple[str, ...] = ()
 
@@ -138,30 +136,10 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Returns:
             What the link returns, the functions that took whole variables, and the masks drawn.
         """
-        axes = x.ndim - 2
-        batch, channels, data = self._cuts
-        executor: Any
-        if self._grid is None:
-            check_axes(data, axes)
-            parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
-            executor = InTurn(Variables(kept), parts, channels, self._recompute, x.xp)
-        else:
-            grid, arrays = self._grid.reaching(axes), VariableExchanges(kept)
-            how: Layered | Chained
-            if self._halo == "layer":
-                how = Layered(arrays, grid)
-            else:
-                how = Chained(arrays, grid, self._recompute)
-            executor = VariablesOverRanks(
-                x.xp,
-                grid,
-                how,
-                arrays,
-                list(link.params()),
-                from_pieces=(ends or self._inputs) == "pieces",
-                to_pieces=(ends or self._outputs) == "pieces",
-                filters=filters,
-            )
+        executor = self._cuts.executor(
+            partial(VariablesInTurn, x.xp), partial(VariablesOverRanks, x.xp),
+            VariableExchanges(kept), x.ndim - 2, list(link.params()), ends, filters,
+        )  # fmt: skip
         session = Session(executor, x.xp, self._strict, filters)
         running = contextlib.nullcontext() if filters is None else filters.running()
         with running, intercepting(link, session):
@@ -179,8 +157,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
 
     def filters_of(self, link: chainer.Link) -> LinkFilters | None:
         """Keep of a link's weights those of this rank's channels, if this one does so."""
-        group = None if self._grid is None else self._grid.channel_group
-        return LinkFilters(group, link) if self._own and group is not None else None
+        group = self._cuts.filter_group
+        return None if group is None else LinkFilters(group, link)
 
     def whole_copy(self) -> Any:
         """Return a copy of the link with all weights.

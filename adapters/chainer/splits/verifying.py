@@ -10,6 +10,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective.memory import nested
+from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
 from .cut import Cut
@@ -85,23 +86,11 @@ def verify(split: Computed, x: Any, args: Sequence[Any], tolerance: float) -> Ve
             else:
                 result, joined = link(given, *rest), ()
         _scalar(result).backward()
-        gradients = {"input": given.grad, **_gradients(link, filters)}
+        gradients = {"input": given.grad, **whole_gradients(link.namedparams(), filters)}
         outcomes.append(Computation(outputs.found, gradients, joined))
     np.random.set_state(state)
     whole, parts = outcomes
-    return Verification.of(whole, parts, _relative, tolerance)
-
-
-def _gradients(link: chainer.Link, filters: LinkFilters | None) -> dict[str, Any]:
-    """Return the parameters' gradients, all of those of which ranks have pieces."""
-    found = {}
-    for name, parameter in link.namedparams():
-        share = None if filters is None else filters.share(parameter)
-        gradient = parameter.grad
-        if filters is not None and share is not None and gradient is not None:
-            gradient = filters.join(gradient, share)
-        found[name] = gradient
-    return found
+    return Verification.of(whole, parts, tolerance)
 
 
 def _is_real(x: Any) -> bool:
@@ -132,16 +121,6 @@ def _scalar(result: Any) -> Any:
             weights = leaf.xp.linspace(-1, 1, leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
             total = total + F.sum(leaf * weights)
     return total
-
-
-def _relative(a: Any, b: Any) -> float:
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.size:
-        return 0.0
-    return float(abs(a - b).max() / max(abs(a).max(), 1e-3))
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from chainer.functions.array.resize_images import ResizeImages
 
 from collective.training.splits.blocks import Read, Step
-from collective.training.splits.windows import Taken, Window
+from collective.training.splits.windows import Taken, Window, data_slices
 
 from .context import Context, applied, padded
 
@@ -32,10 +32,7 @@ def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
     windows = []
     for n, k, s, p in zip(context.shape[2:], kernel, strides, pads):
         window = Window(k, s, p, p)
-        if node.cover_all:  # the last window may hang over the end
-            rows = max(0, -(-(n + 2 * p - k) // s) + 1)
-            window = window._replace(after=(rows - 1) * s + k - n - p)
-        windows.append(window)
+        windows.append(window.covering(n) if node.cover_all else window)
     return windows, unpadded
 
 
@@ -95,7 +92,7 @@ def resize(context: Context) -> Made | None:
         low = np.clip(np.floor(at), 0, n - 1).astype(int)
         high = np.minimum(low + 1, n - 1)
         found = [low.tolist(), high.tolist()] if linear else [low.tolist()]
-        rules.append(Taken(list(zip(*found)).__getitem__, m))
+        rules.append(Taken.of(*found))
         coordinates.append((low, high, at - low))
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
@@ -142,18 +139,11 @@ def pad(context: Context) -> Made | None:
 
 def getitem(context: Context) -> Made | None:
     """Recipe of ``GetItem``: slices of the data axes, with the batch and the channels whole."""
-    index = list(context.node.slices)
-    axes = len(context.shape)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index[at : at + 1] = [slice(None)] * (axes - len(index) + 1)
-    index += [slice(None)] * (axes - len(index))
-    if not all(isinstance(each, slice) for each in index):
+    slices = data_slices(context.node.slices, len(context.shape))
+    if slices is None:
         return None
-    if any(each != slice(None) for each in index[:2]):
-        return None
-    maps = [np.arange(n)[each] for n, each in zip(context.shape[2:], index[2:])]
-    rules = [Taken(list(zip(numbers.tolist())).__getitem__, len(numbers)) for numbers in maps]
+    maps = [np.arange(n)[each] for n, each in zip(context.shape[2:], slices)]
+    rules = [Taken.of(numbers.tolist()) for numbers in maps]
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         y = arrays[0]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.memory import nested
-from collective.training.splits.filters import FilterLayer, Filters, Share
+from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
 __all__ = ["ModuleFilters", "Watching"]
 
@@ -43,7 +43,8 @@ class ModuleFilters(Filters):
             weight = dict(layer.named_parameters(recurse=False)).get("weight")
             if isinstance(layer, _KINDS) and weight is not None:
                 owners[id(weight)] = layer, _described(name or type(layer).__name__, layer)
-        for found in self.take([each for _, each in owners.values()], _names(module), _cut):
+        names = all_names(module.named_parameters(remove_duplicate=False), _memory)
+        for found in self.take([each for _, each in owners.values()], names, _cut):
             cut: Any = owners[id(found.weight)][0]
             # Not methods: PyTorch notes something at a hook, which methods cannot have.
             cut.register_forward_pre_hook(functools.partial(_check, self, found.name))
@@ -67,15 +68,6 @@ class ModuleFilters(Filters):
         share = self.share(x)
         shape = x.shape if share is None else share.shape
         return torch.empty(shape, dtype=x.dtype, device="meta")
-
-
-def _names(module: nn.Module) -> dict[int, list[str]]:
-    """Return by its ``id`` all names of a parameter, and of others that have the same memory."""
-    every = list(module.named_parameters(remove_duplicate=False))
-    alike: dict[int, list[str]] = {}
-    for name, parameter in every:
-        alike.setdefault(_memory(parameter), []).append(name)
-    return {id(parameter): alike[_memory(parameter)] for _, parameter in every}
 
 
 def _memory(parameter: torch.Tensor) -> int:

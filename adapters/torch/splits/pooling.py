@@ -24,9 +24,8 @@ def _windows(
     numbers = [per_axis(number, axes) for number in given]
     windows = []
     for n, m, k, s, p, d in zip(x.lengths[1:], context.shape[2:], *numbers):
-        window = Window(k, s, p, p, d)
-        # As far as the last window reaches: with ceil_mode it may hang over the end.
-        windows.append(window._replace(after=(m - 1) * s + window.reach - n - p))
+        # With ceil_mode the last one may hang over the end.
+        windows.append(Window(k, s, p, p, d).ending(n, m))
     return windows
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from collective.memory import nested
 from collective.training.splits.blocks import Read, Run, Step
-from collective.training.splits.serial import dimension
+from collective.training.splits.serial import fitting
 
 from .cut import Cut
 
@@ -97,12 +97,6 @@ def _fitting(
     """Return the rows and channels of a whole tensor that a piece is combined with."""
     if by_channel:  # one number a channel, or one for all
         return x if some is None or x.numel() == 1 else x[some.start : some.stop]
-    missing = dims - x.dim()
-    for axis, rows in enumerate(read.rows):
-        at = dimension(axis) - missing
-        if at >= 0 and x.shape[at] != 1:
-            x = x.narrow(at, rows.start, len(rows))
-    at = 1 - missing
-    if some is not None and at >= 0 and x.shape[at] == channels != 1:
-        x = x.narrow(at, some.start, len(some))
+    for at, rows in fitting(x.shape, read, dims, some, channels):
+        x = x.narrow(at, rows.start, len(rows))
     return x

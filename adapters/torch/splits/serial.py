@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from collective.training.splits.blocks import Step, Value
-from collective.training.splits.serial import Serial
+from collective.training.splits.blocks import Value
+from collective.training.splits.in_turn import InTurn
 
 if TYPE_CHECKING:
     from .kept import Kept
 
-__all__ = ["InTurn", "Tensors", "moments", "wide"]
+__all__ = ["Tensors", "TensorsInTurn", "moments", "wide"]
 
 Tensor = torch.Tensor
 
@@ -49,42 +49,12 @@ class Tensors:
         return found
 
 
-class InTurn:
-    """Records the calls of a forward pass, and makes them in blocks where a result is needed."""
-
-    def __init__(
-        self, tensors: Tensors, parts: Sequence[int], channels: int, recompute: bool
-    ) -> None:
-        self._serial = Serial(tensors, parts, channels, recompute)
-
-    def enter(self, array: Tensor) -> Value:
-        return Value((*array.shape[:1], *array.shape[2:]), array=array)
-
-    def enter_whole(self, array: Tensor) -> Value:
-        return self.enter(array)
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
-        return Value(lengths, step)
-
-    def whole(self, values: Sequence[Value]) -> list[Tensor]:
-        self._serial.compute(values)
-        return [value.array for value in values]
-
-    def results(self, values: Sequence[Value]) -> list[Tensor]:
-        return self.whole(values)
+class TensorsInTurn(InTurn):
+    """Makes the calls of a forward pass block by block."""
 
     def moments(self, value: Value, groups: int | None) -> tuple[Tensor, Tensor, int]:
         (x,) = self.whole([value])
         return moments(x, groups)
-
-    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
-        return lambda tensor: tensor
-
-    def layout(self, weight: Any, bias: Any) -> None:
-        return None
-
-    def parameter(self, x: Any) -> Any:
-        return x
 
     def generator(self) -> None:
         return None

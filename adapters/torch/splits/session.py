@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from collective.errors import CollectiveError, UnsupportedError
 from collective.memory import nested
-from collective.training.splits.blocks import Value
+from collective.training.splits.blocks import Value, lengths_of
 
 from .context import Context
 from .cut import Cut, names
@@ -184,7 +184,7 @@ class Session:
         leaves = [args, kwargs]
         recipe = recipe_of(function)
         if recipe is None:
-            lengths = _lengths(like)
+            lengths = lengths_of(like.shape)
             # What is broadcast along a cut axis is there for every piece.
             found = [
                 x if not isinstance(x, Cut) or (x.value.lengths, x.dim()) == (lengths, like.dim())
@@ -213,7 +213,7 @@ class Session:
             if found_step is None:
                 return None
             step = found_step
-        return self.cut(self._executor.add(step, _lengths(like)), like)
+        return self.cut(self._executor.add(step, lengths_of(like.shape)), like)
 
     def _whole(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call a function that no rule is known of on whole tensors."""
@@ -230,7 +230,7 @@ class Session:
         plain_args, plain_kwargs = _rebuilt(leaves, plain)
         found = function(*plain_args, **plain_kwargs)
         rows = len(cut[0].value.lengths), cut[0].value.lengths
-        if not isinstance(found, Tensor) or (found.dim() - 1, _lengths(found)) != rows:
+        if not isinstance(found, Tensor) or (found.dim() - 1, lengths_of(found.shape)) != rows:
             return found
         # The same rows: what follows may go on in pieces.
         like = torch.empty_like(found, device="meta")
@@ -337,11 +337,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 def _called(function: Any) -> str:
     name = getattr(function, "__name__", None) or repr(function)
     return name if name != "fn" else "max_pool"
-
-
-def _lengths(like: Tensor) -> tuple[int, ...]:
-    shape = tuple(like.shape)
-    return (*shape[:1], *shape[2:])
 
 
 def _leaves(structure: Any) -> list[Any]:

@@ -11,15 +11,13 @@ import torch
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.chained import Chained
-from collective.training.splits.layered import BlockGrid, Layered
-from collective.training.splits.options import check_axes, check_options
+from collective.training.splits.cuts import Cuts
 from collective.training.splits.report import MemoryReport, Verification
 
 from .cut import Cut, names
 from .filters import ModuleFilters, Watching
 from .parallel import TensorExchanges, TensorsOverRanks
-from .serial import InTurn, Tensors
+from .serial import TensorsInTurn
 from .session import Session
 
 if TYPE_CHECKING:
@@ -116,14 +114,13 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         strict: bool = False,
     ) -> None:
         super().__init__()
-        check_options(batch, channels, data, comm, halo, inputs, outputs, filters)
         _check_module(module)
+        self._cuts = Cuts(
+            batch, channels, data, comm, recompute=recompute, halo=halo, inputs=inputs,
+            outputs=outputs, filters=filters,
+        )  # fmt: skip
         self.module = module
-        self._parts = batch, channels, tuple(data)
-        self._recompute, self._halo, self._strict = recompute, halo, strict
-        self._inputs, self._outputs = inputs, outputs
-        self._grid = None if comm is None else BlockGrid(comm, batch, channels, tuple(data))
-        self._own = filters == "own"
+        self._strict = strict
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
             kind = type(layer).__name__
@@ -169,29 +166,10 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Returns:
             What the module returns, and the calls that took whole tensors.
         """
-        axes = x.dim() - 2
-        batch, channels, data = self._parts
-        executor: Any
-        if self._grid is None:
-            check_axes(data, axes)
-            parts = (batch, *data, *(1,) * (axes - len(data)))[: axes + 1]
-            executor = InTurn(Tensors(kept), parts, channels, self._recompute)
-        else:
-            grid, arrays = self._grid.reaching(axes), TensorExchanges(kept)
-            how: Layered | Chained
-            if self._halo == "layer":
-                how = Layered(arrays, grid)
-            else:
-                how = Chained(arrays, grid, self._recompute)
-            executor = TensorsOverRanks(
-                grid,
-                how,
-                arrays,
-                list(module.parameters()),
-                from_pieces=(ends or self._inputs) == "pieces",
-                to_pieces=(ends or self._outputs) == "pieces",
-                filters=filters,
-            )
+        executor = self._cuts.executor(
+            TensorsInTurn, TensorsOverRanks, TensorExchanges(kept), x.dim() - 2,
+            list(module.parameters()), ends, filters,
+        )  # fmt: skip
         session = Session(executor, x, self._strict, kept, filters)
         with contextlib.ExitStack() as stack:
             if filters is not None:
@@ -202,8 +180,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
     def filters_of(self, module: torch.nn.Module) -> ModuleFilters | None:
         """Keep of a module's weights those of this rank's channels, if this one does so."""
-        group = None if self._grid is None else self._grid.channel_group
-        return ModuleFilters(group, module) if self._own and group is not None else None
+        group = self._cuts.filter_group
+        return None if group is None else ModuleFilters(group, module)
 
     def whole_copy(self) -> Any:
         """Return a copy of the module with all weights.

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from collective.training.splits.blocks import Read, Step, Value
-from collective.training.splits.windows import Taken, Window
+from collective.training.splits.windows import Taken, Window, data_slices
 
 from .context import Context, padded
 
@@ -42,7 +42,7 @@ def interpolate(
         low = at.floor().long()
         high = (low + 1).clamp(max=n - 1)
         found = [low.tolist(), high.tolist()] if linear else [low.tolist()]
-        rules.append(Taken(list(zip(*found)).__getitem__, m))
+        rules.append(Taken.of(*found))
         coordinates.append((low, high, at - low))
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
@@ -93,7 +93,7 @@ def pad(
 
 def _taken(context: Context, maps: Sequence[Tensor]) -> Step:
     """Make the step that takes the rows ``maps`` along the data axes."""
-    rules = [Taken(list(zip(numbers.tolist())).__getitem__, len(numbers)) for numbers in maps]
+    rules = [Taken.of(numbers.tolist()) for numbers in maps]
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         y = arrays[0]
@@ -108,15 +108,8 @@ def _taken(context: Context, maps: Sequence[Tensor]) -> Step:
 
 def getitem(context: Context, x: Value, index: Any) -> Step | None:
     """Recipe of slices of the data axes, with the batch and the channels whole."""
-    places = index if isinstance(index, tuple) else (index,)
-    if Ellipsis in places:
-        at = places.index(Ellipsis)
-        missing = len(x.lengths) + 1 - (len(places) - 1)
-        places = (*places[:at], *[slice(None)] * missing, *places[at + 1 :])
-    places = (*places, *[slice(None)] * (len(x.lengths) + 1 - len(places)))
-    if not all(isinstance(each, slice) for each in places) or any(
-        each != slice(None) for each in places[:2]
-    ):
+    slices = data_slices(index if isinstance(index, tuple) else (index,), len(x.lengths) + 1)
+    if slices is None:
         return None
-    maps = [torch.arange(n)[each] for n, each in zip(x.lengths[1:], places[2:])]
+    maps = [torch.arange(n)[each] for n, each in zip(x.lengths[1:], slices)]
     return _taken(context, maps)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from collective.memory import nested
+from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
 from .cut import Cut
@@ -77,22 +78,10 @@ def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) ->
             else:
                 result, joined = module(given, *rest), ()
         torch.autograd.backward(_scalar(result))
-        gradients = {"input": given.grad, **_gradients(module, filters)}
+        gradients = {"input": given.grad, **whole_gradients(module.named_parameters(), filters)}
         outcomes.append(Computation(outputs, gradients, joined))
     whole, parts = outcomes
-    return Verification.of(whole, parts, _relative, tolerance)
-
-
-def _gradients(module: torch.nn.Module, filters: ModuleFilters | None) -> dict[str, Any]:
-    """Return the parameters' gradients, all of those of which ranks have pieces."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        share = None if filters is None else filters.share(parameter)
-        gradient = parameter.grad
-        if filters is not None and share is not None and gradient is not None:
-            gradient = filters.join(gradient, share)
-        found[name] = gradient
-    return found
+    return Verification.of(whole, parts, tolerance)
 
 
 @contextlib.contextmanager
@@ -130,16 +119,6 @@ def _scalar(result: Any) -> Tensor:
             weights = torch.linspace(-1, 1, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
             total = total + (leaf * weights.reshape(leaf.shape)).sum().cpu()
     return total
-
-
-def _relative(a: Tensor | None, b: Tensor | None) -> float:
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.numel():
-        return 0.0
-    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-3))
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 
 from .windows import Rule, clip, pieces
 
-__all__ = ["Block", "Read", "Run", "Step", "Value", "blocks", "hull", "order", "wanted"]
+__all__ = [
+    "Block",
+    "Read",
+    "Run",
+    "Step",
+    "Value",
+    "blocks",
+    "hull",
+    "lengths_of",
+    "order",
+    "wanted",
+]
 
 #: The rows of an array along each axis that may be cut: the batch, and the data axes.
 Block = tuple[range, ...]
@@ -115,6 +126,11 @@ class Step:
 
 #: ``run(arrays, read)``: a block of a result from its sources' rows.
 Run = Callable[[Sequence[Any], Read], Any]
+
+
+def lengths_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of an array along its batch and its data axes."""
+    return (*shape[:1], *shape[2:])
 
 
 def blocks(lengths: Sequence[int], parts: Sequence[int]) -> list[Block]:

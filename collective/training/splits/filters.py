@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ from collective.errors import ShapeError, UnsupportedError
 
 from .windows import pieces
 
-__all__ = ["ALONG", "COLUMNS", "ROWS", "FilterLayer", "Filters", "Share", "arrange"]
+__all__ = [
+    "ALONG", "COLUMNS", "ROWS", "FilterLayer", "Filters", "Share", "all_names", "arrange",
+    "whole_gradients",
+]  # fmt: skip
 
 COLUMNS, ROWS, ALONG = "columns", "rows", "along"
 
@@ -230,6 +233,39 @@ class Filters:
             "Split: filters='own': a model of which ranks have pieces cannot be copied or pickled. "
             "Copy its state, which has the whole weights."
         )
+
+
+def all_names(
+    parameters: Iterable[tuple[str, Any]], memory: Callable[[Any], int]
+) -> dict[int, list[str]]:
+    """Return by its ``id`` all names of a parameter, and of others that have the same memory.
+
+    Args:
+        parameters: by name, one with several names under each.
+        memory: says where a parameter's elements are.
+    """
+    every = list(parameters)
+    alike: dict[int, list[str]] = {}
+    for name, parameter in every:
+        alike.setdefault(memory(parameter), []).append(name)
+    return {id(parameter): alike[memory(parameter)] for _, parameter in every}
+
+
+def whole_gradients(
+    parameters: Iterable[tuple[str, Any]], filters: Filters | None
+) -> dict[str, Any]:
+    """Return the gradients of named parameters, all of those of which ranks have pieces.
+
+    Collective: every rank of the filters' group.
+    """
+    found = {}
+    for name, parameter in parameters:
+        share = None if filters is None else filters.share(parameter)
+        gradient = parameter.grad
+        if filters is not None and share is not None and gradient is not None:
+            gradient = filters.join(gradient, share)
+        found[name] = gradient
+    return found
 
 
 def _dimensions(layer: FilterLayer, layout: str) -> list[tuple[Any, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collective.training.splits.blocks import Step, Value
+from collective.training.splits.blocks import Step, Value, lengths_of
 from collective.training.splits.chained import Chained
 from collective.training.splits.exchanges import Exchanges
 from collective.training.splits.filters import Filters
@@ -50,14 +50,14 @@ class OverRanks:
     def enter(self, x: Any) -> Value:
         """Bring the input in: a piece of it, or, if that is how it is given, all of it."""
         if self._from_pieces:
-            return self._layered.enter_piece(self._exchanges.entering(x), _lengths(x))
+            return self._layered.enter_piece(self._exchanges.entering(x), lengths_of(x.shape))
         if self._grid.comm.check == "always":
             check_same(self._grid.comm, self._exchanges.on_host(x))
         return self.enter_whole(x)
 
     def enter_whole(self, x: Any) -> Value:
         """Bring in what every rank has all of."""
-        value = Value(_lengths(x), array=self._exchanges.entering(x))
+        value = Value(lengths_of(x.shape), array=self._exchanges.entering(x))
         self._layered.enter(value)
         return value
 
@@ -122,8 +122,3 @@ class OverRanks:
             if group is not None and arrays:
                 arrays = self._exchanges.used_together(arrays, group)
         return arrays
-
-
-def _lengths(x: Any) -> tuple[int, ...]:
-    """Return the rows of an array along its batch and its data axes."""
-    return (*x.shape[:1], *x.shape[2:])

@@ -9,10 +9,10 @@ time (T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, sec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .blocks import Block, Run, Step, Value, blocks, order, wanted
+from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
 from .windows import pieces
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Serial",
     "chains",
     "dimension",
+    "fitting",
     "read_by",
     "select",
     "select_rows",
@@ -56,6 +57,28 @@ def select_rows(arrays: Arrays, array: Any, axis: int, have: range, want: range)
         return array
     start = want.start - have.start if want else 0
     return arrays.slice(array, dimension(axis), range(start, start + len(want)))
+
+
+def fitting(
+    shape: Sequence[int], read: Read, dims: int, some: range | None, channels: int
+) -> Iterator[tuple[int, range]]:
+    """Yield what a piece is combined with of a whole array that broadcasts: rows of dimensions.
+
+    Args:
+        shape: of the array.
+        read: which rows the piece has.
+        dims: how many dimensions the result has.
+        some: the channels that the piece has; None: all.
+        channels: how many there are.
+    """
+    missing = dims - len(shape)
+    for axis, rows in enumerate(read.rows):
+        at = dimension(axis) - missing
+        if at >= 0 and shape[at] != 1:
+            yield at, rows
+    at = CHANNELS - missing
+    if some is not None and at >= 0 and shape[at] == channels != 1:
+        yield at, some
 
 
 def select(arrays: Arrays, array: Any, block: Block, rows: Block) -> Any:

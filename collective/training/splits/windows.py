@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from collective.algorithms.pieces import even, limits
 
-__all__ = ["Rule", "Taken", "Transposed", "Window", "clip", "exchange", "overlap", "pieces"]
+__all__ = [
+    "Rule", "Taken", "Transposed", "Window", "clip", "data_slices", "exchange", "overlap", "pieces",
+]  # fmt: skip
 
 
 class Rule(Protocol):
@@ -57,6 +59,15 @@ class Window(NamedTuple):
     def reach(self) -> int:
         """Rows from the first that a window reads to behind the last."""
         return self.dilation * (self.kernel - 1) + 1
+
+    def ending(self, n: int, rows: int) -> Window:
+        """Return it with such padding behind ``n`` rows of input that the output has ``rows``."""
+        return self._replace(after=(rows - 1) * self.stride + self.reach - n - self.before)
+
+    def covering(self, n: int) -> Window:
+        """Return it so that the windows read each of ``n`` rows; the last may hang over the end."""
+        beyond = n + self.before + self.after - self.reach
+        return self.ending(n, max(0, -(-beyond // self.stride) + 1))
 
     def length(self, n: int) -> int:
         """Return how many rows the output has for ``n`` rows of input."""
@@ -125,6 +136,11 @@ class Taken(NamedTuple):
     rows: Callable[[int], Sequence[int]]
     total: int
 
+    @classmethod
+    def of(cls, *columns: Sequence[int]) -> Taken:
+        """Return the rule by which output row ``i`` is made of number ``i`` of each column."""
+        return cls(list(zip(*columns, strict=True)).__getitem__, len(columns[0]))
+
     def length(self, n: int) -> int:
         """Return how many rows the output has, whatever the input has."""
         return self.total
@@ -133,6 +149,21 @@ class Taken(NamedTuple):
         """Return the hull of the rows that ``out`` is made of."""
         read = [row for i in out for row in self.rows(i)]
         return range(min(read), max(read) + 1) if read else range(0)
+
+
+def data_slices(index: Sequence[Any], dims: int) -> list[slice] | None:
+    """Return what an index into an array takes of the data axes.
+
+    None if it is not made of slices alone, or takes less than all of the batch or the channels.
+    """
+    places = list(index)
+    if Ellipsis in places:
+        at = places.index(Ellipsis)
+        places[at : at + 1] = [slice(None)] * (dims - len(places) + 1)
+    places += [slice(None)] * (dims - len(places))
+    if not all(isinstance(each, slice) for each in places):
+        return None
+    return None if any(each != slice(None) for each in places[:2]) else places[2:]
 
 
 def clip(rows: range, n: int) -> tuple[range, int, int]:
