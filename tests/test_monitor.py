@@ -17,6 +17,7 @@ from collective.backends.peers.hub import Hub, disagreement
 from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
 from collective.contract.failure import Failure
+from collective.contract.process import RankProcess
 from collective.contract.recorder import Recorder
 from collective.contract.world import World
 from collective.errors import (
@@ -282,6 +283,21 @@ def test_rank_0_may_leave_first(monitors):
     monitors[1].channel.check("recv", [2])
     monitors[1].channel.abort(Failure("aborted", 1, "enough"))
     until(lambda: monitors[2].channel.failure)
+
+
+def test_who_has_left_before_rank_0_ended_is_not_lost_when_it_ends(tmp_path):
+    started = start(range(4), 4, tmp_path)
+    here = started[2]
+    for monitor in started[:2]:
+        monitor.channel.close()
+    until(lambda: here.channel.left == {0, 1})
+    here.processes = [None, RankProcess.own()._replace(started=0), None, None]
+    here._link.cut()  # as rank 0's end does
+    until(lambda: here.hub_gone)
+    here.channel.check("recv", [3])
+    assert here.gone() == {0, 1}
+    for monitor in started[2:]:
+        monitor.channel.close()
 
 
 def record(monitor, *operations):

@@ -85,6 +85,7 @@ class Monitor:
         # What was said of communicators that this rank has not made yet.
         self._early: dict[str, list[Message]] = {}
         self._lost: set[int] = set()
+        # Again by the thread that has it: Channel.abort() breaks the channel while it holds it.
         self._lock = threading.RLock()
         # When the last of its communicators has been dropped without being closed.
         self._unclosed: Unclosed = {}
@@ -142,7 +143,8 @@ class Monitor:
         gone = self.gone()
         with self._lock:
             for rank in gone - self._lost:
-                if rank or 0 not in self.channel.left:
+                # Who has closed it first is missed by those alone who need it: Channel.check().
+                if rank not in self.channel.left:
                     self._lose(rank)
 
     def _say(self, message: Message) -> None:
