@@ -56,8 +56,7 @@ def create_multi_node_optimizer(
         comm: connects the ranks. The gradients take a communicator of their own (a ``dup()``),
             so that calls on this one, in links and loss functions, never mix with theirs.
         bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB at
-            most, so that it is on its way early, where a
-            core is idle to reduce it.
+            most, so that it is on its way early, where a core is idle to reduce it.
         reduce: what to do with a full bucket, such as :class:`collective.compression.Cast`; by
             default the average over the ranks. Give it a communicator of its own.
 

@@ -73,7 +73,7 @@ class Server:
     """Serves ``handler`` to all who know the key.
 
     Args:
-        listening: a socket from :func:`backends.link.listen`; closed in the end.
+        listening: a socket from :func:`.link.listen`; closed in the end.
         key: what peers have to know.
         handler: what is done with what they say.
         tls: for connections that leave this host, or None.

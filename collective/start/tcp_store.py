@@ -54,7 +54,7 @@ class TcpStore(Store):
     Args:
         endpoint: where it is served.
         prefix: of all keys; equal for the ranks of one launch, and no other's.
-        serve: whether this process serves, unless :attr:`Address.served`.
+        serve: whether this process serves, unless :attr:`Endpoint.served`.
         spans_hosts: whether ranks of other hosts have to reach the server.
         timeout: seconds until the server must have answered for the first time.
 
