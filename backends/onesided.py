@@ -124,9 +124,13 @@ class OneSided(Backend):
             others = [array for rank, array in enumerate(outputs) if rank != self.rank]
             check = partial(self.refuse_broken, request)
             fold.run(regions, start, stop, out[start:stop], others, check)
+            # Until all have come here, others write their pieces to this rank's output, and read
+            # its input.
             self._sync(timeout)
             return
         fold.run(regions, start, stop, out[start:stop])
+        # Twice: pieces are read when all are folded, and nobody changes its own before all have
+        # them.
         self._sync(timeout)
         for rank in self._others():
             low, high = bounds[rank], bounds[rank + 1]
@@ -171,6 +175,7 @@ class OneSided(Backend):
         fold = _ChunkedFold(request.op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
+        # Apart: ranks above this one read its input while it writes its result.
         out = np.empty_like(dst.array) if in_place else dst.array
         stays = self._open(request, source, None, source.nbytes, timeout)
         fold.run(self._regions(source)[: self.rank + 1], 0, source.size, out)

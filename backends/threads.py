@@ -113,6 +113,7 @@ class ThreadsBackend(OneSided):
                 hub.joined.discard(world.rank)  # nobody is to think that all are here
                 raise
             finally:
+                # Whether all are there or not: who comes later meets others.
                 with _hubs_lock:
                     if _hubs.get(world.job) is hub:
                         del _hubs[world.job]
@@ -162,6 +163,7 @@ class ThreadsBackend(OneSided):
             self._wait(arrived, lambda: sources, what, timeout, all_needed=False)
             rank, box = found[0]
             message = box.popleft()
+        # Without the lock, so that others go on meanwhile; the sender waits until it is taken.
         dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
         with hub.condition:
             # A sender that has given up meanwhile may have written to its array.

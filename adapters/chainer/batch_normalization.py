@@ -87,6 +87,7 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         )
         dtype = np.result_type(x.dtype, gamma.dtype, np.float32)
         joined = _joined(self.comm, x.array, axes, dtype, wanted)
+        # A batch that F.forget computes again counts once.
         if not chainer.config.in_recomputing:
             decay = self.decay
             if finetune:

@@ -54,8 +54,7 @@ class DistributedDataParallel(nn.Module):
             before, not afterwards.
         comm: connects the ranks.
         bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB
-            at most, so that it is on its way early, where a
-            core is idle to reduce it.
+            at most, so that it is on its way early, where a core is idle to reduce it.
         find_unused_parameters: there are passes in which the outputs, or the loss, do not depend
             on all parameters. A gradient that does not come counts as zeros where another rank
             has one, and stays None where nobody has.
@@ -273,6 +272,7 @@ class DistributedDataParallel(nn.Module):
             grad = grad.detach()
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
+            # Of a large dense layer it was computed in its place (dense.py), by another tensor.
             if grad.data_ptr() != view.data_ptr() or not grad.is_contiguous():
                 view.copy_(grad)
             parameter.grad = view

@@ -209,6 +209,8 @@ class PreparedAllReduce:
             with np.errstate(all="ignore"):
                 self._pre(src.array, self._mine)
         self._move(timeout, self._coming, self._going, self._nbytes)
+        # The sends are over, too: the first room, in which the others are folded, is rank 0's own,
+        # and what it has sent.
         total, *others, last = self._rooms
         with np.errstate(all="ignore"):
             for other in others:

@@ -140,6 +140,7 @@ class Messenger(Monitored):
         """Receive and send the messages of a collective, all at once."""
         self._move(
             timeout,
+            # Lengths are agreed on: where there is nothing to send, nobody waits for it.
             [([as_bytes(buffer)], rank) for buffer, rank in coming if buffer.count],
             [([as_bytes(buffer)], rank) for buffer, rank in going if buffer.count],
             max(buffer.nbytes for buffer, _ in (*coming, *going)),

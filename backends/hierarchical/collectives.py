@@ -101,6 +101,7 @@ class TwoLevel(Backend):
         parts = self._parts(dst, gateway)
         mine = part(dst, parts, topology.local_rank)
         with steps.within(timeout):
+            # The root's host first: of a long message each of its ranks takes a part across.
             if topology.host == host:
                 to = topology.local.index(root)
                 steps.run(0, self._inner, "broadcast", dst, dst, root=to)
@@ -272,7 +273,8 @@ class TwoLevel(Backend):
                 incoming=[receives[rank] for rank in local],
             )  # fmt: skip
             put(dst, receives, local, into)
-        # Between the hosts every piece is its own, and nothing can be saved.
+        # Between the hosts every piece is its own, and nothing can be saved. Outside of the block:
+        # what the outer transport raises is in the numbers of all ranks, and needs no explanation.
         away = room(dst, receives, others)
         steps.run(
             1, self._outer, "all_to_all", take(src, sends, others), away,

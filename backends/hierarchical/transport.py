@@ -58,6 +58,7 @@ __all__ = ["HierarchicalBackend"]
 _UINT8 = BY_NAME["uint8"]
 _INT64 = BY_NAME["int64"]
 _MEETING_TAG = -3
+# Where the segment of a host is: a path.
 _NOTE_BYTES = 4096
 
 # How long waits inside a host keep polling. Measured at 1 MiB, two hosts of two ranks, on two
@@ -175,6 +176,8 @@ class HierarchicalBackend(TwoLevel, Monitored):
                     left = max(0.001, end - time.monotonic())
                     across = outer.group(topology.at(topology.local_rank), left)
             self = cls(outer, inner, across, topology)
+            # Nobody uses it before it stands everywhere: where a level could not be made, the outer
+            # one is broken, which the others hear of here and not in their first call.
             _exchange(outer, "ready", end)
             return self
         except BaseException:
@@ -225,6 +228,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
             self._across.observe(recorder)
 
     def close(self) -> None:
+        # The outer one first: whoever sees this rank leave another level asks its monitor why.
         self._outer.close()
         if self._across is not None:
             self._across.close()

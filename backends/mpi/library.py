@@ -104,6 +104,8 @@ def load() -> Any:
             f"{hint('mpi')}"
         ) from error
     _refuse_two_libraries()
+    # As it is imported mpi4py would initialise MPI, and finalise it at exit: that is done here, or
+    # by the program.
     rc = mpi4py.rc
     before = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False

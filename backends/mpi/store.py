@@ -141,5 +141,5 @@ class MpiStore(Store):
 
 def _serve(reference: weakref.ref[MpiStore]) -> None:
     while (store := reference()) is not None and store._turn():
-        del store
+        del store  # one that is dropped meanwhile goes, and ends this
         time.sleep(_PAUSE_S)

@@ -91,6 +91,7 @@ class MpiTransport(MpiMoves, MpiReductions):
         channel = monitor.channel
         try:
             with making(lambda: pause(channel, "connect", end)):
+                # Not Dup(), which would wait inside MPI, where nobody hears that a rank is gone.
                 comm, request = given.Idup()
                 settle([request], lambda: channel.wait("connect", left(end)))
                 unlike = _deviations(
@@ -120,6 +121,8 @@ class MpiTransport(MpiMoves, MpiReductions):
             channel.wait("shrink", left(end)).check()
 
         try:
+            # MPI's group is made of the last communicator's ranks, of which the new world says
+            # nothing.
             channel.offer("mpi ranks", str(self.rank))
             while len(offers := channel.offered("mpi ranks")) < world.size:
                 pause(channel, "shrink", end)

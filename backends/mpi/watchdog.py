@@ -121,6 +121,7 @@ class Blocking:
                 self.comm.Revoke()
 
     def _exit(self, call: object, end: float, failure: Failure) -> None:
+        # It may have ended at the last moment, and the next call of the same kind have begun.
         if self.running is not call or self.end != end:
             return
         error = failure.error(str(call), self.channel.rank)
@@ -132,6 +133,8 @@ class Blocking:
             f"{'' if self.lasting else f' {instead}'}\n"
         )
         sys.stderr.flush()
+        # The main thread is inside MPI, and runs no handlers at exit; and of these MPI_Finalize
+        # would wait for the others.
         os._exit(1)
 
 

@@ -131,6 +131,8 @@ class Blocks:
                 ) from problem
             if block is None:
                 return DeviceArray(0, (0,), np.uint8, device, stream)
+            # Now that all ranks have memory: a window takes them all, and would wait for one that
+            # has none.
             block.register()
         except BaseException:
             if block is not None:
@@ -153,6 +155,7 @@ class Blocks:
             if block in self._out:
                 self._out.remove(block)
             self._dropped.append((block, events))
+        # Its thread, which else does this, has ended.
         if self._watch.over:
             for event in events:
                 with contextlib.suppress(CollectiveError):

@@ -287,6 +287,7 @@ class Watch:
         ]
         for thread in threads:
             thread.start()
+        # One that hangs in the driver is left to itself: what the program waits for is an error.
         end = time.monotonic() + _END_S
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))

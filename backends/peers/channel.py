@@ -41,13 +41,14 @@ WORLD = "world"
 _STALL_S = 1.0
 # A rank that has left may have sent what is awaited before it went.
 _GRACE_S = 0.5
-# How long the hub may take to conclude a comparison.
+# How long the hub may take to conclude a comparison: longer than it waits for the ranks' reports.
 _REPORT_S = 1.0
 # What the monitor may know when the engine fails: a death is told within milliseconds.
 _EXPLAIN_S = 1.0
 # Calls told in a comparison: ranks that are further apart have made different calls.
 _REPORTED = 8
-# Polls in a row before a wait gives its core away, and before it sleeps.
+# Turns of a wait between two looks at what the monitor has heard (a power of two), and before it
+# sleeps; until then it gives its core away after each poll.
 _SPINS, _YIELDS = 16, 2000
 # Of these ranks may pass arrays of different lengths, or None.
 _MAY_DIFFER = frozenset({"broadcast", "scatter", "gather", "all_gather", "all_to_all"})
@@ -100,7 +101,8 @@ class Channel:
         left: the ranks that have closed it.
         unfinished: returns the number of the oldest call that still runs on a device, after it
             has returned to the program; None if there is none, or no such transport.
-        on_failure: called, in whatever thread, when ``failure`` has been set.
+        on_failure: called, in whatever thread, when ``failure`` has been set; with the monitor's
+            lock, so that they wait for no thread that might ask the monitor.
         compares_on_arrival: whether the transport finds calls that differ by itself, once all ranks
             have come: then a stall tells no differences that the ranks may turn out to have.
     """
@@ -566,6 +568,8 @@ def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], ow
         if members:
             finished = calls[0].finished if calls else 0
             left = {"kind": "left", "finished": finished, "dropped": True}
+            # Called by the garbage collector, maybe in a thread that is sending: send() would wait
+            # for the lock that this very thread holds.
             with contextlib.suppress(OSError):
                 link.send_when_free({**left, "channel": name, "members": members})
 

@@ -77,7 +77,7 @@ class Hub:
         tls: for connections between hosts, or None.
 
     Attributes:
-        address: what :func:`backends.link.connect` takes to reach it.
+        address: what :func:`.link.connect` takes to reach it.
         refusal: why the roll call has failed, None as long as it has not.
         session: tells this meeting of the ranks from all others.
     """
@@ -159,6 +159,7 @@ class Hub:
         if link in self._ranks:
             rank = self._ranks[link]
             self._forget(rank)
+            # Before that nobody has met it: it may come again, and is missing if it does not.
             if self._complete:
                 self._tell(list(self._links), {"kind": "lost", "rank": rank, "why": why})
 

@@ -36,6 +36,8 @@ __all__ = [
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
+# A length is believed before its bytes are there, and what has come of them is kept meanwhile:
+# without a bound one word of a peer's would have 4 GiB kept for it.
 _LIMIT = 1 << 26
 # A peer that is stopped or cut off must not stop whoever writes to it.
 _SEND_S = 2.0
@@ -87,6 +89,9 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_S))
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Probes find a host that vanished while nothing is said. While something that was sent
+            # is not acknowledged the kernel sends none, but that once more, for a quarter of an
+            # hour: hence the last of these, too (tcp(7)).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -151,6 +156,8 @@ class Link:
         Raises:
             OSError: as :meth:`send`.
         """
+        # In this order: whoever is sending looks at the queue once it has let go of the lock, so
+        # that what is queued before the lock was seen taken is sent by it.
         self._deferred.append(message)
         self._send_deferred()
 
@@ -356,6 +363,7 @@ def connect(address: str, key: bytes, timeout: float, tls: Tls | None = None) ->
     sock = _connected(address, timeout)
     try:
         sock.settimeout(None)
+        # Addresses of TCP alone have a space: what stays on this host is not encrypted.
         link = Link(sock, tls.connecting if tls and " " in address else None)
         link.write(b"")  # TLS begins at this side
         link.prove(key, deadline)
@@ -398,6 +406,7 @@ def close_in_children(sock: socket.socket) -> None:
 
 def _disown() -> None:
     for sock in list(_sockets):
+        # Not cut(): a shutdown would be of the connection, which is the parent's, too.
         sock.close()
 
 

@@ -166,6 +166,7 @@ class Standby:
             except ConnectionRefusedError:
                 self._ended.add(rank)
             except (EOFError, OSError):
+                # No proof: a host that is cut off answers nothing, either.
                 pass
         return rank in self._ended
 
@@ -211,6 +212,7 @@ class Standby:
                 f"rank {rank} lives, and did not say in {_TELL_S:g} s what was decided"
             ) from error
         except (EOFError, OSError, ValueError):
+            # It may have been looked at just before it ended, and not again for a while.
             self._looked.pop(rank, None)
             if self.has_ended(rank):
                 return {}, {}
@@ -312,6 +314,8 @@ class LastingStore(Store):
         """Ask whoever serves, and remember the answer; one of a server before that is dropped."""
         standby = self._standby
         while True:
+            # Not below the floor: a standby that this rank has told what it knows serves by that.
+            # What an earlier server still answers may be decided otherwise by then.
             server = max(self._server, standby.floor)
             try:
                 if not server and standby.doubtful and self._first.has_ended():
@@ -326,6 +330,9 @@ class LastingStore(Store):
                 self._server = 1
                 continue
             with standby.lock:
+                # Looked at again, with the lock that report() takes: what is remembered now is in
+                # what this rank tells, or the answer is dropped and the question asked where it has
+                # told.
                 if server >= standby.floor:
                     standby.remember(kind, key, found if value is None or kind == "put" else value)
                     return found

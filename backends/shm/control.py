@@ -54,6 +54,8 @@ _GONE = {
 
 _NOTE_BYTES = 64 << 10
 _FAILURE_BYTES = 32 << 10
+# How many calls of a rank are described for the others, which C knows as NOTES_KEPT; in how many
+# bytes.
 _CALLS, _CALL_BYTES = 64, 256
 #: What a rank lets the others know while it waits; see :mod:`.board`.
 NOTICE_BYTES = 4 << 10
@@ -72,6 +74,7 @@ _YIELD_S = 0.002
 # A nap is a twentieth of the wait so far: that is what waking late costs at most. Who announces
 # wakes those that nap; without the native core, or if it sees too late that they do, they sleep on.
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
+# Between two looks at the peers' locks, of a system call a peer each.
 _CHECK_PEERS_S = 0.05
 # How long a wait lasts until it is looked at whether it is in vain, and looked at again.
 _STALL_S = 1.0
@@ -182,6 +185,8 @@ class Control:
         """
         if self.rank == 0:
             self.words[_TOKEN] = secrets.randbits(63)
+        # Lock and number before the state: whoever sees that this rank has joined may ask for both
+        # at once, and takes a free lock for its death.
         self.segment.lock_alive(self.rank)
         self.words[self._line + _PID] = os.getpid()
         if last is not None:
@@ -241,7 +246,7 @@ class Control:
         return int(self.words[self._line])
 
     def arrive(self, request: Request, timeout: float) -> None:
-        """Make the first step of ``call``: wait for all ranks and compare what they do.
+        """Make the first step of ``request``: wait for all ranks and compare what they do.
 
         The caller has looked at :data:`BROKEN` before it wrote anything that a peer may read:
         one that is late in the last call but one may still be there.
@@ -261,6 +266,8 @@ class Control:
         if not _ORDERED:
             fence()
         words[line] = step
+        # Without a fence between the step and this look: who begins to nap at this very moment
+        # sleeps its nap out, 5 ms at most. A fence would cost every call.
         if words[_SLEEPERS]:
             self._wake()
         for peer in self._peers:
@@ -498,8 +505,11 @@ class Control:
             self.segment.map[at : at + len(raw)] = raw
             words[line + _FAILURE_LENGTH] = len(raw)
             fence()
+            # After text and length, which failure() reads as soon as this is not 0. The clock is
+            # one for all processes of the host, so that the earliest cause can be told.
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
+        # Last: whoever sees it looks for a cause, and there has to be one.
         words[BROKEN] = 1
         self._wake()
 

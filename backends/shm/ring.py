@@ -69,6 +69,7 @@ class MessageRing:
         at, length = head // 8, len(cells)
         for index, value in enumerate(header):
             cells[(at + index) % length] = value
+        # The header before the head that shows it.
         fence()
         words[_HEAD] = head + 8 * _HEADER
         return True
@@ -85,6 +86,7 @@ class MessageRing:
         fence()
         at, length = tail // 8, len(cells)
         header = [cells[(at + index) % length] for index in range(_HEADER)]
+        # Read before its room is given back: the sender may write there at once.
         fence()
         words[_TAIL] = tail + 8 * _HEADER
         return header
@@ -132,11 +134,15 @@ class MessageRing:
         words = self.words
         if words[_HEAD] == words[_TAIL] and not self.unexpected.get(tag):
             return None
+        # Another thread takes a message off this ring, and may be at it for long: the caller has
+        # other rings to look at, and asks again.
         if not self.receiving.acquire(blocking=False):
             return None
         kept = False
         try:
             while True:
+                # First to its end: what is on the ring behind its header are its bytes, and no
+                # header.
                 if self._draining is not None:
                     other, message = self._draining
                     if not message.advance():
@@ -190,7 +196,10 @@ class Sending:
     """A message on its way out; :meth:`advance` until it is ``over``.
 
     Args:
-        place: address, symmetric segment and offset of a long message that the receiver
+        ring: to the receiver.
+        source: the bytes.
+        tag: the message's.
+        location: address, symmetric segment and offset of a long message that the receiver
             shall fetch; None for one that goes through the ring.
     """
 
@@ -218,12 +227,17 @@ class Sending:
             self._started = True
             if remote:
                 self._header[5] = self._slot = ring.free_acks.popleft()
+                # Before the header is there: the acknowledgement of the message that had the slot
+                # last stands in it still.
                 ring.words[_ACKS + self._slot] = 0
         if not self._announced:
             if not ring.announce(self._header):
                 return False
             self._announced = True
             if remote:
+                # The receiver fetches its bytes, so that nothing more of it goes through the ring.
+                # A message that streams keeps the lock: another's header would be read as its
+                # bytes.
                 ring.sending.release()
         if remote:
             if not ring.words[_ACKS + self._slot]:
@@ -274,6 +288,7 @@ class _Arrived:
         """Hand a complete message over."""
         if self.location[0]:
             self.ring.fetch(self.ring.src, self.location, out)
+            # The copy before the word at which its sender gets the memory back.
             fence()
             self.ring.words[_ACKS + self.slot] = 1
         elif self._heap is not None:

@@ -115,6 +115,9 @@ class Segment:
 
     def lock_alive(self, rank: int) -> None:
         """Hold byte ``rank`` for as long as this process lives and keeps the descriptor."""
+        # It is the process's, and goes with any descriptor of the segment that it closes, not with
+        # this one alone (fcntl_locking(2)): a process that holds a lock opens its segment no second
+        # time.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def alive(self, rank: int) -> bool:

@@ -97,6 +97,7 @@ class Heap:
         failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, timeout)
         if segment is not None:
             segment.unlink()
+            # The mapping is all that is needed of it: who lives is asked of the control segment.
             segment.close_descriptor()
         for rank, text in enumerate(failures):
             if text:

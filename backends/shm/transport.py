@@ -172,6 +172,7 @@ class ShmBackend(OneSided):
             self.close()
             raise
         finally:
+            # All have opened it by now, or nobody will: no file of it is left behind.
             segment.unlink()
         for peer in range(size):
             if peer != rank and self.exchange is None:
@@ -250,6 +251,8 @@ class ShmBackend(OneSided):
 
         deadline = time.monotonic() + timeout
         child = self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
+        # The segment of all ranks has the notices of all calls: a circle of waits leads through
+        # several communicators.
         child._board = self._board
         return child
 
@@ -377,6 +380,8 @@ class ShmBackend(OneSided):
         self._in_slots = largest <= SLOT_BYTES
         if self._in_slots:
             if src is not None:
+                # Nobody reads it any more: to this rank's last step all have come, and with that
+                # out of the call before, the last one that can have used the slots of this parity.
                 self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
             control.arrive(request, timeout)
             return True

@@ -213,6 +213,8 @@ class Knock:
                     if time.monotonic() >= end:
                         raise self._late(timeout, "the ranks there did not call grow()")
                 except BaseException:
+                    # There is one answer. If the ranks were faster, they count on this process: it
+                    # goes on, whatever it was that ended its patience.
                     won = self._store.put_if_absent(key, b'{"withdrawn": true}')
                     if "withdrawn" in _parsed(won):
                         raise

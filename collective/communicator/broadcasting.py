@@ -257,7 +257,7 @@ class Broadcasting(PieceCalls):
         not know whether somebody passed None.
 
         Args:
-            call, buffer: this rank's; None where it passed None.
+            request, buffer: this rank's; None where it passed None.
             text: how many bytes at the buffer's start describe a structure.
 
         Raises:
@@ -281,6 +281,8 @@ class Broadcasting(PieceCalls):
                 f"{request} at {call_site()}\nEvery rank must make the same collective calls in "
                 "the same order; COLLECTIVE_CHECK=always compares each call before it is sent"
             )
+            # Not a call that may be made again: the root has heard from nobody, and goes on to
+            # send.
             failure = Failure("mismatch", self.rank, message)
             self._backend.abort(failure)
             raise failure.error("broadcast", self.rank)

@@ -194,6 +194,8 @@ class Calls(GpuCalls):
             if not (async_op or others or self._lane.queue):
                 return run()
             return self._enqueue(what, run, async_op, near, adapter, others)
+        # Behind what is in the lane, also if this one is waited for: collective calls reach the
+        # transport in the order in which the program made them, or the ranks' would differ.
         if async_op or not self._lane.idle:
             if adapter is not None and type(near) is not np.ndarray:
                 run = to_the_end(run, near)
@@ -222,6 +224,8 @@ class Calls(GpuCalls):
     def _note_failure(self, error: BaseException) -> None:
         """Note what a call that has reached the transport has ended in."""
         if isinstance(error, Disagreement):
+            # All ranks know of it, and nothing of the call itself was sent: nobody is left waiting,
+            # and the communicator is as sound as before.
             self.recorder.end()
         elif isinstance(error, CollectiveError):
             self.recorder.fail()
@@ -423,6 +427,7 @@ class Calls(GpuCalls):
         """Return this communicator for arrays of its own on the CPU, which it then takes."""
         if self._on_host:
             return self
+        # It shares the lane, the recorder and all else, so that calls of both are in one order.
         twin = copy.copy(self)
         twin._on_host = True
         return twin

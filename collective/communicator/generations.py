@@ -108,6 +108,7 @@ class Generations(Groups):
         if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
             raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
         seconds = self._seconds(timeout)
+        # First of all: ranks that are in a call of it come out, and are asked to come here.
         text = f"rank {self.rank} shrinks the communicator; call shrink() too, to go on with it"
         self._abort(Failure("shrink", self.rank, text))
         backend, following = NextGeneration(
@@ -225,6 +226,7 @@ class Generations(Groups):
 
     def _next(self, backend: Backend, lineage: Lineage) -> Self:
         made = self._alike(backend, lineage.local_rank, lineage.local_size, lineage)
+        # Closed with the last generation, since all of them meet in it.
         made._store, self._store = self._store, None
         if self._arrivals is not None:
             made._arrivals, self._arrivals = Arrivals(lineage.root.store, made.backend), None

@@ -124,7 +124,11 @@ class PieceCalls(StraightCalls):
         self._carry(about, head.buffer, every, deadline.left(), alike=False)
         heads = [Head(1, received) for received in every.array.reshape(self.size, HEAD_BYTES)]
         if any(each.words[0] != request.digest for each in heads):
+            # All ranks have these words, so that all come here or none; it raises with the
+            # requests.
             self._agree(request, deadline.left())
+        # Of equal calls the payloads are equally long: either all of them are in the heads, or
+        # none.
         found = [each.inline(payload.size) for each in heads]
         return [each for each in found if each is not None] or None
 
@@ -239,6 +243,7 @@ class PieceCalls(StraightCalls):
                 pieces.append(part[positions[k] : positions[k] + nbytes])
                 positions[k] += nbytes
             raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            # Cut out of bytes, and an array of a wider type from here on: one of 16 bytes, at most.
             if Buffer(raw, UINT8).address % 16:
                 raw = raw.copy()
             total = sum(lengths)

@@ -219,6 +219,8 @@ class NextGeneration:
                 self._number += 1
                 continue
             if len(members) > 1:
+                # Before this rank leaves the last transport, which it does next: whoever still
+                # tries to reach this generation sees it go, and would take it for lost.
                 try:
                     self._store.set(self._key(self._root.rank), _STANDS)
                 except BaseException:
@@ -235,6 +237,8 @@ class NextGeneration:
                 ),
             )
             if lineage.founders:
+                # Out by a decision that this rank has been part of: a standby need not wait for
+                # what they know.
                 self._store.without(set(range(lineage.founders)) - set(members))
             return backend, lineage
 
@@ -242,6 +246,7 @@ class NextGeneration:
 
     def _decide(self) -> tuple[tuple[int, ...], list[str]]:
         """Return the members of the next generation by their first numbers, and their hosts."""
+        # Alone it has nobody to agree with, and the store may have gone with the others.
         if self._candidates == (self._root.rank,) and not self._grows:
             verdict = self._verdict({self._root.rank: self._note}, frozenset())
         else:
@@ -313,6 +318,8 @@ class NextGeneration:
         """Return who goes on: those who came, live, and are not excluded by one of them."""
         out: set[int] = set()
         members = []
+        # Who is excluded by a lower rank has no say itself: of two that exclude each other one goes
+        # on.
         for rank in sorted(notes):
             if rank not in lost and rank not in out:
                 out.update(notes[rank]["exclude"])

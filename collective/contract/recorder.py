@@ -102,6 +102,7 @@ class _Ring:
             # The line is found out when somebody asks: that costs more than all the rest.
             at = frame.f_lasti
         self._calls[number % _CAPACITY] = number, request, compares, code, at, _now()
+        # After its entry: the monitor's thread reads up to here, meanwhile.
         self.started = number
 
     def end(self) -> None:

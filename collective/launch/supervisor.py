@@ -164,6 +164,7 @@ class Supervisor:
         os.set_blocking(wake_end, False)
         self._open.callback(os.close, wake)
         self._open.callback(os.close, wake_end)
+        # A handler in Python, of no account: without one no byte is written to the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self._watch(wake, lambda: self._reap(wake))
@@ -246,6 +247,8 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            # A process group a rank, so that what it has started can be ended with it; and Ctrl-C
+            # in a terminal comes to the launcher alone, which passes it on.
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: this process has one thread
         )

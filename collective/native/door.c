@@ -203,6 +203,8 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
     return found;
 }
 
+/* By the operator's object: names in a program are interned, and the table has a reference, so that
+   no other text can come to be at its address. One that is made anew each time is found by Python. */
 static int is_prepared(const struct prepared *p, const struct call *call)
 {
     const struct view *x = &call->views[0];
@@ -218,6 +220,7 @@ static PyObject *counts_of(const struct call *call)
     return call->counts ? call->counts : Py_None;
 }
 
+/* Emptied before anything is let go of, as that may run code which makes a call by this table. */
 static void forget(struct prepared *p)
 {
     struct prepared old = *p;

@@ -350,7 +350,7 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     if (over->unlocked != NULL)
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;
-    record(over);
+    record(over); /* one that has failed before it arrived */
     over->busy = 0;
     return failed ? give_up(over, failed) : 0;
 }

@@ -37,7 +37,8 @@ struct segment {
 /* Bytes of an input that travels with the step. */
 #define INLINE_BYTES 16
 
-/* How many of a rank's calls are described for peers that wonder, and how many segments known. */
+/* How many of a rank's calls are described for peers that wonder, as in backends/shm/control.py, and
+   how many segments known. */
 enum { NOTES_KEPT = 64, SEGMENTS = 64 };
 
 /* Waits until *word is at least value, for as long as it takes; returns 0, or a negative number if

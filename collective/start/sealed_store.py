@@ -79,6 +79,7 @@ class SealedStore(Store):
         return hmac.digest(self._of_names, key.encode(), "sha256").hex()
 
     def _tag(self, key: str, content: bytes) -> bytes:
+        # With the name's length: no other name and content are the same bytes.
         name = key.encode()
         message = len(name).to_bytes(4, "big") + name + content
         return hmac.digest(self._of_values, message, "sha256")

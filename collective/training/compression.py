@@ -150,7 +150,9 @@ class PowerSGD:
         self._rank = rank
         self._seed = seed
         self._left: dict[int, Any] = {}
-        self._right: dict[int, Any] = {}  # the factors that passes begin with
+        # The factors that passes begin with. They need not be the same on all ranks, as they are
+        # not where one has joined: the products are averaged, and the bases that come of them are.
+        self._right: dict[int, Any] = {}
 
     def rebind(self, comm: Communicator) -> None:
         """Go on with another communicator."""

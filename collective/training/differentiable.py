@@ -163,6 +163,8 @@ def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: Op) -> Any:
     if op == "prod":
         pieces = all_gather(tape, x.reshape((1, *x.shape)), comm, 0, [1] * comm.size)
         return tape.product_of_others(pieces, comm.rank)
+    # Ranks that hold one extreme share its derivative: one of the subgradients, and the same
+    # whichever of them is first.
     holds = tape.equal(tape.bare(x), y)
     return holds / comm.all_reduce(holds)
 

@@ -172,6 +172,8 @@ def generations(
         following = comm.shrink(min_ranks=min_ranks)
         lost = following.lost
         comm = _synced(following, state, min_ranks, grows)
+        # After the sync, by which all ranks have as many commits: all of them raise, or none. A
+        # body that always ends so, without a loss, would otherwise run for ever.
         if not lost and state.commits == begun_at:
             raise error or CommunicatorAbortedError(
                 "generations: a peer's body ended with an error, and nobody was lost nor anything "

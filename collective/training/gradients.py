@@ -184,6 +184,8 @@ class Gradients:
         slabs = {}
         for dtype, length in lengths.items():
             slabs[dtype] = slab = self.comm.empty(length, dtype, like=self._like)
+            # Also between the gradients: what fills a bucket up is reduced with it, and a `reduce`
+            # that compresses looks at it.
             slab[...] = 0
         return slabs
 
@@ -358,6 +360,7 @@ class Gradients:
         known = self._counts is not None and self._settled
         self._left = list(self._counts or ()) if known else [1] * len(self.parameters)
         if known:
+            # None was counted where the first pass was other ranks' alone (shadow()).
             self._left = [max(1, left) for left in self._left]
         elif self._counts is not None:
             self._counts = [0] * len(self.parameters)  # a first pass that broke off has counted

@@ -159,6 +159,9 @@ class Layered:
         grid, arrays = self._grid, self._arrays
         held = {self._channels.get(source) for source in step.sources}
         some = held.pop() if len(held) == 1 else None
+        # Channels stay in pieces as long as layers allow it, since each joining of them is a
+        # message: layer by layer of the same channels (along), or up to one that mixes them, whose
+        # sum joins what came of the pieces (rows).
         along = some is not None and step.along is not None
         rows = some is not None and not along and step.rows is not None
         if not (along or rows):
@@ -179,6 +182,7 @@ class Layered:
             if step.after is not None:
                 value.piece = step.after(value.piece, uses)
         elif step.columns is not None and group is not None and grid.channels <= step.channels:
+            # All ranks read all that is there, so that its gradient is the sum of theirs.
             some = pieces(step.channels, grid.channels)[grid.channel]
             inputs = [arrays.used(array, group) for array in inputs]
             value.piece = step.columns(some)([*inputs, *uses], read)
@@ -293,6 +297,7 @@ def fetch(
     Collective: every rank of ``group``, with the same ``have`` and ``want``.
     """
     me = group.rank
+    # Asked of all ranks' rows, which all of them know: either all exchange, or none.
     if all(overlap(own, rows) == rows or not rows for own, rows in zip(have, want)):
         return select_rows(arrays, array, axis, have[me], want[me])
     return arrays.exchanged(array, group, dimension(axis), Halo.of(have, want, me))
