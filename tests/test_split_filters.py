@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,9 @@ import pytest
 
 import collective
 from collective.testing import run_ranks
+from tests.split_frameworks import framework, one_thread
+
+__all__ = ["framework", "one_thread"]  # fixtures
 
 CLOSE = 1e-12
 NAMES = (
@@ -24,20 +26,6 @@ NAMES = (
 
 def models(name: str) -> ModuleType:
     return importlib.import_module(f"tests.split_filters_{name}")
-
-
-@pytest.fixture(scope="module", params=["torch", "chainer"])
-def framework(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "chainer":
-        pytest.importorskip("collective.adapters.chainer.functional")
-        yield request.param
-        return
-    torch = pytest.importorskip("torch")
-    # Two that share a busy core with other programs wait for each other most of the time.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

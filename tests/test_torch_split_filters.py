@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,10 @@ import collective  # noqa: E402
 from collective.adapters.torch import DistributedDataParallel, Split  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from tests.split_filters_torch import STEPS, made, split_of  # noqa: E402
+from tests.split_frameworks import one_thread  # noqa: E402
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # Two that share a busy core with other programs wait for each other most of the time.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _within_data_parallel(comm: collective.Communicator) -> dict[str, Any]:
@@ -84,19 +79,6 @@ def test_a_state_of_pieces_is_refused() -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ({"filters": "own"}, "without comm"),
-        ({"filters": "mine"}, "one of all, own"),
-    ],
-    ids=str,
-)
-def test_options_that_are_refused(how: dict[str, Any], text: str) -> None:
-    with pytest.raises(collective.InvalidArgumentError, match=text):
-        Split(nn.Conv2d(1, 1, 3), **how)
 
 
 def test_filters_are_those_of_channels() -> None:

@@ -109,17 +109,21 @@ def nothing(arrays: Sequence[Any], read: Read, channels: int) -> Any:
     return tied(zeros, *arrays)
 
 
-def guarded(run: Run, channels: int | None = None) -> Run:
+def guarded(run: Run, channels: int | None = None, used: slice = slice(None)) -> Run:
     """Let a function that refuses empty arrays not see them.
 
     Args:
         run: the function.
         channels: of its result; None: as many as its input's.
+        used: which arrays it takes beside its input. Ranks that have rows call for the gradients
+            of these alone.
     """
 
     def run_guarded(arrays: Sequence[Any], read: Read) -> Any:
         if all(read.out):
             return run(arrays, read)
-        return nothing(arrays, read, arrays[0].shape[1] if channels is None else channels)
+        x, *others = arrays
+        known = x.shape[1] if channels is None else channels
+        return nothing([x, *others[used]], read, known)
 
     return run_guarded

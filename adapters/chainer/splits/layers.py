@@ -176,7 +176,8 @@ def _layer(
         options |= _of_some(some, count, outputs, channels)
     elif groups == context.shape[1] == channels:
         options |= _each_alone(some, count)
-    return context.step(shape, [None, *rules], guarded(run, channels), uses=uses, **options)
+    whole = guarded(run, channels, slice(count))
+    return context.step(shape, [None, *rules], whole, uses=uses, **options)
 
 
 def _of_own(
@@ -186,11 +187,11 @@ def _of_own(
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         x, *used = arrays
-        taken = used[:1] if own == ROWS else used  # without the bias, which is added once
-        return some(x.shape[1] if own == ALONG else 1)(x, read, *taken)
+        return some(x.shape[1] if own == ALONG else 1)(x, read, *used[taken])
 
+    taken = slice(1) if own == ROWS else slice(None)  # without the bias, which is added once
     made = {ROWS: channels, ALONG: weight.shape[0]}.get(own, weight.shape[outputs])
-    return {"own": own, own: lambda wanted: guarded(run, made)}
+    return {"own": own, own: lambda wanted: guarded(run, made, taken)}
 
 
 def _of_some(
@@ -205,14 +206,14 @@ def _of_some(
             parts = _cut(part, outputs, wanted), *(_cut(each, 0, wanted) for each in bias)
             return some(1)(x, read, *parts)
 
-        return guarded(run, len(wanted))
+        return guarded(run, len(wanted), slice(count, None))
 
     def rows(wanted: range) -> Run:
         def run(arrays: Sequence[Any], read: Read) -> Any:
             x, *used = arrays
             return some(1)(x, read, _cut(used[count], 1 - outputs, wanted))
 
-        return guarded(run, channels)
+        return guarded(run, channels, slice(count, count + 1))
 
     return {"columns": columns, "rows": rows}
 
@@ -225,7 +226,7 @@ def _each_alone(some: Callable[[int], Callable[..., Any]], count: int) -> dict[s
             x, *used = arrays
             return some(len(wanted))(x, read, *(_cut(each, 0, wanted) for each in used[count:]))
 
-        return guarded(run, len(wanted))
+        return guarded(run, len(wanted), slice(count, None))
 
     return {"along": along}
 

@@ -1,0 +1,193 @@
+"""Modules and links computed in pieces, in turn and over ranks, against the same ones whole.
+
+What one framework alone has: test_torch_splits.py, test_chainer_splits.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective.testing import run_ranks
+from tests.split_frameworks import framework, one_thread
+
+__all__ = ["framework", "one_thread"]  # fixtures
+
+CLOSE = 1e-12
+NAMES = ("unet", "resized", "vgg", "batch norm", "group norm", "instance norm")
+
+Outcome = list[np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def of(framework: str) -> ModuleType:
+    """Return a framework's models."""
+    return importlib.import_module(f"tests.split_models_{framework}")
+
+
+def far(found: Outcome, expected: Outcome) -> float:
+    """Return the largest difference, relative to the elements of its array.
+
+    Where an array is next to zero (the gradient of what a normalisation takes out), relative to
+    a hundredth of the largest of all.
+    """
+    assert [a.shape for a in found] == [b.shape for b in expected]
+    pairs = [(a, b) for a, b in zip(found, expected) if b.size]
+    most = max(float(np.abs(b).max()) for _, b in pairs)
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), most / 100)) for a, b in pairs)
+
+
+def whole(of: ModuleType, name: str) -> Outcome:
+    module, x = of.made(name)
+    found: Outcome = of.outcome(module, x, module)
+    return found
+
+
+def layers(of: ModuleType, seed: int, count: int) -> Iterator[tuple[Any, Any]]:
+    """Yield random convolutions and transposed ones, of one to three data axes, and inputs."""
+    of.seed(seed)
+    chance = random.Random(seed)
+    while count:
+        axes, groups = chance.randint(1, 3), chance.choice([1, 1, 2, 4])
+
+        def each(most: int, least: int = 1, axes: int = axes) -> tuple[int, ...]:
+            return tuple(chance.randint(least, most) for _ in range(axes))
+
+        how = {"stride": each(4), "dilation": each(3), "padding": each(4, 0), "groups": groups}
+        layer = of.convolution(chance, each(5), **how)
+        x = of.inputs(2, 4, *each(14 if axes < 3 else 7, 2))
+        if of.fits(layer, x):
+            count -= 1
+            yield layer, x
+
+
+# -- in turn ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"data": (5,)},
+        {"data": (4, 3)},
+        {"data": (40,)},
+        {"batch": 2},
+        {"channels": 3},
+        {"batch": 2, "channels": 3, "data": (3, 2)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_in_turn(of: ModuleType, name: str, how: dict[str, Any], recompute: bool) -> None:
+    module, x = of.made(name)
+    split = of.Split(module, recompute=recompute, **how)
+    assert far(of.outcome(module, x, split), whole(of, name)) < CLOSE
+    assert not split.joined
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_layers_in_turn(of: ModuleType, seed: int) -> None:
+    chance = random.Random(seed)
+    for layer, x in layers(of, seed, 30):
+        expected = of.outcome(layer, x, layer)
+        how = {
+            "data": tuple(chance.randint(1, 9) for _ in range(x.ndim - 2)),
+            "channels": chance.randint(1, 3),
+            "batch": chance.randint(1, 2),
+            "recompute": chance.random() < 0.5,
+        }
+        found = of.outcome(layer, x, of.Split(layer, **how))
+        assert far(found, expected) < CLOSE, (layer, x.shape, how)
+
+
+# -- over ranks ------------------------------------------------------------------------------
+
+
+def _on_a_rank(
+    comm: collective.Communicator, of: ModuleType, module: Any, x: Any, how: dict[str, Any]
+) -> Outcome:
+    module = copy.deepcopy(module)  # ranks are threads here
+    found: Outcome = of.outcome(module, x, of.Split(module, comm=comm, **how))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [
+        (2, {"data": (2,)}),
+        (3, {"data": (1, 3)}),
+        (4, {"data": (2, 2)}),
+        (3, {"channels": 3}),
+        (2, {"batch": 2}),
+        (4, {"data": (2, 2), "halo": "chain"}),
+        (4, {"batch": 2, "data": (2,), "halo": "chain", "recompute": False}),
+        (8, {"batch": 2, "channels": 2, "data": (2,)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_over_ranks(of: ModuleType, name: str, size: int, how: dict[str, Any]) -> None:
+    expected = whole(of, name)
+    for found in run_ranks(size, _on_a_rank, of, *of.made(name), how):
+        assert far(found, expected) < CLOSE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_layers_over_ranks(of: ModuleType, seed: int) -> None:
+    chance = random.Random(seed)
+    for layer, x in layers(of, seed + 50, 12):
+        size = chance.choice([2, 3, 4])
+        how = chance.choice(
+            [{"data": (size,)}, {"channels": size}, {"data": (size,), "halo": "chain"}]
+        )
+        expected = of.outcome(layer, x, layer)
+        for found in run_ranks(size, _on_a_rank, of, layer, x, how):
+            assert far(found, expected) < CLOSE, (layer, x.shape, size, how)
+
+
+def _pieces(comm: collective.Communicator, of: ModuleType, module: Any, x: Any) -> Outcome:
+    module = copy.deepcopy(module)
+    # Not as the library would cut.
+    mine, rows = [(slice(15), slice(11)), (slice(15, None), slice(11, None))][comm.rank]
+    split = of.Split(module, data=(2,), comm=comm, inputs="pieces", outputs="pieces")
+    found: Outcome = of.outcome(module, x[:, :, mine], split, (2, 1, 21, 18), rows)
+    return found
+
+
+def test_pieces_go_in_and_come_out(of: ModuleType) -> None:
+    y, x_gradient, *gradients = whole(of, "unet")
+    ranks = run_ranks(2, _pieces, of, *of.made("unet"))
+    assert far([np.concatenate([found[0] for found in ranks], 2)], [y]) < CLOSE
+    assert far([np.concatenate([found[1] for found in ranks], 2)], [x_gradient]) < CLOSE
+    for _, _, *found in ranks:
+        assert far(found, gradients) < CLOSE
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"data": (0,)}, "positive integers"),
+        ({"channels": 0}, "positive integers"),
+        ({"batch": 1.5}, "positive integers"),
+        ({"halo": "row"}, "one of layer, chain"),
+        ({"halo": "chain"}, "without comm"),
+        ({"inputs": "pieces"}, "without comm"),
+        ({"filters": "own"}, "without comm"),
+        ({"filters": "mine"}, "one of all, own"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(of: ModuleType, how: dict[str, Any], text: str) -> None:
+    with pytest.raises(collective.InvalidArgumentError, match=text):
+        of.Split(of.made("unet")[0], **how)
