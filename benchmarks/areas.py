@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+from native import seconds_of
 
 from collective import native
 from collective.backends.shm import compiled, control
 from collective.communicator import Communicator
 from collective.testing import run_ranks
-from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.machine import measured
-from collective.tools.show import add_outputs, microseconds, parse_size, print_table, size_name
+from collective.tools.bench.machine import headline, measured
+from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
-_TURN_S = 4e-3
 _LONG_CALL = 24 << 10
 _AREAS = "64K 128K 256K 512K 1M 2M 4M"
 _RINGS = "64K 256K 512K 1M 2M 4M 8M"
@@ -51,24 +49,6 @@ def _with_rings(comm: Communicator, nbytes: int) -> Communicator:
         return comm.dup()
 
 
-def _call(comm: Communicator, operation: str, nbytes: int) -> Callable[[], Any]:
-    x = np.ones(max(1, nbytes // 4), np.float32)
-    if operation == "send_recv":
-        return partial(_round_trip, comm, x, x.copy())
-    if operation == "all_reduce":
-        return partial(comm.all_reduce, x, op="max", out=x)
-    return partial(comm.broadcast, x, out=x)
-
-
-def _round_trip(comm: Communicator, x: Any, out: Any) -> None:
-    if comm.rank == 0:
-        comm.send(x, 1)
-        comm.recv(out, 1)
-    elif comm.rank == 1:
-        comm.recv(out, 0)
-        comm.send(x, 0)
-
-
 def measure(
     comm: Communicator, lengths: dict[str, list[int]], sizes: Sequence[int], turns: int
 ) -> list[dict[str, Any]]:
@@ -78,12 +58,8 @@ def measure(
         sides = {str(nbytes): make(comm, nbytes) for nbytes in lengths[what]}
         for operation in _CALLS[what]:
             for nbytes in sizes:
-                calls = {
-                    name: repeated(_call(side, operation, nbytes)) for name, side in sides.items()
-                }
-                seconds = alternate(comm, calls, turns, _TURN_S, warm=2)
-                if operation == "send_recv":
-                    seconds = {name: [each / 2 for each in s] for name, s in seconds.items()}
+                x = np.ones(nbytes // 4, np.float32)
+                seconds = seconds_of(comm, sides, operation, x, turns)
                 found.append({"what": what, "operation": operation, "nbytes": nbytes,
                               "seconds": seconds})  # fmt: skip
         for side in sides.values():
@@ -93,8 +69,7 @@ def measure(
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print a table of areas and one of rings."""
-    about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, {run['ranks']} ranks\n")
+    print(f"{headline(run['machine'])}; {run['ranks']} ranks\n")
     for what in _CALLS:
         calls = [each for each in run["calls"] if each["what"] == what]
         lengths = [size_name(int(name)) for name in calls[0]["seconds"]]
@@ -111,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How long areas and rings of shm should be.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
     for name, default in (("areas", _AREAS), ("rings", _RINGS), ("sizes", _SIZES)):
-        parser.add_argument(
-            f"--{name}", type=parse_size, nargs="+", default=[*map(parse_size, default.split())]
-        )
+        add_sizes(parser, default, f"--{name}")
     parser.add_argument("--quick", action="store_true", help="three turns each, not twenty")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)

@@ -16,62 +16,63 @@ Two parts, both with two ranks of one thread each:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hosts
 import numpy as np
 import peers
 
-from collective.launch.command_starter import under_mpiexec
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.launch.ranks import Participant
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.figures import headline
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-_RANKS_S = 1800.0
 # What was promised: of ChainerMN's added time; and of the drop-in's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
 _BARE = "no syncing"
 _FLOOR = "a reduction alone"
 _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 
-Step = Callable[[], None]
-
-
 # -- in the ranks -----------------------------------------------------------------------
 
 
-def step_of(optimizer: Any, width: int, rows: int = 64) -> Step:
-    """Return a step of an MLP of six layers with an optimizer."""
-    import chainer
-    import chainer.functions as F
-    import chainer.links as L
+class MlpStep:
+    """A step of an MLP of six layers with an optimizer."""
 
-    rng = np.random.RandomState(0)
-    x = rng.standard_normal((rows, width)).astype(np.float32)
-    first = (rng.standard_normal((6, width, width)) / width**0.5).astype(np.float32)
-    layers = [L.Linear(width, width, initialW=each) for each in first]
-    model = chainer.Sequential(*(part for layer in layers for part in (layer, F.relu)))
-    optimizer.setup(model)
+    def __init__(self, optimizer: Any, width: int, rows: int = 64) -> None:
+        import chainer
+        import chainer.functions as F
+        import chainer.links as L
 
-    def loss() -> Any:
-        return F.mean_squared_error(model(x), x)
+        rng = np.random.RandomState(0)
+        x = rng.standard_normal((rows, width)).astype(np.float32)
+        first = (rng.standard_normal((6, width, width)) / width**0.5).astype(np.float32)
+        layers = [L.Linear(width, width, initialW=each) for each in first]
+        model = chainer.Sequential(*(part for layer in layers for part in (layer, F.relu)))
+        optimizer.setup(model)
+        self.optimizer, self.model = optimizer, model
+        self.loss: Callable[[], Any] = lambda: F.mean_squared_error(model(x), x)
 
-    def step() -> None:
-        optimizer.update(loss)
+    def __call__(self) -> None:
+        self.optimizer.update(self.loss)
 
-    step.loss, step.model, step.optimizer = loss, model, optimizer  # type: ignore[attr-defined]
-    return step
+    def backward(self) -> None:
+        """Do the forward and the backward pass, and none of the optimizer's."""
+        loss = self.loss()
+        self.model.cleargrads()
+        loss.backward()
+
+
+class _ReducingAfter(MlpStep):
+    """A step whose gradients are reduced when the backward pass is over."""
+
+    def __call__(self) -> None:
+        self.backward()
+        self.optimizer.update()  # which reduces what is not reduced yet
 
 
 def _flat() -> Any:
@@ -113,39 +114,39 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     for name, each in made.items():
         sgd = chainer.optimizers.SGD(0.0)
         optimizers[name] = chainermn.create_multi_node_optimizer(sgd, each)
-    steps = {name: step_of(optimizer, width) for name, optimizer in optimizers.items()}
-    for step in steps.values():
-        step()  # ChainerMN's first one is none
+    steps = {name: MlpStep(optimizer, width) for name, optimizer in optimizers.items()}
     _agree(steps)
-    bare, count = steps[_BARE], steps[_BARE].model.count_params()  # type: ignore[attr-defined]
-    memory = comm.empty(count, np.float32)
+    bare = steps[_BARE]
+    memory = comm.empty(bare.model.count_params(), np.float32)
     memory[...] = 0
 
     def reduction_alone() -> None:
         bare()
         comm.all_reduce(memory, op="avg", out=memory)
 
-    steps[_FLOOR] = reduction_alone
-    found = _turns(comm, steps, *((3, 0.03) if quick else (15, 0.4)))
+    found = _turns(comm, {**steps, _FLOOR: reduction_alone}, *((3, 0.03) if quick else (15, 0.4)))
     comm.close()
     return found
 
 
-def _agree(steps: dict[str, Step]) -> None:
+def _agree(steps: dict[str, MlpStep]) -> None:
     """Hold that gradients after a step are the same, whoever has averaged them."""
     found = {}
     for name, step in steps.items():
+        step()  # ChainerMN's first one is none
         step()
-        grads = [p.grad for _, p in sorted(step.model.namedparams())]  # type: ignore[attr-defined]
+        grads = [p.grad for _, p in sorted(step.model.namedparams())]
         found[name] = np.concatenate([grad.ravel() for grad in grads])
     for name, averaged in found.items():
         # Both ranks have the same batch: its gradients are the average.
         np.testing.assert_array_equal(averaged, found[_BARE], err_msg=name)
     for step in steps.values():
-        step.optimizer.lr = 1e-4  # type: ignore[attr-defined]
+        step.optimizer.lr = 1e-4
 
 
-def _turns(comm: Any, steps: dict[str, Step], rounds: int, turn: float) -> dict[str, list[float]]:
+def _turns(
+    comm: Any, steps: Mapping[str, Callable[[], None]], rounds: int, turn: float
+) -> dict[str, list[float]]:
     sides = {side: repeated(step) for side, step in steps.items()}
     return alternate(comm, sides, rounds, turn, warm=2)
 
@@ -163,24 +164,16 @@ def distant_rank(options: argparse.Namespace) -> None:
         sgd = chainer.optimizers.SGD(0.0)
         return create_multi_node_optimizer(sgd, comm, bucket_mib=options.bucket_mib)
 
-    overlapped = step_of(made(), options.width, options.rows)
-    plain: Any = step_of(made(), options.width, options.rows)
-
-    def after() -> None:
-        loss = plain.loss()
-        plain.model.cleargrads()
-        loss.backward()
-        plain.optimizer.update()  # which reduces what is not reduced yet
-
-    after.model, after.optimizer = plain.model, plain.optimizer  # type: ignore[attr-defined]
-    bare = step_of(chainer.optimizers.SGD(0.0), options.width, options.rows)
-    steps = {_BARE: bare, "beside": overlapped, "after": after}
-    for step in steps.values():
-        step()
+    asked = options.width, options.rows
+    steps = {
+        _BARE: MlpStep(chainer.optimizers.SGD(0.0), *asked),
+        "beside": MlpStep(made(), *asked),
+        "after": _ReducingAfter(made(), *asked),
+    }
     _agree(steps)
     found = _turns(comm, steps, *((3, 0.2) if options.quick else (9, 1.0)))
     if comm.rank == 0:
-        (options.distant / "figures.json").write_text(json.dumps(found))
+        hosts.report(options.distant, found)
     comm.close()
 
 
@@ -189,31 +182,18 @@ def distant_rank(options: argparse.Namespace) -> None:
 
 def measure(vendor: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the first part under an MPI; return its figures."""
-    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    os.environ |= {**threads, "PYTHONPATH": str(HERE)}
-    starter = under_mpiexec(2, Mpiexec(str(vendor / "bin" / "python")), lasting=False)
-    with Ranks(2, starter) as ranks:
-        # Chainer is this Python's, behind the packages of that environment.
-        job = FunctionJob(rank, (options.width, options.quick))
-        found: dict[str, list[float]] = ranks.results(job, _RANKS_S)[0]
+    found: dict[str, list[float]]
+    found = peers.run_under_mpi(vendor, 2, rank, options.width, options.quick)
     return found
 
 
 def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
     """Run the second part; return its figures."""
-    sys.path.insert(0, str(ROOT))
-    from tests.hosts import Hosts
-
-    with tempfile.TemporaryDirectory(prefix="chainer-") as folder:
-        path = Path(folder)
-        command = [sys.executable, str(Path(__file__).resolve()), "--distant", folder]
-        command += ["--width", str(options.distant_width), "--rows", str(options.rows)]
-        command += ["--bucket-mib", str(options.bucket_mib)] + ["--quick"] * options.quick
-        with Hosts(2, path, delay=options.delay / 1e3) as hosts:
-            variables = {"GLOO_SOCKET_IFNAME": "eth0", "OPENBLAS_NUM_THREADS": "1"}
-            job = hosts.by_hand([0, 1], command, **variables)
-            job.succeed(_RANKS_S)
-        found: dict[str, list[float]] = json.loads((path / "figures.json").read_text())
+    command = [str(Path(__file__).resolve()), "--width", str(options.distant_width)]
+    command += ["--rows", str(options.rows), "--bucket-mib", str(options.bucket_mib)]
+    command += [*["--quick"] * options.quick, "--distant"]
+    found: dict[str, list[float]]
+    found = hosts.run([0, 1], command, delay=options.delay / 1e3, OPENBLAS_NUM_THREADS="1")
     return found
 
 
@@ -233,14 +213,8 @@ def show(run: dict[str, Any], markdown: bool) -> None:
             step = statistics.median(times[side])
             extra = max(0.0, added(times, side))
             share = ours / extra if side in _SIDES[1:] and extra else None
-            rows.append(
-                [
-                    side,
-                    microseconds(step),
-                    microseconds(extra),
-                    "" if share is None else f"{share:.2f}",
-                ]
-            )
+            last = "" if share is None else f"{share:.2f}"
+            rows.append([side, microseconds(step), microseconds(extra), last])
         header = ["side", "step µs", "sync adds µs", "ours, of that"]
         print_table(f"a step under {vendor}", header, rows, markdown)
         drop_in = added(times, "drop-in")
@@ -251,11 +225,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
     if run["distant"]:
         times = run["distant"]
         rows = [
-            [
-                side,
-                microseconds(statistics.median(times[side])),
-                microseconds(max(0.0, added(times, side))),
-            ]
+            [side, *map(microseconds, (statistics.median(times[side]), max(0, added(times, side))))]
             for side in (_BARE, "beside", "after")
         ]
         title = f"gloo, {run['delay']:g} ms away: beside the backward pass, and after it"
@@ -276,10 +246,7 @@ def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit("chainer_training: no MPI; run `python benchmarks/peers.py setup`.")
         run["syncing"] = {vendor: measure(path, options) for vendor, path in found.items()}
     if not options.no_distant:
-        sys.path.insert(0, str(ROOT))
-        from tests.hosts import refusal
-
-        reason = refusal()
+        reason = hosts.refusal()
         if reason is None:
             run["distant"] = measure_distant(options)
         else:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from peers import prepare_environment
 
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
@@ -35,7 +36,8 @@ from collective.start.choice import installed
 from collective.start.connecting import connect
 from collective.testing import RankPool, RanksFailedError, preload
 from collective.testing.opening import backend_class
-from collective.tools.show import Progress, add_outputs, count, print_table, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import Progress, add_outputs, count, print_table
 
 _OURS = ("shm", "gloo", "hierarchical", "mpi")
 _RIVAL = "torchrun, all started again"
@@ -155,7 +157,7 @@ def _killed(marks: str) -> float:
     return float(Path(marks, "killed").read_text())
 
 
-def measured(
+def measure(
     backends: Sequence[str], size: int, turns: int, restarts: int, python: str | None = None
 ) -> dict[str, list[float | None]]:
     """Return the seconds of every turn, by who went on and which rank was killed.
@@ -165,8 +167,7 @@ def measured(
     """
     progress = Progress()
     found: dict[str, list[float | None]] = {}
-    here = str(Path(__file__).resolve().parent)  # where ranks that mpiexec starts find this
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    prepare_environment()
     for backend in backends:
         if backend not in ("shm", "mpi"):
             preload(["torch.distributed"])  # what processes import is none of it
@@ -232,9 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     turns, restarts = (3, min(1, options.restarts)) if options.quick else (
         options.turns, options.restarts
     )  # fmt: skip
-    found = measured(options.backends.split(","), options.n, turns, restarts, options.mpi_python)
-    show(found, options.markdown)
-    write(options.json, {"elastic": found, "ranks": options.n})
+    asked = options.backends.split(","), options.n, turns, restarts, options.mpi_python
+    run = measured(options, lambda: {"elastic": measure(*asked), "ranks": options.n})
+    show(run["elastic"], options.markdown)
     return 0
 
 

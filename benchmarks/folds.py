@@ -21,8 +21,8 @@ from collective.algorithms import arithmetic
 from collective.errors import DtypeError
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import as_op
-from collective.tools.bench.machine import measured
-from collective.tools.show import add_outputs, names, parse_size, print_table, size_name
+from collective.tools.bench.machine import headline, measured
+from collective.tools.show import add_outputs, add_sizes, names, print_table, size_name
 
 _OPS = ("sum", "prod", "min", "max", "band", "land")
 _DTYPES = ("bool", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64",
@@ -84,10 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How fast reductions fold, in C and in Python.")
     parser.add_argument("--ops", type=names, default=_OPS, help="such as sum,max")
     parser.add_argument("--dtypes", type=names, default=_DTYPES, help="such as float16,float32")
-    parser.add_argument(
-        "--sizes", type=parse_size, nargs="+", default=[1 << 10, 64 << 10, 1 << 20],
-        help="bytes of an operand, such as 64K",
-    )  # fmt: skip
+    add_sizes(parser, "1K 64K 1M", text="bytes of an operand, such as 64K")
     parser.add_argument("--turns", type=int, default=25)
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
@@ -115,7 +112,7 @@ def _print(run: dict[str, Any], markdown: bool) -> None:
         cells += [f"{each[side] / 1e9:.3g}" for side in ("c", "python")]
         cells.append(f"{each['c'] / each['python']:.1f}")
     print_table(
-        f"{run['machine']['date']}, {run['machine']['cpu']}; native core {run['native']}; GB/s",
+        f"{headline(run['machine'])}; native core {run['native']}; GB/s",
         ["op", "dtype", *(f"{size_name(size)}: {column}" for size in sizes
                           for column in ("C", "Python", "×"))],
         [[*which, *cells] for which, cells in rows.items()],

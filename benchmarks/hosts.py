@@ -11,12 +11,12 @@ All contestants are open in the same ranks and have turns, A B C A B C ….
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import BACK_TO_BACK, Pace
 from collective.tools.bench.startline import StartLine
 from collective.tools.show import (
     add_outputs,
+    add_sizes,
     microseconds,
-    parse_size,
     print_table,
     size_name,
 )
@@ -38,6 +38,7 @@ from collective.tools.show import (
 ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = "4 1K 64K 256K 1M 4M 16M 64M"
+_RANKS_S = 3600.0
 #: What was promised: so many times faster than the slowest permitted, from this size on.
 FASTER, FROM = 1.5, 1 << 20
 
@@ -95,19 +96,7 @@ class Rank:
 
     def measure(self, call: Call, iterations: int, each: bool) -> float:
         """Return the seconds that a call takes: of the slowest rank."""
-        if each:
-            times = []
-            for _ in range(iterations):
-                self._line.wait()
-                start = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - start)
-        else:
-            self._line.wait()
-            start = time.perf_counter()
-            for _ in range(iterations):
-                call()
-            times = [(time.perf_counter() - start) / iterations]
+        times = self._line.seconds_of(call, iterations, each=each)
         slowest = self.comm.all_reduce(np.array(times), op="max")
         return float(np.median(slowest))
 
@@ -154,6 +143,11 @@ def _call(comm: Any, operation: str, nbytes: int) -> Call:
     return calls[operation]
 
 
+def report(folder: Path, figures: Any) -> None:
+    """Have :func:`run`, which has named the folder, return the figures."""
+    (folder / "figures").write_text(json.dumps(figures))
+
+
 def work(options: argparse.Namespace) -> None:
     """Be a rank: measure everything; rank 0 writes the figures."""
     rank = Rank(options.folder)
@@ -163,8 +157,7 @@ def work(options: argparse.Namespace) -> None:
             figures += rank.compare(operation, nbytes, Pace.of(options.quick))
     rank.check()
     if rank.comm.rank == 0:
-        text = json.dumps([asdict(figure) for figure in figures])
-        (options.folder / "figures").write_text(text)
+        report(options.folder, [asdict(figure) for figure in figures])
     for comm in rank.comms.values():
         comm.barrier()
     for comm in rank.comms.values():
@@ -176,32 +169,53 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Make the hosts, start the ranks on them, and return what is written as JSON."""
-    sys.path.insert(0, str(ROOT))
-    from tests.hosts import Hosts, refusal
-
     reason = refusal()
     if reason is not None:
         raise SystemExit(f"hosts: {reason}")
     spread = [host for host in range(options.hosts) for _ in range(options.each)]
+    command = [str(Path(__file__).resolve()), "--sizes", *map(str, options.sizes)]
+    command += ["--operations", *options.operations, *["--quick"] * options.quick, "--work"]
+    return {"hosts": options.hosts, "each": options.each, "figures": run(spread, command)}
+
+
+def _hosts() -> Any:
+    """Return the tests' module that makes hosts."""
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module("tests.hosts")
+
+
+def refusal() -> str | None:
+    """Return why there can be no hosts here, or None."""
+    reason: str | None = _hosts().refusal()
+    return reason
+
+
+def run(
+    spread: Sequence[int], command: Sequence[str], *, delay: float | None = None, **variables: str
+) -> Any:
+    """Run a Python program as ranks of hosts that are made for it; return what it reports.
+
+    Args:
+        spread: the host of each rank.
+        command: the program and its arguments; one more is the folder for :func:`report`, where
+            there is a start line.
+        delay: seconds that a packet takes to another host; None for as long as it takes.
+        variables: for the ranks' environment.
+    """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         path = Path(folder)
         StartLine.create(path / "startline", len(spread))
-        command = [sys.executable, str(Path(__file__).resolve()), "--work", folder]
-        command += ["--sizes", *map(str, options.sizes), "--operations", *options.operations]
-        command += ["--quick"] * options.quick
-        with Hosts(options.hosts, path) as hosts:
-            job = hosts.by_hand(spread, command, GLOO_SOCKET_IFNAME="eth0")
-            job.succeed(3600.0)
-        figures = json.loads((path / "figures").read_text())
-    return {"hosts": options.hosts, "each": options.each, "figures": figures}
+        with _hosts().Hosts(max(spread) + 1, path, delay=delay) as hosts:
+            words = [sys.executable, *command, folder]
+            job = hosts.by_hand(spread, words, GLOO_SOCKET_IFNAME="eth0", **variables)
+            job.succeed(_RANKS_S)
+        return json.loads((path / "figures").read_text())
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print a run's figures, and what became of the promise."""
     figures = [Figure(**each) for each in run["figures"]]
-    about = run["machine"]
-    where = f"{run['hosts']} hosts × {run['each']} ranks, {about['cores']} cores, of which "
-    where += f"{about['others']:.1f} taken by others"
+    print(f"{headline(run['machine'])}; {run['hosts']} hosts × {run['each']} ranks\n")
     worst: tuple[float, str] | None = None
     for operation in dict.fromkeys(figure.operation for figure in figures):
         rows = []
@@ -216,7 +230,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
                 here = ratios[0], size_name(nbytes)
                 worst = here if worst is None else min(worst, here)
         header = ["size", *(f"{name} µs" for name in names), *(f"× {n}" for n in names[1:])]
-        print_table(f"{operation}, {where}", header, rows, markdown)
+        print_table(operation, header, rows, markdown)
     if worst is not None:
         kept = "kept" if worst[0] >= FASTER else "not kept"
         print(
@@ -230,9 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare hierarchical with flat Gloo.")
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (default: 2)")
     parser.add_argument("--each", type=int, default=2, metavar="N", help="ranks on each")
-    parser.add_argument(
-        "--sizes", nargs="+", type=parse_size, default=[parse_size(s) for s in SIZES.split()]
-    )
+    add_sizes(parser, SIZES)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
     add_outputs(parser)

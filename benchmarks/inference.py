@@ -14,31 +14,17 @@ gather is to move bytes, whatever they stand for: there it is MPI's float16.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import peers
+import sittings
 from reach import Ratio, fastest
 
-from collective.tools.bench.arena import Arena, ArenaError
-from collective.tools.bench.contestants import named
-from collective.tools.bench.figures import headline
-from collective.tools.bench.machine import Observer
-from collective.tools.bench.measure import Pace, Record, Task, compare, method_of
+from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.measure import Pace, Record, Task
 from collective.tools.bench.run import Results
-from collective.tools.show import (
-    Progress,
-    add_outputs,
-    counts,
-    microseconds,
-    parse_size,
-    print_table,
-    size_name,
-    write,
-)
+from collective.tools.show import counts, microseconds, parse_size, print_table, size_name
 
 _OPERATIONS = ("all_reduce", "all_gather")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -48,32 +34,12 @@ _PEERS = ("torch", "mpi4py")
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all measurements and return what is written as JSON."""
-    results, observer, progress = Results(), Observer(), Progress()
-    missing: dict[str, str] = {}
-    failures: list[str] = []
-    rivals = [rival for rival in peers.rivals(options) if rival != "memcpy"]
+    found = sittings.Sittings(options)
     sizes = options.sizes or [parse_size(s) for s in (_QUICK if options.quick else _SIZES).split()]
     for ranks in options.n:
-        able, absent = named(
-            ["shm", *rivals], peers.environments(options), ranks, frameworks=["torch"]
-        )
-        missing.update(absent)
-        try:
-            with Arena(able) as arena:
-                results.versions.update(arena.versions)
-                for task in _tasks(sizes):
-                    at = size_name(task.nbytes)
-                    progress.show(f"{task.operation}, {task.dtype}, {at}, {ranks} ranks")
-                    pace, method = Pace.of(options.quick), method_of(task.nbytes)
-                    results.add(compare(arena, task, pace, [method]))
-                missing.update({name: error.brief for name, error in arena.failed.items()})
-        except ArenaError as error:  # what was measured before counts all the same
-            failures.append(str(error))
-    progress.clear()
-    results.machine = observer.machine()
-    return {
-        **results.as_json(), "missing": missing, "failures": [*failures, *results.failures]
-    }  # fmt: skip
+        pace = Pace.of(options.quick)
+        found.sit(ranks, _tasks(sizes), pace, framework="torch", without=["memcpy"])
+    return found.as_json()
 
 
 def _tasks(sizes: Sequence[int]) -> list[Task]:
@@ -96,11 +62,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         header += ["× float32's time", "× the fastest peer"]
         rows = [_row(here, operation, nbytes) for nbytes in sizes]
         print_table(f"{operation}, {ranks} ranks, µs", header, rows, markdown)
-    bullet = "- " if markdown else ""
-    for name, version in run["versions"].items():
-        print(f"{bullet}{name}: {version}")
-    for name, reason in run["missing"].items():
-        print(f"{bullet}{name}: not measured: {reason}")
+    sittings.show_contestants(run, markdown)
 
 
 def _row(here: Sequence[Record], operation: str, nbytes: int) -> list[str]:
@@ -132,24 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-n", type=counts, default=(2, 3, 4), metavar="N,…", help="ranks (default: 2,3,4)"
     )
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of an array")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, and short turns")
-    parser.add_argument(
-        "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
-    )
-    peers.add_rivals(parser)
-    add_outputs(parser, earlier=True)
+    sittings.add_options(parser)
     options = parser.parse_args(arguments)
-    if options.earlier is not None:
-        show(json.loads(options.earlier.read_text()), options.markdown)
-        return 0
-    # Inherited by all ranks.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    run = measure(options)
-    write(options.json, run)
+    run = measured(options, lambda: measure(options))
     show(run, options.markdown)
-    for failure in run["failures"]:
-        print(f"inference: {failure}", file=sys.stderr)
-    return 1 if run["failures"] else 0
+    return sittings.exit_code("inference", run)
 
 
 if __name__ == "__main__":

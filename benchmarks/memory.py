@@ -14,12 +14,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import Contestant
-from collective.tools.bench.machine import Observer
-from collective.tools.show import Progress, parse_size, print_table, size_name, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import Progress, add_outputs, add_sizes, print_table, size_name
 
 _OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
@@ -88,19 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Measure the memory that shm takes.")
     parser.add_argument("-n", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="ranks")
-    parser.add_argument(
-        "--sizes", nargs="+", type=parse_size, default=[1 << 20, 64 << 20], metavar="SIZE"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add_sizes(parser, "1M 64M")
+    add_outputs(parser)
     options = parser.parse_args(arguments)
-    observer = Observer()
+
+    def measure() -> dict[str, Any]:
+        return {"memory": [asdict(f) for ranks in options.n for f in run(ranks, options.sizes)]}
+
     try:
-        footprints = [found for ranks in options.n for found in run(ranks, options.sizes)]
+        found = measured(options, measure)
     except ArenaError as error:
         print(f"memory: {error}", file=sys.stderr)
         return 1
-    show(footprints)
-    write(options.json, {"machine": observer.machine(), "memory": [asdict(f) for f in footprints]})
+    show([Footprint(**fields) for fields in found["memory"]], options.markdown)
     return 0
 
 

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,17 @@ from collective import native
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import (
     add_outputs,
+    add_sizes,
     microseconds,
     names,
-    parse_size,
     print_table,
     size_name,
 )
+
+__all__ = ["seconds_of"]
 
 _TURN_S = 4e-3
 _CALLS = (
@@ -58,12 +60,33 @@ def measure(
     for dtype in dtypes:
         for nbytes in sizes:
             x = _array(dtype, nbytes, comm.size)
-            calls = {name: repeated(_call(side, operation, op, x)) for name, side in sides.items()}
-            clock = time.process_time if cpu else time.perf_counter
-            taken = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
-            if operation == "send_recv":
-                taken = {name: [each / 2 for each in turn] for name, turn in taken.items()}
+            taken = seconds_of(comm, sides, operation, x, turns, op=op, cpu=cpu)
             found.append({"dtype": dtype, "nbytes": x.nbytes, **taken})
+    return found
+
+
+def seconds_of(
+    comm: Communicator,
+    sides: Mapping[str, Communicator],
+    operation: str,
+    x: Any,
+    turns: int,
+    *,
+    op: str = "max",
+    cpu: bool = False,
+) -> dict[str, list[float]]:
+    """Return the seconds a call, of each turn, by side: communicators of the same ranks.
+
+    Args:
+        x: the longest array of a call; of ``send_recv`` it is half a round trip.
+        op: of a reduction.
+        cpu: whether processor time is meant.
+    """
+    calls = {name: repeated(_call(side, operation, op, x)) for name, side in sides.items()}
+    clock = time.process_time if cpu else time.perf_counter
+    found = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
+    if operation == "send_recv":
+        found = {name: [each / 2 for each in seconds] for name, seconds in found.items()}
     return found
 
 
@@ -110,10 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--operation", choices=_CALLS, default="all_reduce")
     parser.add_argument("--cpu", action="store_true", help="processor time instead")
     parser.add_argument("--dtypes", type=names, default=["float32"])
-    parser.add_argument(
-        "--sizes", type=parse_size, nargs="+",
-        default=[4 << (2 * power) for power in range(1, 13)],
-    )  # fmt: skip
+    add_sizes(parser, "16 64 256 1K 4K 16K 64K 256K 1M 4M 16M 64M")
     parser.add_argument("--turns", type=int, default=30)
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
@@ -134,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row += [microseconds(core), microseconds(without), f"{without / core:.2f}"]
         rows.append(row)
     print_table(
-        f"{run['machine']['date']}, {run['machine']['cpu']}; native core {run['native']}; µs",
+        f"{headline(run['machine'])}; native core {run['native']}; µs",
         ["dtype", "size", "fastest: core", "without", "×", "median: core", "without", "×"],
         rows,
         options.markdown,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -318,8 +318,7 @@ def _us(seconds: float) -> str:
 
 def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
     """Print the tables of a run."""
-    about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 1 rank\n")
+    print(f"{headline(run['machine'])}; 1 rank\n")
     which = "NCCL" if run["real"] else "the ABI fake of NCCL"
     rows = [
         [
@@ -340,9 +339,7 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
             first = each["layer"].startswith("NCCL")
             more = each["seconds"] - (0.0 if first else before)
             before = each["seconds"]
-            rows.append(
-                [each["layer"], each["arrays"], microseconds(before), f"{more * 1e6:.2f}"]
-            )  # fmt: skip
+            rows.append([each["layer"], each["arrays"], microseconds(before), _us(more)])
         header = ["layer", "arrays", "µs", "adds µs"]
         print_table("all_reduce(x, out=x), layer by layer", header, rows, markdown)
 

@@ -30,24 +30,20 @@ import peers
 
 import collective
 from collective.errors import BackendUnavailableError
-from collective.launch.command_starter import under_mpiexec
-from collective.launch.mpiexec import Mpiexec
 from collective.launch.outcome import RanksFailedError
-from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.launch.ranks import Participant
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.libraries import BenchLibrary, Ours
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.rivals import Gloo, Mpi
-from collective.tools.show import add_outputs, microseconds, parse_size, print_table, size_name
+from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
-_HERE = Path(__file__).resolve().parent
 _SIZES = "8 1K 8K 32K 1M 16M"
 OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv"
 # What was promised: microseconds added to MPI below 64 KiB, and ratios.
 _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
-_RANKS_S = 1800.0
 
 
 class _OursRaw(Ours):
@@ -94,15 +90,8 @@ def compared(
             half = 0.5 if operation == "send_recv" else 1.0
             theirs, mine = (half * statistics.median(times) for times in seconds)
             ratio = statistics.median(b / a for a, b in zip(*seconds))
-            records.append(
-                {
-                    "operation": operation,
-                    "nbytes": nbytes,
-                    "raw": theirs,
-                    "ours": mine,
-                    "ratio": ratio,
-                }
-            )
+            records.append({"operation": operation, "nbytes": nbytes, "raw": theirs, "ours": mine,
+                            "ratio": ratio})  # fmt: skip
     return {"version": raw.version, "records": records}
 
 
@@ -145,18 +134,15 @@ def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
     Raises:
         RanksFailedError, BackendUnavailableError: they failed, or did not start.
     """
-    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     found: dict[str, Any]
-    if venv is None:
-        with tempfile.TemporaryDirectory() as folder:
-            found, *_ = run_ranks(
-                ranks, _over_gloo, Path(folder), *asked, backend="gloo", timeout=_RANKS_S
-            )
+    if venv is not None:
+        found = peers.run_under_mpi(venv, ranks, _over_mpi, *asked)
         return found
-    starter = under_mpiexec(ranks, Mpiexec(str(venv / "bin" / "python")), lasting=False)
-    with Ranks(ranks, starter) as started:
-        found, *_ = started.results(FunctionJob(_over_mpi, asked), _RANKS_S)
+    peers.prepare_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        found, *_ = run_ranks(
+            ranks, _over_gloo, Path(folder), *asked, backend="gloo", timeout=peers.RANKS_S
+        )
     return found
 
 
@@ -174,8 +160,7 @@ def verdict(engine: str, record: dict[str, Any]) -> str:
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print the tables of a run."""
-    about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, {run['ranks']} ranks\n")
+    print(f"{headline(run['machine'])}; {run['ranks']} ranks\n")
     for name, found in run["engines"].items():
         engine = "gloo" if name == "gloo" else "mpi"
         rows = [
@@ -197,8 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "engines", nargs="*", help=f"gloo, {', '.join(peers.VENDORS)} (default: all there are)"
     )
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE",
-                        default=[parse_size(size) for size in _SIZES.split()])  # fmt: skip
+    add_sizes(parser, _SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS.split(), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)

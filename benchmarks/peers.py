@@ -1,4 +1,4 @@
-"""The MPI libraries that we are compared with: an environment each.
+"""The MPI libraries that we are compared with: an environment each, and ranks in one.
 
 One environment holds one MPI cleanly, so each has its own::
 
@@ -16,21 +16,30 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from collective.launch.command_starter import under_mpiexec
+from collective.launch.mpiexec import Mpiexec
+from collective.launch.ranks import FunctionJob, Ranks
 from collective.tools.bench import mpi_environments
 from collective.tools.bench.mpi_environments import VENDORS, environments
 
-__all__ = ["VENDORS", "add_options", "add_rivals", "environments", "find", "rivals"]
+__all__ = [
+    "RANKS_S", "VENDORS", "add_options", "add_rivals", "environments", "find",
+    "prepare_environment", "rivals", "run_under_mpi",
+]  # fmt: skip
 
-_ROOT = Path(__file__).resolve().parent.parent
+#: Seconds that a benchmark's ranks may take.
+RANKS_S = 1800.0
+_HERE = Path(__file__).resolve().parent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the environments are."""
     mpi_environments.add_options(parser)
-    parser.set_defaults(mpi_envs=Path(os.environ.get("BENCH_PEERS", _ROOT / ".mpi")))
+    parser.set_defaults(mpi_envs=Path(os.environ.get("BENCH_PEERS", _HERE.parent / ".mpi")))
 
 
 def add_rivals(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +64,32 @@ def find(options: argparse.Namespace) -> dict[str, Path]:
     """Return the environments that exist, by vendor."""
     found = environments(options)
     return {vendor: found[vendor].parent.parent for vendor in VENDORS if vendor in found}
+
+
+def prepare_environment() -> None:
+    """Have ranks that are started from now on find these modules, and take one thread each."""
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+
+
+def run_under_mpi(
+    environment: Path, ranks: int, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Run a function on the ranks of an environment's mpiexec; return what rank 0 returns.
+
+    Args:
+        environment: as :func:`find` returns it. Packages that it lacks are this Python's.
+        function: of a module that is not ``__main__``: ranks import it by name. It is given a
+            :class:`~collective.launch.ranks.Participant` and ``arguments``.
+
+    Raises:
+        RanksFailedError, BackendUnavailableError: they failed, or did not start.
+    """
+    prepare_environment()
+    starter = under_mpiexec(ranks, Mpiexec(str(environment / "bin" / "python")), lasting=False)
+    with Ranks(ranks, starter) as started:
+        return started.results(FunctionJob(function, arguments), RANKS_S)[0]
 
 
 def _setup(vendor: str, path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,14 +21,12 @@ from typing import Any
 import overhead
 import peers
 from promises import KIB, MIB, Bound, Judged, hold
+from sittings import Sittings
 
 from collective.errors import CollectiveError
 from collective.launch.outcome import RanksFailedError
-from collective.tools.bench.arena import Arena, ArenaError
-from collective.tools.bench.contestants import named
-from collective.tools.bench.figures import headline
-from collective.tools.bench.machine import Observer
-from collective.tools.bench.measure import Pace, Record, Task, compare, method_of
+from collective.tools.bench.machine import headline
+from collective.tools.bench.measure import Pace, Record, Task
 from collective.tools.bench.run import Results
 from collective.tools.show import Progress, microseconds, parse_size, print_table, size_name
 
@@ -96,60 +93,25 @@ _SITTINGS = (
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all measurements, or those of ``options.rows``; return what is written as JSON."""
     rows = options.rows or ROWS
-    results, observer, progress = Results(), Observer(), Progress()
-    missing: dict[str, str] = {}
-    failures: list[str] = []
+    found, progress = Sittings(options), Progress()
+    pace = Pace(5, 0.03) if options.quick else Pace.of(False)
     for sitting in _SITTINGS:
         tasks = list(sitting.tasks(rows, options.quick))
         if tasks:
-            try:
-                _sit(sitting, tasks, options, results, missing, progress)
-            except ArenaError as error:  # what was measured before counts all the same
-                failures.append(str(error))
+            found.sit(
+                sitting.ranks, tasks, pace, memories=sitting.memories, framework=sitting.framework,
+                without=["memcpy", *["torch"] * (not sitting.gloo)],
+            )  # fmt: skip
     added: dict[str, dict[str, float]] = {}
-    # Ranks that mpiexec starts find there what they do.
-    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
-    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     for row, one in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
         if row in rows:
             progress.show(f"what {row} adds")
             try:
                 added[row] = one(options)
             except (*_FAILURES, subprocess.SubprocessError) as error:
-                missing[row] = str(error)
+                found.missing[row] = str(error)
     progress.clear()
-    results.machine = observer.machine()
-    return {
-        **results.as_json(),
-        "missing": missing,
-        "failures": [*failures, *results.failures],
-        "added": added,
-    }
-
-
-def _sit(
-    sitting: _Sitting,
-    tasks: Sequence[Task],
-    options: argparse.Namespace,
-    results: Results,
-    missing: dict[str, str],
-    progress: Progress,
-) -> None:
-    rivals = [r for r in peers.rivals(options) if r != "memcpy" and (sitting.gloo or r != "torch")]
-    able, absent = named(
-        ["shm", *rivals], peers.environments(options), sitting.ranks, sitting.memories,
-        [sitting.framework],
-    )  # fmt: skip
-    missing.update(absent)
-    pace = Pace(5, 0.03) if options.quick else Pace.of(False)
-    with Arena(able) as arena:
-        results.versions.update(arena.versions)
-        for task in tasks:
-            at = size_name(task.nbytes)
-            progress.show(f"{task.operation}, {task.dtype}, {at}, {sitting.ranks} ranks")
-            results.add(compare(arena, task, pace, [method_of(task.nbytes)]))
-        missing.update({name: error.brief for name, error in arena.failed.items()})
+    return {**found.as_json(), "added": added}
 
 
 # -- what a call adds, and a step -------------------------------------------------------------

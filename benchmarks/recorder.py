@@ -16,7 +16,7 @@ from pathlib import Path
 from collective.contract.recorder import Recorder
 from collective.ops import as_op
 from collective.request import Request
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
 
 _MUST_NS = 1000.0
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = measured(options, lambda: {"nanoseconds": measure()})
     found = run["nanoseconds"]
     print_table(
-        f"{run['machine']['date']}, {run['machine']['cpu']}",
+        headline(run["machine"]),
         ["what", "must", "measured", "verdict"],
         [["recording a call", "1000 ns", f"{found:.0f} ns",
           "kept" if found < _MUST_NS else "missed"]],

@@ -21,8 +21,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ import collective
 from collective.adapters.torch import Split
 from collective.launch import restart_with
 from collective.testing import preload, run_ranks
-from collective.tools.bench.machine import measured
+from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
 
 _STRIPES = 8
@@ -75,15 +76,12 @@ def memory(size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _turns(sides: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
-    """Return the median seconds of each side, measured in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(count + 1):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side()
-            if turn:  # the first is for warming up
-                seconds[name].append(time.perf_counter() - began)
+def _turns(
+    comm: collective.Communicator | None, sides: dict[str, Callable[[], None]], count: int
+) -> dict[str, float]:
+    """Return the median seconds of each side, measured in turns of one step."""
+    steps = {name: repeated(side) for name, side in sides.items()}
+    seconds = alternate(comm, steps, count, 0.0, warm=1)
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
@@ -92,14 +90,8 @@ def times(size: int, count: int) -> list[dict[str, Any]]:
     x, whole = image(size), chain()
     kept = Split(chain(), data=(_STRIPES,), recompute=False)
     again = Split(chain(), data=(_STRIPES,))
-    found = _turns(
-        {
-            "whole": lambda: step(whole, x),
-            "kept": lambda: step(kept, x),
-            "again": lambda: step(again, x),
-        },
-        count,
-    )
+    modules = {"whole": whole, "kept": kept, "again": again}
+    found = _turns(None, {name: partial(step, each, x) for name, each in modules.items()}, count)
     return [
         {"what": "time, recompute=False", "ratio": found["kept"] / found["whole"], "must": 1.15},
         {"what": "time, recompute=True", "ratio": found["again"] / found["whole"], "must": 1.6},
@@ -111,16 +103,11 @@ def _on_a_rank(comm: collective.Communicator, size: int, count: int) -> float:
     x, whole = image(size), chain()
     split = Split(chain(), data=(comm.size,), comm=comm)
 
-    def together() -> None:
-        comm.barrier()
-        step(split, x)
-
     def alone() -> None:
-        comm.barrier()
         if comm.rank == 0:
             step(whole, x)
 
-    found = _turns({"together": together, "alone": alone}, count)
+    found = _turns(comm, {"together": partial(step, split, x), "alone": alone}, count)
     return found["alone"] / found["together"]
 
 
@@ -227,32 +214,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
 
     def measure() -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
-        chosen = (options.memory, options.time, options.ranks, options.channels)
-        everything = not any(chosen)
-        if options.memory or everything:
-            rows += memory(options.size)
-        if options.time or everything:
-            rows += times(options.size, options.turns)
-        if options.ranks or everything:
-            rows += ranks(options.size, options.turns)
-        if options.channels or everything:
-            rows += channels()
-        return {"rows": rows}
+        parts = {
+            "memory": lambda: memory(options.size),
+            "time": lambda: times(options.size, options.turns),
+            "ranks": lambda: ranks(options.size, options.turns),
+            "channels": channels,
+        }
+        chosen = [name for name in parts if getattr(options, name)] or parts
+        return {"rows": [row for name in chosen for row in parts[name]()]}
 
     run = measured(options, measure)
     print_table(
-        f"{run['machine']['date']}, {run['machine']['cpu']}, {options.size} rows",
+        f"{headline(run['machine'])}; {options.size} rows",
         ["what", "bound", "measured", "verdict"],
-        [
-            [
-                row["what"],
-                _bound(row),
-                f"{row['ratio']:.3g}",
-                _verdict(row),
-            ]
-            for row in run["rows"]
-        ],
+        [[row["what"], _bound(row), f"{row['ratio']:.3g}", _verdict(row)] for row in run["rows"]],
         options.markdown,
     )
     return 0

@@ -29,8 +29,6 @@ the machine count little, and a rank that waits by looking as long as it looks.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import statistics
 import sys
 import tempfile
@@ -41,17 +39,13 @@ from typing import Any
 
 import peers
 
-from collective.launch.command_starter import under_mpiexec
-from collective.launch.mpiexec import Mpiexec
-from collective.launch.ranks import FunctionJob, Participant, Ranks
+import collective
+from collective.launch.ranks import Participant
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.figures import headline
-from collective.tools.bench.machine import measured
+from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
 
-_HERE = Path(__file__).resolve().parent
-_RANKS_S = 1800.0
 _FRAMEWORKS = ("torch", "chainer")
 _CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 _BARE, _BARRIER, _KEPT = "bare", "with a barrier", "no_sync"
@@ -63,86 +57,61 @@ Step = Callable[[], None]
 # -- in the ranks -----------------------------------------------------------------------
 
 
-def torch_sides(
-    comm: Any, folder: Path, options: argparse.Namespace
-) -> tuple[dict[str, Step], list[Any]]:
-    """Return the kinds of step in PyTorch, and the wrappers that have to go first."""
-    import torch
+def torch_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
+    """Return the kinds of step in PyTorch."""
     import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel as Torchs
+    from training import wrapped_by_torch
 
     import collective.adapters.torch.plugin  # noqa: F401  # registers it
     from collective.adapters.torch import DistributedDataParallel
+    from collective.tools.models.torch import model_of, step_of
 
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    x = torch.randn(64, options.width)
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        width = options.width
-        layers = [part for _ in range(6) for part in (nn.Linear(width, width), nn.ReLU())]
-        return nn.Sequential(*layers)
-
-    def step_of(net: Any, after: Step = lambda: None) -> Step:
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            after()
-            optimizer.step()
-
-        return step
-
-    plain = model()
+    plain, x = model_of("mlp", options.width)
+    first, second, third = (model_of("mlp", options.width)[0] for _ in range(3))
     flat = comm.empty(sum(p.numel() for p in plain.parameters()), "float32", like=x)
     flat[:] = 0
-    ours = DistributedDataParallel(model(), comm, bucket_mib=options.bucket_mib)
-    group = dist.new_group(backend="collective")
-    plugin, gloo = (
-        Torchs(model(), process_group=g, gradient_as_bucket_view=True) for g in (group, None)
-    )
-
-    synced = step_of(ours)
+    ours = DistributedDataParallel(first, comm, bucket_mib=options.bucket_mib)
+    plugin = wrapped_by_torch(second, dist.new_group(backend="collective"))
+    synced = step_of(ours, x)
 
     def unsynced() -> None:
         with ours.no_sync():
             synced()
 
-    sides = _sides(comm, flat, lambda after: step_of(plain, after))
-    sides |= {_KEPT: unsynced, _OURS: synced}
-    sides |= {"torch's, over ours": step_of(plugin), "torch's, over Gloo": step_of(gloo)}
-    return sides, [ours, plugin, gloo]
+    return {
+        **_sides(comm, flat, lambda after: step_of(plain, x, after)),
+        _KEPT: unsynced,
+        _OURS: synced,
+        "torch's, over ours": step_of(plugin, x),
+        "torch's, over Gloo": step_of(wrapped_by_torch(third), x),
+    }
 
 
 def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
     """Return the kinds of step in Chainer."""
-    import chainer
     import numpy as np
-    from chainer_training import step_of
+    from chainer_training import MlpStep
 
+    # First: without it `import chainer` fails beside a current NumPy.
     from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 
-    def made(optimizer: Any) -> Any:
-        return step_of(optimizer, options.width)
+    import chainer  # isort: skip
+
+    def made(optimizer: Any) -> MlpStep:
+        return MlpStep(optimizer, options.width)
 
     def sgd() -> Any:
         return chainer.optimizers.SGD(1e-4)
 
-    plain: Any = made(sgd())
+    plain = made(sgd())
     flat = comm.empty(plain.model.count_params(), np.float32)
     flat[...] = 0
     ours = create_multi_node_optimizer(sgd(), comm, bucket_mib=options.bucket_mib)
-    step: Any = made(ours)
+    step = made(ours)
 
     def with_after(after: Step) -> Step:
         def call() -> None:
-            loss = plain.loss()
-            plain.model.cleargrads()
-            loss.backward()
+            plain.backward()
             after()
             plain.optimizer.update()
 
@@ -187,32 +156,21 @@ def _sides(comm: Any, flat: Any, step: Callable[[Step], Step]) -> dict[str, Step
 
 def torch_steps(comm: Any, folder: Path, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Measure as one of the ranks, in PyTorch."""
-    import torch.distributed as dist
+    from training import gloo
 
-    sides, wrappers = torch_sides(comm, folder, asked)
-    found = _turns(comm, sides, asked)
-    # PyTorch's wrappers first: one that goes after its process group may hang.
-    sides.clear()
-    wrappers.clear()
-    gc.collect()
-    dist.destroy_process_group()
-    return found
+    with gloo(comm, folder):
+        return _turns(comm, torch_sides(comm, asked), asked)
 
 
-def chainer_steps(asked: argparse.Namespace, comm: Any = None) -> dict[str, list[float]]:
+def chainer_steps(comm: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Measure as one of the ranks, in Chainer."""
-    # Without it `import chainer` fails beside a current NumPy.
-    import collective.adapters.chainer
-
-    if comm is not None:
-        return _turns(comm, chainer_sides(comm, asked), asked)
-    with collective.init("shm") as made:
-        return _turns(made, chainer_sides(made, asked), asked)
+    return _turns(comm, chainer_sides(comm, asked), asked)
 
 
 def chainer_steps_under_mpi(_: Participant, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Measure as one of the ranks that mpiexec has started, in Chainer."""
-    return chainer_steps(asked)
+    with collective.init("shm") as comm:
+        return chainer_steps(comm, asked)
 
 
 def _turns(comm: Any, sides: dict[str, Step], asked: argparse.Namespace) -> dict[str, list[float]]:
@@ -229,23 +187,19 @@ def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float
     asked = argparse.Namespace(
         width=options.width, bucket_mib=options.bucket_mib, clock=options.clock, quick=options.quick
     )
-    found: list[dict[str, list[float]]]
+    found: dict[str, list[float]]
     if framework == "torch":
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(2, torch_steps, Path(folder), asked, backend="shm", timeout=_RANKS_S)
-        return found[0]
+            found, *_ = run_ranks(
+                2, torch_steps, Path(folder), asked, backend="shm", timeout=peers.RANKS_S
+            )
+        return found
     venv = next(iter(peers.find(options).values()), None)
     if venv is None:
-        found = run_ranks(2, _chainer_alone, asked, backend="shm", timeout=_RANKS_S)
-        return found[0]
-    starter = under_mpiexec(2, Mpiexec(str(venv / "bin" / "python")), lasting=False)
-    with Ranks(2, starter) as ranks:
-        found = ranks.results(FunctionJob(chainer_steps_under_mpi, (asked,)), _RANKS_S)
-    return found[0]
-
-
-def _chainer_alone(comm: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
-    return chainer_steps(asked, comm)
+        found, *_ = run_ranks(2, chainer_steps, asked, backend="shm", timeout=peers.RANKS_S)
+    else:
+        found = peers.run_under_mpi(venv, 2, chainer_steps_under_mpi, asked)
+    return found
 
 
 def shares(times: dict[str, list[float]]) -> dict[str, float]:
@@ -298,10 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser, earlier=True)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
-    # Ranks that mpiexec starts find there what they do.
-    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
-    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    peers.prepare_environment()
 
     def steps() -> dict[str, Any]:
         found = {framework: measure(framework, options) for framework in options.frameworks}

@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collective.tools.bench.machine import Observer
-from collective.tools.show import add_outputs, print_table, write
+from collective.tools.bench.machine import measured
+from collective.tools.show import add_outputs, print_table
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _SECONDS = 60
@@ -210,30 +210,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.inside is not None:
         _run_here(options.backend, options.pattern, options.inside)
         return 0
-    observer = Observer()
     backends = [options.backend] if options.backend else ["collective", "gloo"]
-    with tempfile.TemporaryDirectory() as folder:
-        logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        outcomes = {
-            backend: run(backend, options.ranks, options.transport, options.pattern, logs)
-            for backend in backends
+
+    def measure() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            logs = options.logs or Path(folder)
+            logs.mkdir(parents=True, exist_ok=True)
+            outcomes = {
+                backend: run(backend, options.ranks, options.transport, options.pattern, logs)
+                for backend in backends
+            }
+        if not any(outcomes.values()):
+            parser.error(f"-k {options.pattern}: no test has such a name")
+        return {
+            "torch": importlib.metadata.version("torch"),
+            "ranks": options.ranks,
+            "transport": options.transport,
+            "outcomes": outcomes,
         }
-    if not any(outcomes.values()):
-        parser.error(f"-k {options.pattern}: no test has such a name")
-    report = {
-        "torch": importlib.metadata.version("torch"),
-        "ranks": options.ranks,
-        "transport": options.transport,
-        "outcomes": outcomes,
-        "machine": observer.machine(),
-    }
-    write(options.json, report)
+
+    report = measured(options, measure)
     show(report, options.markdown)
     return int(
         any(
             seen["collective"] == "failed" and seen.get("gloo") != "failed"
-            for _, seen in differences(outcomes)
+            for _, seen in differences(report["outcomes"])
             if "collective" in seen
         )
     )

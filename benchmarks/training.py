@@ -19,28 +19,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from collective.adapters.torch import DistributedDataParallel
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
-from collective.tools.bench.machine import measured
-from collective.tools.models.torch import model_of
+from collective.tools.bench.machine import headline, measured
+from collective.tools.models.torch import model_of, step_of
 from collective.tools.show import add_outputs, microseconds, print_table
 
 # What was promised of the MLP: of torch's added time, and of its step.
 _ADDED, _STEP = 1 / 5, 1.3
 # Of PyTorch's wrapper over our process group, of an all-reduce a parameter, and of memory.
 _PLUGIN, _BUCKETS, _MEMORY = 1.3, 2.0, 1.05
-_RANKS_S = 1800.0
 _MODELS = "mlp lenet resnet"
 _PARTS = "wrappers plugin buckets memory"
 _MEMORY_OF = ("ours", "torch", "no wrapper")
@@ -51,81 +53,71 @@ _TITLES = {
 }
 
 
-def _step(
-    model: Any, x: torch.Tensor, after: Callable[[], object] = lambda: None
-) -> Callable[[], None]:
-    """Return a step; ``after`` follows its backward pass."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+@contextlib.contextmanager
+def gloo(comm: Any, folder: Path) -> Iterator[None]:
+    """Have the ranks be torch.distributed's, over Gloo, in which they meet in ``folder``.
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        after()
-        optimizer.step()
+    In the end nobody may hold a wrapper of PyTorch's any more.
+    """
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    yield
+    gc.collect()  # a wrapper that goes after its process group may hang
+    dist.destroy_process_group()
 
-    return step
+
+def wrapped_by_torch(model: nn.Module, group: Any = None) -> Any:
+    """Return a model in PyTorch's wrapper, over Gloo or the process group."""
+    return nn.parallel.DistributedDataParallel(
+        model, process_group=group, gradient_as_bucket_view=True
+    )
 
 
 def rank(comm: Any, part: str, folder: Path, names: Sequence[str], quick: bool) -> dict[str, Any]:
     """Measure as one of the ranks; return the figures of each model."""
-    import torch.distributed as dist
+    with gloo(comm, folder):
+        return {name: _turns(comm, part, name, quick) for name in names}
 
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+
+def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float]]:
+    """Hold that the sides' gradients are the same, and return their turns."""
+    wrapped = _wrapped(part, comm, name)
+    x = model_of(name)[1]
+    for each in wrapped.values():
+        each(x * (comm.rank + 1)).square().mean().backward()
+    if part == "buckets":
+        _by_parameter(wrapped["by parameter"])
+    first, *others = ([p.grad for p in each.parameters()] for each in wrapped.values())
+    for gradients in others:
+        for a, b in zip(first, gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     rounds, turn = (3, 0.03) if quick else (15, 0.4)
-    found = {}
-    for name in names:
-        wrapped = _wrapped(part, comm, name)
-        x = model_of(name)[1]
-        sides = _sides(wrapped, x)
-        for each in wrapped.values():
-            each.zero_grad()
-            each(x * (comm.rank + 1)).square().mean().backward()
-        if part == "buckets":
-            _by_parameter(wrapped["by parameter"])
-        first, *others = ([p.grad for p in each.parameters()] for each in wrapped.values())
-        for gradients in others:
-            for a, b in zip(first, gradients, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-        # Buckets are laid out anew in the first steps.
-        found[name] = alternate(comm, sides, rounds, turn, warm=3)
-    # PyTorch's wrappers first: one that goes after its process group may hang.
-    del wrapped, sides, each, first, others
-    gc.collect()
-    dist.destroy_process_group()
-    return found
+    # Buckets are laid out anew in the first steps.
+    return alternate(comm, _sides(wrapped, x), rounds, turn, warm=3)
 
 
 def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
     """Return the sides of a part, a model of its own each."""
-    import torch.distributed as dist
-
-    from collective.adapters.torch import DistributedDataParallel
-
-    def torchs(group: Any = None) -> Any:
-        model = model_of(name)[0]
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True
-        )
-
+    first, second = (model_of(name)[0] for _ in range(2))
     if part == "plugin":
         import collective.adapters.torch.plugin  # noqa: F401  # registers it
 
-        return {"ours": torchs(dist.new_group(backend="collective")), "torch": torchs()}
-    ours = DistributedDataParallel(model_of(name)[0], comm)
+        group = dist.new_group(backend="collective")
+        return {"ours": wrapped_by_torch(first, group), "torch": wrapped_by_torch(second)}
+    ours = DistributedDataParallel(first, comm)
     if part == "buckets":
-        return {"ours": ours, "by parameter": model_of(name)[0]}
-    return {"ours": ours, "torch": torchs()}
+        return {"ours": ours, "by parameter": second}
+    return {"ours": ours, "torch": wrapped_by_torch(second)}
 
 
 def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, Callable[[int], None]]:
     """Return each side's steps with syncing and without."""
     sides = {}
     for side, each in wrapped.items():
-        bare = _step(each, x)
+        bare = step_of(each, x)
         if side == "by parameter":
-            synced = _step(each, x, lambda model=each: _by_parameter(model))  # type: ignore[misc]
+            synced = step_of(each, x, partial(_by_parameter, each))
             sides[side], sides[f"{side}, no_sync"] = repeated(synced), repeated(bare)
         else:
             sides[side], sides[f"{side}, no_sync"] = repeated(bare), _within(each.no_sync, bare)
@@ -144,8 +136,6 @@ def _within(
 
 def _by_parameter(model: nn.Module) -> None:
     """Average the gradients as in "Writing distributed applications with PyTorch"."""
-    import torch.distributed as dist
-
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
@@ -154,29 +144,23 @@ def _by_parameter(model: nn.Module) -> None:
 
 def memory(comm: Any, side: str, folder: Path, names: Sequence[str], quick: bool) -> int:
     """Train as one of the ranks of one side; return the peak of all ranks' memory in bytes."""
-    import torch.distributed as dist
-
-    from collective.adapters.torch import DistributedDataParallel
-
     torch.set_num_threads(1)
-    model, x = model_of(names[0])
+    with gloo(comm, folder) if side == "torch" else contextlib.nullcontext():
+        return _peak_of(comm, side, names[0], 3 if quick else 10)
+
+
+def _peak_of(comm: Any, side: str, name: str, steps: int) -> int:
+    model, x = model_of(name)
     wrapped: Any = model
     if side == "ours":
         wrapped = DistributedDataParallel(model, comm)
     elif side == "torch":
-        store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    step = _step(wrapped, x)
-    for _ in range(3 if quick else 10):
+        wrapped = wrapped_by_torch(model)
+    step = step_of(wrapped, x)
+    for _ in range(steps):
         step()
     comm.barrier()
-    peaks = comm.all_gather_object(_peak_bytes())
-    del wrapped, step
-    gc.collect()
-    if side == "torch":
-        dist.destroy_process_group()
-    return sum(peaks)
+    return sum(comm.all_gather_object(_peak_bytes()))
 
 
 def _peak_bytes() -> int:
@@ -209,11 +193,11 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
 
 def two_ranks(work: Callable[..., Any], part: str, names: Sequence[str], quick: bool) -> Any:
     """Run two ranks of a part and return their figures."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    peers.prepare_environment()
     backend = "gloo" if part == "buckets" else "shm"
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(
-            2, work, part, Path(folder), names, quick, backend=backend, timeout=_RANKS_S
+            2, work, part, Path(folder), names, quick, backend=backend, timeout=peers.RANKS_S
         )[0]
 
 
@@ -233,8 +217,7 @@ def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print the tables of a run."""
-    about = run["machine"]
-    print(f"{about['date']}, {about['cpu']}, {about['cores']} cores, 2 ranks\n")
+    print(f"{headline(run['machine'])}; 2 ranks\n")
     for part, models in run["parts"].items():
         if part == "memory":
             _show_memory(models, markdown)

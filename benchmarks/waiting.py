@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peers
@@ -26,9 +26,9 @@ from collective.communicator import Communicator
 from collective.testing import run_ranks
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import named
-from collective.tools.bench.machine import Observer
+from collective.tools.bench.machine import measured
 from collective.tools.bench.measure import Pace
-from collective.tools.show import Progress, print_table, write
+from collective.tools.show import Progress, add_outputs, print_table
 
 __all__ = ["Wait", "run", "show"]
 
@@ -69,20 +69,10 @@ def run(arena: Arena, late: float, pace: Pace) -> list[Wait]:
             progress.show(f"{contestant.name} waits in {operation}")
             prepared = {"operation": operation, "nbytes": _NBYTES, "memory": "ordinary"}
             arena.ask(contestant.name, "prepare", side="waits", **prepared)
-            shares = sorted(_wait(arena, contestant.name, late) for _ in range(pace.rounds))
+            shares = [_wait(arena, contestant.name, late) for _ in range(pace.rounds)]
             arena.ask(contestant.name, "release", side="waits")
-            middle = shares[len(shares) // 2]
-            waits.append(
-                Wait(
-                    contestant.name,
-                    operation,
-                    contestant.ranks,
-                    late,
-                    middle,
-                    shares[0],
-                    shares[-1],
-                )
-            )
+            figures = statistics.median_high(shares), min(shares), max(shares)
+            waits.append(Wait(contestant.name, operation, contestant.ranks, late, *figures))
     progress.clear()
     return waits
 
@@ -122,14 +112,14 @@ def _moments(comm: Communicator, turns: int) -> dict[str, list[float]]:
     return found
 
 
-def show_woken(found: dict[str, list[float]]) -> None:
+def show_woken(found: dict[str, list[float]], markdown: bool = False) -> None:
     """Print the table of :func:`woken`."""
     rows = [
         [name, *(f"{1e6 * figure(seconds):.0f}" for figure in (statistics.median, min, max))]
         for name, seconds in found.items()
     ]
     title = f"shm: µs from a call that is {_LATE_S:g} s late to the end of that which waited"
-    print_table(title, ["in", "median", "least", "most"], rows)
+    print_table(title, ["in", "median", "least", "most"], rows, markdown)
 
 
 def show(waits: Sequence[Wait], markdown: bool = False) -> None:
@@ -156,34 +146,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
     peers.add_rivals(parser)
     parser.add_argument("--quick", action="store_true", help="one wait of each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add_outputs(parser)
     options = parser.parse_args(arguments)
     if options.n < 2:
         parser.error("-n: somebody has to be late, and somebody to wait: 2 at least")
-    found = peers.environments(options)
     names = ["shm", "threads", *peers.rivals(options)]
-    able, missing = named(names, found, options.n)
-    observer = Observer()
-    try:
+    able, missing = named(names, peers.environments(options), options.n)
+
+    def measure() -> dict[str, Any]:
         with Arena(able) as arena:
-            missing |= {name: error.brief for name, error in arena.failed.items()}
+            missing.update({name: error.brief for name, error in arena.failed.items()})
             waits = run(arena, options.late, Pace(1 if options.quick else 3, 0.0))
         through = woken(3 if options.quick else 30)
+        return {"waiting": [asdict(wait) for wait in waits], "woken": through}
+
+    try:
+        found = measured(options, measure)
     except ArenaError as error:
         print(f"waiting: {error}", file=sys.stderr)
         return 1
-    show(waits)
-    show_woken(through)
+    show([Wait(**fields) for fields in found["waiting"]], options.markdown)
+    show_woken(found["woken"], options.markdown)
     for name, reason in missing.items():
         print(f"{name}: not measured: {reason}")
-    write(
-        options.json,
-        {
-            "machine": observer.machine(),
-            "waiting": [asdict(wait) for wait in waits],
-            "woken": through,
-        },
-    )
     return 0
 
 

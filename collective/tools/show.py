@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "Progress", "add_outputs", "aligned", "check_known", "console", "count", "counts",
+    "Progress", "add_outputs", "add_sizes", "aligned", "check_known", "console", "count", "counts",
     "microseconds", "names", "parse_size", "print_table", "rate_name", "size_name", "table",
     "time_name", "width", "write",
 ]  # fmt: skip
@@ -297,6 +297,16 @@ def add_outputs(parser: argparse.ArgumentParser, *, earlier: bool = False) -> No
             "--from", dest="earlier", type=Path, metavar="FILE",
             help="measure nothing: show what --json has written",
         )  # fmt: skip
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, default: str, option: str = "--sizes", text: str | None = None
+) -> None:
+    """Add an option of several sizes, with spaces between them as in ``default``."""
+    sizes = [parse_size(size) for size in default.split()]
+    parser.add_argument(
+        option, nargs="+", type=parse_size, default=sizes, metavar="SIZE", help=text
+    )
 
 
 def write(path: Path | None, content: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ def repeated(call: Callable[[], object]) -> Callable[[int], None]:
 
 
 def alternate(
-    comm: Any,
+    comm: Any | None,
     sides: Mapping[str, Callable[[int], object]],
     rounds: int,
     turn: float,
@@ -40,7 +40,8 @@ def alternate(
     Collective: every rank calls it.
 
     Args:
-        comm: has the ranks begin a turn together, and knows the slowest one's time.
+        comm: has the ranks begin a turn together, and knows the slowest one's time; None for one
+            process.
         sides: by name what makes so many calls, as :func:`repeated` returns it.
         rounds: how many turns each side gets.
         turn: seconds that one is to last.
@@ -49,10 +50,13 @@ def alternate(
     """
 
     def block(side: Callable[[int], object], count: int) -> float:
-        comm.barrier()
+        if comm is not None:
+            comm.barrier()
         start = clock()
         side(count)
         mine = (clock() - start) / count
+        if comm is None:
+            return mine
         slowest: float = comm.all_reduce(np.array([mine]), op="max").item()
         return slowest
 

@@ -6,14 +6,13 @@ import collections
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from collective.tools.show import microseconds, print_table, size_name
 
 from .contestants import PEERS
 from .measure import METHODS, Gap, Record
 
-__all__ = ["headline", "of_peer", "show", "write_csv"]
+__all__ = ["of_peer", "show", "write_csv"]
 
 _COLUMNS = {
     "latency": ["size", "side", "p50 µs", "p90 µs", "p99 µs", "#wrong"],
@@ -99,14 +98,6 @@ def _ratios(record: Record, here: Sequence[Record], peers: Sequence[str]) -> lis
         theirs = [r.seconds for r in here if of_peer(r.contestant) == peer]
         found.append(f"{min(theirs) / record.seconds:.2f}" if theirs else "–")
     return found
-
-
-def headline(machine: dict[str, Any]) -> str:
-    """Return where and when a run was made, in a line."""
-    return (
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, of which "
-        f"{machine['others']:.1f} taken by others"
-    )
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from collective.tools.show import parse_size, size_name, write
 
-__all__ = ["Observer", "measured"]
+__all__ = ["Observer", "headline", "measured"]
 
 
 class Observer:
@@ -45,6 +45,14 @@ class Observer:
             "python": platform.python_version(),
             "numpy": np.__version__,
         }
+
+
+def headline(machine: dict[str, Any]) -> str:
+    """Return where and when a run was made, in a line."""
+    return (
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, of which "
+        f"{machine['others']:.1f} taken by others"
+    )
 
 
 def measured(options: argparse.Namespace, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["StartLine"]
@@ -58,6 +59,42 @@ class StartLine:
         for other in self._others:
             if words[other] < step:
                 self._wait_for(other, step)
+
+    def seconds_of(
+        self,
+        call: Callable[[], object],
+        iterations: int,
+        *,
+        each: bool,
+        done: Callable[[], object] | None = None,
+    ) -> list[float]:
+        """Return the seconds of each call by itself, or the mean of all of them, back to back.
+
+        Args:
+            call: is called by all ranks.
+            iterations: how often.
+            each: whether every call begins at the line.
+            done: waits until what a call has enqueued is done.
+        """
+        clock, seconds = time.perf_counter, []
+        if each:
+            for _ in range(iterations):
+                self.wait()
+                begin = clock()
+                call()
+                if done is not None:
+                    done()
+                seconds.append(clock() - begin)
+            return seconds
+        if done is not None:
+            done()
+        self.wait()
+        begin = clock()
+        for _ in range(iterations):
+            call()
+        if done is not None:
+            done()
+        return [(clock() - begin) / iterations]
 
     def _wait_for(self, other: int, step: int) -> None:
         words = self._words

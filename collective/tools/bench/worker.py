@@ -139,30 +139,11 @@ class Worker:
         Returns:
             ``seconds``: of each call, or one mean.
         """
-        call, clock, wait = self._prepared[side].call, time.perf_counter, self._line.wait
+        call = self._prepared[side].call
         done = self._library.synchronize if self._library.framework.on_gpu else None
         for _ in range(warmup):
             call()
-        seconds = []
-        if each:
-            for _ in range(iterations):
-                wait()
-                begin = clock()
-                call()
-                if done is not None:
-                    done()
-                seconds.append(clock() - begin)
-        else:
-            if done is not None:
-                done()
-            wait()
-            begin = clock()
-            for _ in range(iterations):
-                call()
-            if done is not None:
-                done()
-            seconds.append((clock() - begin) / iterations)
-        return {"seconds": seconds}
+        return {"seconds": self._line.seconds_of(call, iterations, each=each, done=done)}
 
     def check(self, side: str) -> dict[str, Any]:
         """Run a prepared call on data of which every element of the result is known.

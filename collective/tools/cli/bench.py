@@ -178,7 +178,7 @@ def _say(results: Results, options: argparse.Namespace) -> bool:
     Returns:
         Whether the plot that was asked for was drawn.
     """
-    from collective.tools.bench.figures import headline
+    from collective.tools.bench.machine import headline
     from collective.tools.bench.plot import plot
 
     where = headline(results.machine)

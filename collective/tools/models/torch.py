@@ -17,7 +17,7 @@ from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import Gloo
 from collective.tools.parity import weights
 
-__all__ = ["LeNet", "Perceptron", "initial", "model_of", "steps", "train"]
+__all__ = ["LeNet", "Perceptron", "initial", "model_of", "step_of", "steps", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -75,12 +75,16 @@ class _Residual(nn.Module):
         return out
 
 
-def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"`` (of ResNet-18's size), and a batch for it."""
+def model_of(name: str, width: int = 1024) -> tuple[nn.Module, torch.Tensor]:
+    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"`` (of ResNet-18's size), and a batch for it.
+
+    Args:
+        width: of the MLP's six layers, which have 25 MB of gradients by default.
+    """
     torch.manual_seed(0)
-    if name == "mlp":  # 25 MB of gradients
-        layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.ReLU())]
-        return nn.Sequential(*layers), torch.randn(64, 1024)
+    if name == "mlp":
+        layers = [part for _ in range(6) for part in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*layers), torch.randn(64, width)
     if name == "lenet":
         return LeNet(), torch.randn(32, 1, 28, 28)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
@@ -100,7 +104,7 @@ def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]
     torch.set_num_threads(1)
     plain, x = model_of(name)
     x = x + library.rank / 8  # every rank has data of its own
-    calls = {"compute": _step(plain, x)}
+    calls = {"compute": step_of(plain, x)}
     wrapped: Any = plain
     if isinstance(library, Ours):
         comm = library.comm
@@ -115,7 +119,7 @@ def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]
         zeros = torch.zeros(_count(plain))
         calls["sync"] = lambda: torch.distributed.all_reduce(zeros)
     if wrapped is not plain:
-        calls["step"] = _step(wrapped, x)
+        calls["step"] = step_of(wrapped, x)
     return calls, [parameter.detach().numpy() for parameter in wrapped.parameters()]
 
 
@@ -123,12 +127,14 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _step(model: nn.Module, x: torch.Tensor) -> Call:
+def step_of(model: nn.Module, x: torch.Tensor, after: Call = lambda: None) -> Call:
+    """Return a step of training on a batch; ``after`` follows its backward pass."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        after()
         optimizer.step()
 
     return step

@@ -1,0 +1,114 @@
+"""Ours and other libraries in turns, with ranks of their own each: what several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import peers
+
+from collective.tools.bench.arena import Arena, ArenaError
+from collective.tools.bench.contestants import named
+from collective.tools.bench.measure import Pace, Task, compare, method_of
+from collective.tools.bench.run import Results
+from collective.tools.show import Progress, add_outputs, size_name
+
+__all__ = ["Sittings", "add_options", "exit_code", "show_contestants"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :class:`Sittings`, and what becomes of their figures."""
+    peers.add_rivals(parser)
+    parser.add_argument("--quick", action="store_true", help="less, and in shorter turns")
+    parser.add_argument(
+        "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
+    )
+    add_outputs(parser, earlier=True)
+
+
+class Sittings:
+    """What has been measured, with one set of ranks after another, and what went wrong.
+
+    Args:
+        options: of :func:`add_options`; from now on this process has so many cores.
+
+    Attributes:
+        missing: what was not measured, and why.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # Inherited by all ranks.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+        self.missing: dict[str, str] = {}
+        self._options = options
+        self._results, self._progress = Results(), Progress()
+        self._failures: list[str] = []
+
+    def sit(
+        self,
+        ranks: int,
+        tasks: Iterable[Task],
+        pace: Pace,
+        *,
+        memories: Sequence[str] = ("symmetric", "ordinary"),
+        framework: str = "numpy",
+        without: Sequence[str] = (),
+        then: Callable[[Arena], object] = lambda arena: None,
+    ) -> None:
+        """Have ``shm`` and the rivals, with so many ranks each, do tasks in turns.
+
+        A size is measured by the method that tells more of it.
+
+        Args:
+            memories, framework: what ours is measured with.
+            without: rivals that are not to take part.
+            then: is given the contestants when the tasks are done.
+        """
+        rivals = [rival for rival in peers.rivals(self._options) if rival not in without]
+        environments = peers.environments(self._options)
+        able, absent = named(["shm", *rivals], environments, ranks, memories, [framework])
+        self.missing |= absent
+        with self.noting_failures(), Arena(able) as arena:
+            self._results.versions.update(arena.versions)
+            for task in tasks:
+                what = f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}"
+                self._progress.show(f"{what}, {ranks} ranks")
+                self._results.add(compare(arena, task, pace, [method_of(task.nbytes)]))
+            self._progress.clear()
+            then(arena)
+            self.missing |= {name: error.brief for name, error in arena.failed.items()}
+
+    @contextlib.contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """End a part that breaks; what was measured before counts all the same."""
+        try:
+            yield
+        except ArenaError as error:
+            self._progress.clear()
+            self._failures.append(str(error))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it."""
+        failures = [*self._failures, *self._results.failures]
+        return {**self._results.as_json(), "missing": self.missing, "failures": failures}
+
+
+def show_contestants(run: dict[str, Any], markdown: bool) -> None:
+    """Print who took part in a run, of which version, and who did not."""
+    bullet = "- " if markdown else ""
+    for name, version in run["versions"].items():
+        print(f"{bullet}{name}: {version}")
+    for name, reason in run["missing"].items():
+        print(f"{bullet}{name}: not measured: {reason}")
+
+
+def exit_code(command: str, run: dict[str, Any]) -> int:
+    """Print what went wrong in a run; return 1 if something did."""
+    failures = run.get("failures", [])
+    for failure in failures:
+        print(f"{command}: {failure}", file=sys.stderr)
+    return 1 if failures else 0
