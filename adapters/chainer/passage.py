@@ -105,6 +105,7 @@ class Passage:
                 [y for y, _ in reached],
                 [chainer.Variable(g, requires_grad=False) for _, g in reached],
             )
+        # One for each output of floating point, used or not: the stage before counts them.
         back = [
             x.xp.zeros_like(x.array) if x.grad is None else x.grad
             for x in inputs

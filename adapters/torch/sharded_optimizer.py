@@ -78,6 +78,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
+        # The class's own defaults, too: a scheduler sees these groups alone.
         for group, local in zip(self.param_groups, self._local.param_groups):
             for key, value in local.items():
                 group.setdefault(key, value)
@@ -141,7 +142,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
                     owned[self._owners[parameter]].append(parameter)
             counts = [sum(p.numel() for p in share) for share in owned]
             mine = owned[self._comm.rank]
-            nothing = every[0].new_empty(0, dtype=dtype)
+            nothing = every[0].new_empty(0, dtype=dtype)  # torch.cat takes no empty list
             packed = torch.cat([nothing, *(p.detach().reshape(-1) for p in mine)])
             whole = self._comm.all_gather(packed, counts=counts)
             start = 0
@@ -260,6 +261,8 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         self._load(shared_out(comm, kept["held"], giver, owners), kept)
 
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
+        # An optimizer takes the tensors of a state as its own and changes them in place, and what
+        # was kept may have to be gone back to once more.
         own = {
             number: {key: _copy(value) for key, value in state.items()}
             for number, state in states.items()

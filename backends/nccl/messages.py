@@ -278,6 +278,7 @@ class NcclMessages:
                 f"rank {source} sends {nbytes} bytes and rank {self._rank} has asked for "
                 f"{dst.nbytes}"
             )
+            # The sender waits for a grant, and gets none.
             self._channel.abort(Failure("mismatch", self._rank, text))
             raise MismatchError(f"{asked.where}: {text} [rank {self._rank}]")
 
@@ -302,6 +303,7 @@ class NcclMessages:
         if direction.comm is None:
             self._open(direction, call)
         self._enqueue(direction, buffer, call, wait)
+        # Not after an error, which has broken the channel: those behind it hear of that.
         direction.end_turn()
 
     def _open(self, direction: _Direction, asked: _MessageCall) -> None:

@@ -319,6 +319,8 @@ class NcclBackend(Collectives, Monitored):
         except BaseException as error:
             if batch.asked is not None:
                 self.channel.abort(failure_of(error, self.rank))
+                # NCCL's groups are a thread's: in one that stays open nothing ever starts that this
+                # thread calls from now on, on whatever communicator.
                 with contextlib.suppress(BackendError, CommunicatorAbortedError):
                     batch.end()
             raise

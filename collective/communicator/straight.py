@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collective.memory.arrays import adapter_of, known
-from collective.memory.spot import Spot
 
 from .calls import Calls
 

@@ -90,7 +90,9 @@ class Decision:
             lost = self.lost()
             awaited = self._awaited(notes, lost)
             waited = time.monotonic() - began
-            # One that leads and is stopped, and so not known to be lost, is not waited for forever.
+            # One that leads and is stopped, and so not known to be lost, is not waited for forever:
+            # it may have come when this rank had waited for a whole grace, waits for another
+            # itself, and has a third to conclude.
             ahead = sum(rank < self.me and rank not in lost for rank in notes)
             hurried = not all(note.get("patient") for note in notes.values())
             enough = grace is not None and hurried and waited >= grace * (1 + 2 * ahead)
