@@ -134,6 +134,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 if asynchronous:
                     stream.wait_stream(current)
                 run()
+                # Or torch's allocator would give the memory to others as soon as the caller drops
+                # it: it knows of the stream alone on which it was allocated.
                 for tensor in tensors:
                     tensor.record_stream(stream)
                 events.append(stream.record_event())

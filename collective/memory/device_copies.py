@@ -235,6 +235,7 @@ def _write(address: int, source: Array, stream: Stream) -> None:
     """
     with _in_flight(stream) as flight:
         for start, part, block in _steps(source):
+            # This block is that of the copy before the last.
             if len(flight) > 1:
                 _finish(flight.popleft()[0])
             if block is not part:

@@ -33,6 +33,8 @@
 #define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
 /* No message is as long: what says so is damaged. */
 #define NO_LENGTH ((uint64_t)1 << 47)
+/* No message has it, as begin() takes none as low: who asks for it takes all that there is off a
+   ring. */
 #define NO_TAG INT64_MIN
 /* Below this a receiver does not fetch. The tests take other sizes. */
 #ifndef CLAIMED_BYTES
@@ -119,6 +121,7 @@ static void send_step(struct exchange *x)
             return;
         x->stop += r->position;
     }
+    /* Whole words are announced: the receiver rounds up to these what it has read. */
     uint64_t announced = r->position;
     while (x->at < x->count && !claimed(x, r) && (room = ready(x, r, x->ahead, 1)) > 0) {
         struct piece *p = &x->pieces[x->at];
