@@ -22,7 +22,8 @@ from .arrivals import Arrivals
 from .foreign_names import explained
 from .groups import Groups
 from .joining import Joiner
-from .shrinking import Lineage, NextGeneration, agreed
+from .lineage import Lineage
+from .shrinking import NextGeneration, agreed
 
 if TYPE_CHECKING:
     from typing_extensions import Self

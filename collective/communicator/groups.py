@@ -21,7 +21,7 @@ from .object_calls import ObjectCalls
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .shrinking import Lineage
+    from .lineage import Lineage
 
 __all__ = ["Groups"]
 

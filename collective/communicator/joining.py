@@ -11,7 +11,8 @@ from collective.contract.world import World
 from collective.errors import ExcludedError
 
 from .arrivals import Knock
-from .shrinking import Lineage, NextGeneration
+from .lineage import Lineage
+from .shrinking import NextGeneration
 
 __all__ = ["Joiner"]
 

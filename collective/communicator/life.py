@@ -25,7 +25,7 @@ from collective.errors import (
 from .arrivals import Arrivals
 from .calls import Calls
 from .closed import CLOSED, Closed
-from .shrinking import Lineage
+from .lineage import Lineage
 
 if TYPE_CHECKING:
     from typing_extensions import Self

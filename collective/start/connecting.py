@@ -9,7 +9,7 @@ from functools import partial
 
 from collective.communicator import Communicator
 from collective.communicator.joining import Joiner
-from collective.communicator.shrinking import Lineage
+from collective.communicator.lineage import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collective.communicator import Communicator
-from collective.communicator.shrinking import Lineage
+from collective.communicator.lineage import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
