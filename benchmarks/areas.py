@@ -19,7 +19,7 @@ import numpy as np
 from native import seconds_of
 
 from collective import native
-from collective.backends.shm import compiled, control
+from collective.backends.shm import compiled, layout
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 from collective.tools.bench.machine import headline, measured
@@ -37,7 +37,7 @@ def _with_areas(comm: Communicator, nbytes: int) -> Communicator:
     lengths: dict[str, Any] = dict.fromkeys(("_AREA_BYTES", "_LEAST_AREA_BYTES"), nbytes)
     lengths["_AREAS_BYTES"] = sys.maxsize
     with (
-        mock.patch.multiple(control, **lengths),
+        mock.patch.multiple(layout, **lengths),
         mock.patch.object(compiled, "_LEAST_LONG", min(_LONG_CALL, nbytes // 4)),
     ):
         return comm.dup()
@@ -45,7 +45,7 @@ def _with_areas(comm: Communicator, nbytes: int) -> Communicator:
 
 def _with_rings(comm: Communicator, nbytes: int) -> Communicator:
     """Return a communicator of the same ranks whose rings are of ``nbytes``."""
-    with mock.patch.multiple(control, _RING_BYTES=nbytes, _RINGS_BYTES=sys.maxsize):
+    with mock.patch.multiple(layout, _RING_BYTES=nbytes, _RINGS_BYTES=sys.maxsize):
         return comm.dup()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import collective
-from collective.backends.shm.control import Layout
+from collective.backends.shm.layout import Layout
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent

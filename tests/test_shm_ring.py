@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collective.backends.shm.control import Control, Layout
+from collective.backends.shm.control import Control
+from collective.backends.shm.layout import Layout
 from collective.backends.shm.ring import MessageRing, Receiving, Sending
 from collective.backends.shm.segment import Segment
 from collective.errors import BackendError, CommunicatorAbortedError

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from collective.algorithms import sendrecv
-from collective.backends.peers.channel import Channel, Monitored
+from collective.backends.peers.channel import Channel
+from collective.backends.peers.monitored import Monitored
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer

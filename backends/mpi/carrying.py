@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collective.backends.peers.channel import Channel, Monitored
+from collective.backends.peers.channel import Channel
+from collective.backends.peers.monitored import Monitored
 from collective.request import Request, in_thread
 
 from . import folds

@@ -23,8 +23,9 @@ import numpy as np
 
 from collective import cuda
 from collective.backends.peers import levels
-from collective.backends.peers.channel import Channel, Monitored
+from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
+from collective.backends.peers.monitored import Monitored
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure

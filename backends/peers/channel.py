@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
-from collective.contract.backend import Backend, Note
+from collective.contract.backend import Note
 from collective.contract.failure import Failure
-from collective.contract.recorder import Entry, Recorder
+from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
 from collective.contract.stalls import look
 from collective.contract.store import Store
@@ -25,12 +24,12 @@ from collective.errors import (
     CommunicatorAbortedError,
     RendezvousError,
 )
-from collective.request import Request, describe
 
 from .link import Link, Message
+from .reports import last_calls, make_report
 from .standby import Standby
 
-__all__ = ["WORLD", "Channel", "Monitored", "Unclosed", "Wait", "tell_dropped"]
+__all__ = ["WORLD", "Channel", "Unclosed", "Wait", "tell_dropped"]
 
 #: The communicators that a process has not closed, by name: their members, and their calls.
 Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
@@ -45,13 +44,9 @@ _GRACE_S = 0.5
 _REPORT_S = 1.0
 # What the monitor may know when the engine fails: a death is told within milliseconds.
 _EXPLAIN_S = 1.0
-# Calls told in a comparison: ranks that are further apart have made different calls.
-_REPORTED = 8
 # Turns of a wait between two looks at what the monitor has heard (a power of two), and before it
 # sleeps; until then it gives its core away after each poll.
 _SPINS, _YIELDS = 16, 2000
-# Of these ranks may pass arrays of different lengths, or None.
-_MAY_DIFFER = frozenset({"broadcast", "scatter", "gather", "all_gather", "all_to_all"})
 _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
 
@@ -298,6 +293,10 @@ class Channel:
             self._failed_after = finished
             self._break(failure)
 
+    def post(self, note: Note) -> None:
+        """Tell what this rank waits in; the hub looks for circles."""
+        self._say({"kind": "waits", "note": note})
+
     def close(self) -> None:
         """Leave this communicator, with that of all ranks the monitor; twice does nothing."""
         if not self._closed:
@@ -370,7 +369,8 @@ class Channel:
                 how = "has dropped its communicator without closing it"
             self._left_at[rank] = time.monotonic(), message["finished"], how
         elif kind == "report":
-            self._report()
+            about = make_report(self.recorder, self._finished(), self.compares_on_arrival)
+            self._monitor._say({"kind": "report", "channel": self.name, **about})
         elif kind == "offers":
             texts = {self.members.index(int(r)): text for r, text in message["texts"].items()}
             # A new one: others may be looking at the old.
@@ -381,26 +381,6 @@ class Channel:
                 self._late_ranks = {self.members.index(int(rank)): report for rank, report in late}
                 self._answers += 1
                 self._reported.notify_all()
-
-    def _report(self) -> None:
-        recorder = self.recorder
-        entries, finished, started = [], 0, 0
-        if recorder is not None:
-            finished, started = self._finished(), recorder.started
-            # From the oldest that is not over: a program may be far ahead of its device.
-            ahead = recorder.entries(max(_REPORTED, started - finished))
-            for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
-                header = json.loads(entry.request.header(entry.site))
-                entries.append([entry.sequence, *self._compared(entry), header])
-        report = {"kind": "report", "entries": entries, "finished": finished, "started": started}
-        self._monitor._say({**report, "channel": self.name})
-
-    def _compared(self, entry: Entry) -> tuple[int, bool]:
-        """Return by what other ranks' calls of this number are like this one."""
-        request = entry.request
-        if self.compares_on_arrival and request.operation in _MAY_DIFFER:
-            return Request(request.operation, root=request.root).digest, False
-        return request.digest, entry.compares
 
     def _lose(self, world_rank: int, why: str = "") -> None:
         rank = self.members.index(world_rank)
@@ -443,7 +423,7 @@ class Channel:
             behind = (r for r, report in late.items() if report is None or report["started"] < mine)
             absent = sorted(behind)
         if absent:
-            what = f"rank {', '.join(map(str, absent))}: {_last_calls(absent, late)}"
+            what = f"rank {', '.join(map(str, absent))}: {last_calls(absent, late)}"
         elif answered and sequence is not None:
             what = "the devices: every rank has made this call, and one's has not got to its end"
         elif answered:
@@ -518,41 +498,6 @@ class Wait:
             look(self.timeout)
 
 
-class Monitored(Backend):
-    """A transport whose peers are watched by a monitor.
-
-    Attributes:
-        channel: this communicator's.
-    """
-
-    channel: Channel
-
-    @property
-    def meeting(self) -> str:  # type: ignore[override]  # an attribute elsewhere
-        """A text that follows from the secret of this meeting, and tells nothing of it."""
-        return self.channel.secret.key("meeting")[:8].hex()
-
-    def lost(self) -> Set[int]:
-        return self.channel.lost()
-
-    def lasting(self, store: Store) -> Store:
-        return self.channel.lasting(store)
-
-    def observe(self, recorder: Recorder) -> None:
-        self.channel.recorder = recorder
-
-    def refuse_broken(self, where: object) -> None:
-        if self.channel.failure is not None:
-            self.channel.check(where, ())
-
-    def post(self, note: Note, rank: int) -> Mapping[int, Note]:
-        self.channel._say({"kind": "waits", "note": note})
-        return {}  # the hub looks
-
-    def abort(self, failure: Failure) -> None:
-        self.channel.abort(failure)
-
-
 def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
     """Tell the peers of communicators that were collected, and that their rank had not closed.
 
@@ -579,20 +524,3 @@ def _packed(failure: Failure) -> dict[str, Any]:
         "kind": failure.kind, "rank": failure.rank, "text": failure.text,
         "ranks": list(failure.ranks),
     }  # fmt: skip
-
-
-def _last_calls(absent: Sequence[int], late: dict[int, Message | None]) -> str:
-    """Tell what the absent ranks did last, as far as it is known."""
-    known = [_last(rank, late[rank]) for rank in absent if rank in late]
-    return "; ".join(known) or "the monitor does not answer"
-
-
-def _last(rank: int, report: Message | None) -> str:
-    if report is None:
-        return f"rank {rank} does not answer"
-    if not report["entries"]:
-        return f"rank {rank} has made no collective call"
-    sequence, _, _, header = report["entries"][-1]
-    site = f" at {header['site']}" if header["site"] else ""
-    state = "last did" if report["finished"] >= sequence else "is in"
-    return f"rank {rank} {state} its call {sequence}, {describe(header)}{site}"

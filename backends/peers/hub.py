@@ -14,21 +14,21 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.stalls import Circles
 from collective.errors import RendezvousError
-from collective.request import differing
 
 from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check
+from .reports import disagreement
 from .server import Server
 
 if TYPE_CHECKING:
     from collective.contract.world import Tls
 
-__all__ = ["Hub", "disagreement"]
+__all__ = ["Hub"]
 
 # How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
 # code that holds the GIL may not answer at all.
@@ -301,34 +301,3 @@ class Hub:
                 # A rank that cannot be told is gone, which its link will say.
                 with contextlib.suppress(OSError):
                     self._links[rank].write(data)
-
-
-def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
-    """Return what to tell the ranks if they have made different calls, else None.
-
-    Args:
-        members: the communicator's ranks, in its order, as numbers of the world.
-        reports: for those that answered, ``entries``: the last calls as ``[sequence,
-            digest, compares, header]``, and ``finished``: the last one that is over.
-    """
-    tables: dict[int, dict[int, Any]] = {
-        rank: {sequence: rest for sequence, *rest in report["entries"]}
-        for rank, report in reports.items()
-    }
-    unfinished = min((report["finished"] for report in reports.values()), default=0) + 1
-    for sequence in sorted({number for table in tables.values() for number in table}):
-        made = {rank: table[sequence] for rank, table in tables.items() if sequence in table}
-        # What all of them have finished was the same call, or did no harm that shows now. A
-        # comparison of calls finds differences by itself, unless a rank is not comparing.
-        calls = {(compares, 0 if compares else digest) for digest, compares, _ in made.values()}
-        if sequence < unfinished or len(calls) < 2:
-            continue
-        headers = {nth: made[rank][2] for nth, rank in enumerate(members) if rank in made}
-        absent = [nth for nth, rank in enumerate(members) if rank not in made]
-        return (
-            f"the ranks made different calls (their call {sequence}):\n{differing(headers, absent)}"
-            "\nEvery rank must make the same collective calls in the same order. It was noticed "
-            "when a call stalled, too late to go on; COLLECTIVE_CHECK=always compares each call "
-            "before it is sent"
-        )
-    return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .control import NOTICE_BYTES, Control, fence
+from .control import Control, fence
+from .layout import NOTICE_BYTES
 
 __all__ = ["Board"]
 

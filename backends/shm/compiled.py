@@ -15,7 +15,8 @@ from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.buffer import Buffer
 
-from .control import LINE, Control
+from .control import Control
+from .layout import LINE
 from .symmetric import Heap
 
 if TYPE_CHECKING:

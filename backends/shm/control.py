@@ -18,18 +18,11 @@ from collective.contract.stalls import look
 from collective.errors import RendezvousError, UnsupportedError
 from collective.request import Disagreement, Request
 
+from .layout import CALL_BYTES, CALLS, FAILURE_BYTES, LINE, NOTE_BYTES, Layout
 from .segment import Segment
 
-__all__ = [
-    "BROKEN", "LINE", "NOTICE_BYTES", "SLOT_BYTES", "Control", "Layout", "fence",
-]  # fmt: skip
+__all__ = ["BROKEN", "Control", "fence"]
 
-#: Messages up to here are copied through a slot: below it two copies in cache cost less
-#: than a second wait.
-SLOT_BYTES = 256 << 10
-
-#: A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches.
-LINE = 64
 # Where a fast peer may already write the next step's value there are two words, for even and odd
 # steps. collective/native/shared.h has the words that are written in C, too: those up to the
 # state, what was noted, and three counters behind, each alone in a line of the cache.
@@ -51,19 +44,6 @@ _GONE = {
     _LEFT: "has closed its communicator",
     _DROPPED: "has dropped its communicator without closing it",
 }
-
-_NOTE_BYTES = 64 << 10
-_FAILURE_BYTES = 32 << 10
-# How many calls of a rank are described for the others, which C knows as NOTES_KEPT; in how many
-# bytes.
-_CALLS, _CALL_BYTES = 64, 256
-#: What a rank lets the others know while it waits; see :mod:`.board`.
-NOTICE_BYTES = 4 << 10
-# What ranks copy through is as long as one core's own caches several times over, where that isn't
-# too much in all: what is written again should have been driven out of them by then. Only what has
-# been written once takes memory.
-_AREA_BYTES, _LEAST_AREA_BYTES, _AREAS_BYTES = 1 << 20, 256 << 10, 32 << 20
-_RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 
 # How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
 # suits a peer on another core; with more ranks than cores it would keep the peer from
@@ -90,42 +70,6 @@ def fence() -> None:
     if not _ORDERED:
         with _fence_lock:
             pass
-
-
-class Layout:
-    """Where things are in the control segment of ``size`` ranks, in bytes."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        ring_bytes = max(4096, min(_RING_BYTES, _RINGS_BYTES // max(1, size * (size - 1))))
-        self.ring_bytes = ring_bytes - ring_bytes % 4096
-        area_bytes = max(_LEAST_AREA_BYTES, min(_AREA_BYTES, _AREAS_BYTES // (2 * size)))
-        self.area_bytes = area_bytes - area_bytes % 4096
-        at = (1 + size) * LINE * 8
-        at += -at % 4096
-        self.notes = [at + r * _NOTE_BYTES for r in range(size)]
-        at += size * _NOTE_BYTES
-        self.failures = [at + r * _FAILURE_BYTES for r in range(size)]
-        at += size * _FAILURE_BYTES
-        self.calls = [at + r * _CALLS * _CALL_BYTES for r in range(size)]
-        at += size * _CALLS * _CALL_BYTES
-        self.notices = [at + r * NOTICE_BYTES for r in range(size)]
-        at += size * NOTICE_BYTES
-        self.slots = [
-            [at + (parity * size + r) * SLOT_BYTES for r in range(size)] for parity in (0, 1)
-        ]
-        at += 2 * size * SLOT_BYTES
-        # For what is done in C: two of each rank.
-        self.areas = at
-        at += 2 * size * self.area_bytes
-        # A page of counters, then the data.
-        self.rings = at
-        self.nbytes = at + size * (size - 1) * (4096 + self.ring_bytes)
-
-    def ring(self, src: int, dst: int) -> int:
-        """Return where the ring from ``src`` to ``dst`` begins."""
-        index = src * (self.size - 1) + dst - (dst > src)
-        return self.rings + index * (4096 + self.ring_bytes)
 
 
 class Control:
@@ -314,17 +258,17 @@ class Control:
         # all ranks have written their lengths then.
         start, longest = 0, 1
         while start < longest:
-            piece = note[start : start + _NOTE_BYTES]
+            piece = note[start : start + NOTE_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
             self.sync(timeout)
             lengths = [int(words[(1 + r) * LINE + _EXCHANGED]) for r in range(self.size)]
             longest = max(lengths)
             for rank, length in enumerate(lengths):
-                count = min(max(length - start, 0), _NOTE_BYTES)
+                count = min(max(length - start, 0), NOTE_BYTES)
                 parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
             # Nobody writes the next piece, or the next call's note, before all have read this one.
             self.sync(timeout)
-            start += _NOTE_BYTES
+            start += NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
 
     def location(self, rank: int, parity: int) -> int:
@@ -465,20 +409,20 @@ class Control:
     def note(self, request: Request) -> int:
         """Describe a call for peers that wonder what this rank did last, and return its number.
 
-        The last :data:`_CALLS` descriptions are kept.
+        The last :data:`CALLS` descriptions are kept.
         """
         words, notes = self.words, self._line + _NOTES
         known = self._noted.get(request)
-        if known is not None and words[notes] - known < _CALLS:
+        if known is not None and words[notes] - known < CALLS:
             return known
         number = words[notes] + 1
-        at = self.layout.calls[self.rank] + number % _CALLS * _CALL_BYTES
-        self.segment.map[at : at + _CALL_BYTES] = _clip(str(request), _CALL_BYTES).ljust(
-            _CALL_BYTES, b"\0"
+        at = self.layout.calls[self.rank] + number % CALLS * CALL_BYTES
+        self.segment.map[at : at + CALL_BYTES] = _clip(str(request), CALL_BYTES).ljust(
+            CALL_BYTES, b"\0"
         )
         words[notes] = number
         self._noted.pop(request, None)
-        if len(self._noted) >= _CALLS:
+        if len(self._noted) >= CALLS:
             del self._noted[next(iter(self._noted))]
         self._noted[request] = number
         return number
@@ -488,8 +432,8 @@ class Control:
         number = self.words[(1 + rank) * LINE + _NOTED]
         if not number:
             return "no collective call"
-        at = self.layout.calls[rank] + number % _CALLS * _CALL_BYTES
-        return self.segment.map[at : at + _CALL_BYTES].rstrip(b"\0").decode(errors="replace")
+        at = self.layout.calls[rank] + number % CALLS * CALL_BYTES
+        return self.segment.map[at : at + CALL_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def fail(self, failure: Failure) -> None:
         """Break the communicator for all ranks; the first failure of a rank counts."""
@@ -497,7 +441,7 @@ class Control:
         if not words[line + _FAILED_AT]:
             head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
             text = failure.text.encode(errors="backslashreplace")
-            room = _FAILURE_BYTES - len(head)
+            room = FAILURE_BYTES - len(head)
             if len(text) > room:  # the end of a traceback tells most
                 text = b"..." + text[3 - room :]
             raw = head + text

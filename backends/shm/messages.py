@@ -13,7 +13,8 @@ from collective.contract.backend import ANY_SOURCE
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
-from .control import LINE, Control
+from .control import Control
+from .layout import LINE
 from .peer_memory import PeerMemory
 from .ring import refuse
 

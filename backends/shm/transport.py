@@ -28,7 +28,8 @@ from collective.native.cache import cached_bytes
 
 from .board import Board
 from .compiled import Compiled
-from .control import BROKEN, SLOT_BYTES, Control, Layout, fence
+from .control import BROKEN, Control, fence
+from .layout import SLOT_BYTES, Layout
 from .messages import exchange_bytes, make_exchange
 from .peer_memory import PeerMemory
 from .ring import MessageRing, Receiving, Sending

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collective import native
-from collective.backends.shm.control import SLOT_BYTES
+from collective.backends.shm.layout import SLOT_BYTES
 from collective.communicator import Communicator
 from collective.errors import CollectiveError
 from collective.memory.dtypes import BY_NAME

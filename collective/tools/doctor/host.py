@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from collective.backends.shm.control import Layout
+from collective.backends.shm.layout import Layout
 from collective.errors import CollectiveError
 from collective.start.file_store import FileStore
 from collective.start.network import address_of, interfaces, is_loopback, own_address
