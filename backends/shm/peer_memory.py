@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from collective.backends.onesided import Region
 from collective.contract.failure import Failure
 from collective.errors import BackendError
 
@@ -13,7 +14,7 @@ from .control import Control
 from .segment import process_vm_readv
 from .symmetric import Heap, address_of
 
-__all__ = ["PeerMemory"]
+__all__ = ["PeerMemory", "RemoteRegion"]
 
 Array = np.ndarray[Any, Any]
 
@@ -64,3 +65,23 @@ class PeerMemory:
             )
         text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
         raise control.broken_by(Failure("lost", control.rank, text, (rank,)), "shm")
+
+
+class RemoteRegion(Region):
+    """Ordinary memory of a peer, fetched in one copy by the kernel."""
+
+    __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
+
+    def __init__(self, peers: PeerMemory, rank: int, address: int, itemsize: int) -> None:
+        self._fetch = peers.fetch
+        self._rank = rank
+        self._address = address
+        self._itemsize = itemsize
+
+    def read(self, start: int, stop: int, scratch: Array) -> Array:
+        out = scratch[: stop - start]
+        self.copy(start, stop, out)
+        return out
+
+    def copy(self, start: int, stop: int, out: Array) -> None:
+        self._fetch(self._rank, self._address + start * self._itemsize, out)

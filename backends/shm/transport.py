@@ -12,7 +12,7 @@ import numpy as np
 
 from collective import native
 from collective.backends.onesided import OneSided, Region
-from collective.contract.backend import ANY_SOURCE, Backend, Plan
+from collective.contract.backend import Backend, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.failure import Failure
@@ -28,11 +28,11 @@ from collective.native.cache import cached_bytes
 
 from .board import Board
 from .compiled import Compiled
-from .control import BROKEN, Control, fence
+from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
 from .messages import exchange_bytes, make_exchange
-from .peer_memory import PeerMemory
-from .ring import MessageRing, Receiving, Sending
+from .peer_memory import PeerMemory, RemoteRegion
+from .ring_messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
 from .symmetric import Heap, address_of
 
@@ -56,26 +56,6 @@ _SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
 
 class NotMapped(Exception):
     """Raised on all ranks when they have arrived and peers' memory is not to be read."""
-
-
-class _RemoteRegion(Region):
-    """Ordinary memory of a peer, fetched in one copy by the kernel."""
-
-    __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
-
-    def __init__(self, backend: ShmBackend, rank: int, address: int, itemsize: int) -> None:
-        self._fetch = backend.peers.fetch
-        self._rank = rank
-        self._address = address
-        self._itemsize = itemsize
-
-    def read(self, start: int, stop: int, scratch: Array) -> Array:
-        out = scratch[: stop - start]
-        self.copy(start, stop, out)
-        return out
-
-    def copy(self, start: int, stop: int, out: Array) -> None:
-        self._fetch(self._rank, self._address + start * self._itemsize, out)
 
 
 class _Wants(NamedTuple):
@@ -109,11 +89,11 @@ class ShmBackend(OneSided):
         self._parity = 0
         self._wanted = _Wants(single_copy=False, adopting=False)
         self._single_copy = False
-        self._rings: dict[tuple[int, int], MessageRing] = {}
         self._board = Board(control)
         self._compiled: Compiled | None = None
-        # Messages in C, where all ranks have it; else the rings do without.
+        # Messages in C, where all ranks have it; else there are those in Python.
         self.exchange = None
+        self._messages: RingMessages
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -175,10 +155,8 @@ class ShmBackend(OneSided):
         finally:
             # All have opened it by now, or nobody will: no file of it is left behind.
             segment.unlink()
-        for peer in range(size):
-            if peer != rank and self.exchange is None:
-                for src, dst in ((rank, peer), (peer, rank)):
-                    self._rings[src, dst] = MessageRing(control, src, dst, self.peers.fetch_from)
+        if self.exchange is None:
+            self._messages = RingMessages(control, self._heap, self.peers, self._single_copy)
         return self
 
     def sleep_after(self, seconds: float) -> None:
@@ -283,10 +261,8 @@ class ShmBackend(OneSided):
             raise self._control.failure(f"send(tag={tag})")
         if self.exchange is not None:
             exchange_bytes(self.exchange, self._control, src, dst, None, NOBODY, tag, timeout)
-            return
-        sending = self._sending(src, dst, tag)
-        if not self._spin(sending.advance):
-            self._control.wait(sending.advance, lambda: (dst,), f"send(tag={tag})", timeout)
+        else:
+            self._messages.send(src, dst, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         if self._control.words[BROKEN]:
@@ -295,14 +271,7 @@ class ShmBackend(OneSided):
             return exchange_bytes(
                 self.exchange, self._control, None, NOBODY, dst, src, tag, timeout
             )
-        receiving = self._receiving(dst, src, tag)
-        if not self._spin(receiving.advance):
-            sources = [r for r in range(self.size) if r != self.rank and src in (ANY_SOURCE, r)]
-            what = f"recv(tag={tag})"
-            self._control.wait(receiving.advance, lambda: sources, what, timeout, all_needed=False)
-        if receiving.fetched:
-            self._refuse_stale(f"recv(tag={tag})")
-        return receiving.source
+        return self._messages.recv(dst, src, tag, timeout)
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
@@ -311,51 +280,10 @@ class ShmBackend(OneSided):
             raise self._control.failure(f"sendrecv(tag={tag})")
         if to == self.rank and source == self.rank:
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
-            return
-        if self.exchange is not None:
+        elif self.exchange is not None:
             exchange_bytes(self.exchange, self._control, src, to, dst, source, tag, timeout)
-            return
-        sending, receiving = self._sending(src, to, tag), self._receiving(dst, source, tag)
-
-        def advance() -> bool:
-            sent = sending.advance()
-            return receiving.advance() and sent
-
-        def awaited() -> list[int]:
-            # A peer that has done its part may have left.
-            return [to] * (not sending.over) + [source] * (not receiving.over)
-
-        if not self._spin(advance):
-            self._control.wait(advance, awaited, f"sendrecv(tag={tag})", timeout)
-        if receiving.fetched:
-            self._refuse_stale(f"sendrecv(tag={tag})")
-
-    def _refuse_stale(self, what: str) -> None:
-        """Raise if what was fetched from the sender's memory may not be what it sent.
-
-        The sender waits for the receiver until it gives up, which is known here before it goes on.
-        """
-        fence()
-        self._control.refuse_broken(what)
-
-    def _spin(self, advance: Any) -> bool:
-        return any(advance() for _ in range(self._control.polls))
-
-    def _sending(self, src: Buffer, dst: int, tag: int) -> Sending:
-        ring = self._rings[self.rank, dst]
-        raw = src.array.view(np.uint8)
-        location = None
-        if raw.size > ring.capacity // 2:
-            segment, offset, address = self._heap.locate(raw)
-            # A peer that has dropped its part of the segment needs the address.
-            if self._single_copy:
-                location = (address, segment, offset)
-        return Sending(ring, raw, tag, location)
-
-    def _receiving(self, dst: Buffer, src: int, tag: int) -> Receiving:
-        sources = range(self.size) if src == ANY_SOURCE else (src,)
-        rings = [self._rings[r, self.rank] for r in sources if r != self.rank]
-        return Receiving(rings, dst.array.view(np.uint8), tag)
+        else:
+            self._messages.sendrecv(src, to, dst, source, tag, timeout)
 
     # -- collectives ----------------------------------------------------------------------
 
@@ -412,7 +340,7 @@ class ShmBackend(OneSided):
             mapped = self._heap.view(number, rank, offset, dtype, count)
             if mapped is not None:
                 return Region(mapped)
-        return _RemoteRegion(self, rank, address, dtype.itemsize)
+        return RemoteRegion(self.peers, rank, address, dtype.itemsize)
 
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
         if self._in_slots:
