@@ -31,7 +31,7 @@ from collective.errors import (
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
 from collective.testing import RanksFailedError, run_ranks
-from collective.testing.checks_shrink import await_files
+from collective.testing.survivors import await_files
 from tests.interpreter import run_python
 
 FAR_S = 30.0

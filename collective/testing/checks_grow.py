@@ -7,9 +7,7 @@ like any other. As in the checks of losses a sum tells exactly who was in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from collective.communicator import Communicator
 from collective.communicator.arrivals import Arrivals
@@ -20,17 +18,18 @@ from collective.start.connecting import connect
 
 from . import faults
 from .checks import Case, RankFactory, check
-from .checks_shrink import (
+from .kinds import Kind, kind_of
+from .survivors import (
     FAR_S,
     Survivor,
     await_files,
     gather,
+    hold_generation,
     hold_refused,
     run_fresh,
     sum_of,
     survivors,
-)  # fmt: skip
-from .kinds import Kind, kind_of
+)
 
 # How long one waits that nobody is to let in.
 _SOON_S = 0.05
@@ -78,30 +77,6 @@ def _seen(comm: Communicator, first: int | None = None) -> tuple[int, Survivor]:
     return number, Survivor(comm.rank, comm.size, comm.generation, comm.origin, comm.lost, total)
 
 
-def _hold(
-    outcomes: dict[int, Any], members: Sequence[int], lost: Sequence[int], numbers: Sequence[int]
-) -> None:
-    """Hold that all are one generation, of ``members`` by their first numbers.
-
-    Args:
-        outcomes: what each says, by the number that it has now.
-        lost: ranks of the first generation that are in it no more.
-        numbers: what the generation's may be.
-    """
-    generations = {outcome.generation for outcome in outcomes.values()}
-    assert len(generations) == 1, f"the ranks are in generations {generations}"
-    assert generations <= set(numbers), (
-        f"the ranks are in generations {generations}, not in one of {numbers}"
-    )
-    assert sorted(outcomes) == list(members), f"{sorted(outcomes)} went on instead of {members}"
-    for number, outcome in outcomes.items():
-        expected = Survivor(
-            members.index(number), len(members), outcome.generation, tuple(members),
-            frozenset(lost), sum(2.0**each for each in members),
-        )  # fmt: skip
-        assert outcome == expected, f"number {number} says {outcome} instead of {expected}"
-
-
 def _joiners(size: int) -> list[Case]:
     return [{"count": count} for count in range(min(3, size))]
 
@@ -113,7 +88,7 @@ def check_grow(factory: RankFactory, size: int, *, count: int) -> None:
     members = [*range(size - count), *range(size, size + count)]
     outcomes = {number: seen for _, (number, seen) in results}
     assert len(outcomes) == size, f"some have the same number: {results}"
-    _hold(outcomes, members, range(size - count, size), (1,))
+    hold_generation(outcomes, members, range(size - count, size), (1,))
     waited = [waiting for waiting, _ in results]
     assert waited == [0] * size, f"before anybody waited waiting() was {waited}"
 
@@ -146,14 +121,14 @@ def check_grow_when(factory: RankFactory, size: int, *, victim: int, when: str) 
     )
     outcomes = {number: seen for _, (number, seen) in results.values()}
     members = [rank for rank in range(size - 1) if rank != victim] + [size]
-    _hold(outcomes, members, (victim, size - 1), (1, 2, 3))
+    hold_generation(outcomes, members, (victim, size - 1), (1, 2, 3))
 
 
 @check(at_least=3, needs=_grows)
 def check_grow_after_a_loss(factory: RankFactory, size: int) -> None:
     """If one rank has met a loss and shrinks, all do: who waits is let in the next time."""
     results = run_fresh(factory, size, _grow_late, (factory.backend, factory.kind))
-    _hold(dict(last for _, last in results), [*range(size - 1), size], (), (2,))
+    hold_generation(dict(last for _, last in results), [*range(size - 1), size], (), (2,))
     for rank, (first, _) in enumerate(results[:-1]):
         left = tuple(range(size - 1))
         total = sum(2.0**each for each in left)
@@ -185,7 +160,7 @@ def check_grow_without_one_that_gave_up(factory: RankFactory, size: int) -> None
     *results, error = run_fresh(factory, size, _give_up, (factory.backend, factory.kind))
     assert isinstance(error, CollectiveTimeoutError), f"the one that waited got {error!r}"
     assert "grow()" in str(error), f"it is not told what it waited for: {error}"
-    _hold(dict(enumerate(results)), range(size - 1), (size - 1,), (1,))
+    hold_generation(dict(enumerate(results)), range(size - 1), (size - 1,), (1,))
 
 
 def _give_up(comm: Communicator, marks: str, ours: _Ours) -> Survivor | CollectiveError:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,30 +24,25 @@ from collective.errors import (
     CommunicatorClosedError,
     ExcludedError,
     PeerLostError,
-    UnsupportedError,
 )
-from collective.launch.outcome import RanksFailedError
 
 from . import faults
 from .checks import Case, RankFactory, check
-from .faults import Fault
 from .heard import Trouble, hold, listen
+from .survivors import (
+    FAR_S,
+    Survivor,
+    await_files,
+    gather,
+    hold_generation,
+    hold_refused,
+    run_fresh,
+    sum_of,
+    survivors,
+)
 
-# How long a rank waits for a file of another's, at most.
-FAR_S = 20.0
 # What a rank that is stopped costs the others.
 _SILENT_S = 2.0
-
-
-class Survivor(NamedTuple):
-    """A rank's communicator, as it says itself, and the sum of those who are in it."""
-
-    rank: int
-    size: int
-    generation: int
-    origin: tuple[int, ...]
-    lost: frozenset[int]
-    total: float
 
 
 def _shrinks(capabilities: Capabilities) -> str | None:
@@ -66,73 +60,18 @@ def _losses(size: int) -> list[tuple[int, ...]]:
     return [*itertools.chain.from_iterable(found)]
 
 
-def gather(comm: Communicator, marks: str, point: str = "here") -> None:
-    """Return when all ranks are here, without a message that an abort could still overtake.
-
-    Args:
-        marks: a directory in which each leaves a file.
-        point: where in the function that is.
-    """
-    Path(marks, f"{point}-{comm.rank}").touch()
-    await_files(*(Path(marks, f"{point}-{rank}") for rank in range(comm.size)))
-
-
-def run_fresh(
-    factory: RankFactory, size: int, function: Any, *args: Any, **options: Any
-) -> list[Any]:
-    """Run ``function(comm, marks, *args)`` on new ranks."""
-    with tempfile.TemporaryDirectory() as marks:
-        results: list[Any] = factory.run(size, function, marks, *args, fresh=True, **options)
-    return results
-
-
-def sum_of(comm: Communicator, first: int) -> float:
-    """Return the sum of two to the power of each rank's first number."""
-    return float(comm.all_reduce(np.full(3, 2.0**first))[0])
-
-
 def _next_of(comm: Communicator, first: int, **options: Any) -> tuple[Communicator, Survivor]:
     new = comm.shrink(**options)
     seen = Survivor(new.rank, new.size, new.generation, new.origin, new.lost, sum_of(new, first))
     return new, seen
 
 
-def _hold_generation(
+def _hold_survivors(
     outcomes: dict[int, Any], size: int, victims: Sequence[int], numbers: Sequence[int] = (1,)
 ) -> None:
-    """Hold that the survivors are the next generation, in their order, and nobody else is.
-
-    Args:
-        outcomes: what each survivor says.
-        numbers: what the generation's may be; they have to agree on it.
-    """
-    left = tuple(rank for rank in range(size) if rank not in victims)
-    total = sum(2.0**rank for rank in left)
-    assert sorted(outcomes) == list(left), f"ranks {sorted(outcomes)} went on instead of {left}"
-    generations = {outcome.generation for outcome in outcomes.values()}
-    assert len(generations) == 1, f"the survivors are in generations {generations}"
-    assert generations <= set(numbers), (
-        f"the survivors are in generation {generations}, not of {numbers}"
-    )
-    for rank, outcome in outcomes.items():
-        expected = Survivor(
-            left.index(rank), len(left), outcome.generation, left, frozenset(victims), total
-        )
-        assert outcome == expected, f"rank {rank} says {outcome} instead of {expected}"
-
-
-def survivors(
-    factory: RankFactory, size: int, victims: Sequence[int], function: Any, *args: Any,
-    plan: Sequence[Fault] = (),
-) -> dict[int, Any]:  # fmt: skip
-    """Run ``function``, which ``victims`` do not survive, and return the others' results."""
-    try:
-        results = run_fresh(factory, size, function, *args, faults=plan)
-    except RanksFailedError as failure:
-        if set(failure.errors) - set(victims):
-            raise
-        return {rank: each for rank, each in failure.results.items() if rank not in victims}
-    return {rank: each for rank, each in enumerate(results) if rank not in victims}
+    """Hold that all but the victims are the next generation, in their order, and nobody else is."""
+    left = [rank for rank in range(size) if rank not in victims]
+    hold_generation(outcomes, left, victims, numbers)
 
 
 # -- who is lost, and how ------------------------------------------------------------------
@@ -147,7 +86,7 @@ def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...]) -
     """Whoever dies, the others go on with each other and with nobody else."""
     plan = [faults.kill(victim, at_call=1) for victim in victims]
     outcomes = survivors(factory, size, victims, _lose, victims, "killed", plan=plan)
-    _hold_generation(outcomes, size, victims)
+    _hold_survivors(outcomes, size, victims)
 
 
 def _gone(size: int) -> list[Case]:
@@ -160,7 +99,7 @@ def check_shrink_left(
 ) -> None:
     """Whoever raises, or leaves too early, the others go on as after a death."""
     outcomes = survivors(factory, size, victims, _lose, victims, how)
-    _hold_generation(outcomes, size, victims)
+    _hold_survivors(outcomes, size, victims)
 
 
 def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> Survivor | None:
@@ -197,7 +136,7 @@ def check_shrink_when(
     outcomes = survivors(factory, size, victims, _lose_within, when, plan=plan)
     # If it has been decided on one that then died, it is decided once more.
     numbers = {"async": (1,), "decision": (1, 2, 3), "connect": (2, 3)}[when]
-    _hold_generation(outcomes, size, victims, numbers)
+    _hold_survivors(outcomes, size, victims, numbers)
 
 
 def _lose_within(comm: Communicator, marks: str, when: str) -> Survivor:
@@ -217,7 +156,7 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
     lost = 0 if victim == "first" else size - 1
     plan = [faults.kill(lost, at_call=3, after=0.002)]
     outcomes = survivors(factory, size, [lost], _lose_in_the_middle, plan=plan)
-    _hold_generation(outcomes, size, [lost])
+    _hold_survivors(outcomes, size, [lost])
 
 
 def _lose_in_the_middle(comm: Communicator, marks: str) -> Survivor:
@@ -261,7 +200,7 @@ def _lose_twice(comm: Communicator, marks: str) -> Survivor | None:
 def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
     """If nobody is lost it is the same ranks in a new generation, as often as one likes."""
     for turn, outcomes in enumerate(zip(*run_fresh(factory, size, _shrink_again), strict=True)):
-        _hold_generation(dict(enumerate(outcomes)), size, (), (turn + 1,))
+        _hold_survivors(dict(enumerate(outcomes)), size, (), (turn + 1,))
 
 
 def _shrink_again(comm: Communicator, marks: str) -> list[Survivor]:
@@ -284,7 +223,7 @@ def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> Non
     outcomes = dict(enumerate(run_fresh(factory, size, _exclude, victim)))
     excluded = outcomes.pop(victim)
     assert isinstance(excluded, ExcludedError), f"the excluded rank got {excluded!r}"
-    _hold_generation(outcomes, size, (victim,))
+    _hold_survivors(outcomes, size, (victim,))
 
 
 def _exclude(comm: Communicator, marks: str, victim: int) -> Survivor | CollectiveError:
@@ -309,7 +248,7 @@ def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> No
     outcomes = dict(enumerate(run_fresh(factory, size, _come_late, shrink_grace=_SILENT_S)))
     late = outcomes.pop(size - 1)
     assert [type(each) for each in late] == [ExcludedError] * 2, f"the late rank got {late}"
-    _hold_generation(outcomes, size, (size - 1,))
+    _hold_survivors(outcomes, size, (size - 1,))
 
 
 def _come_late(comm: Communicator, marks: str) -> Any:
@@ -344,13 +283,6 @@ def _come_late(comm: Communicator, marks: str) -> Any:
     return seen
 
 
-def await_files(*paths: Path) -> None:
-    """Return when they are there."""
-    end = time.monotonic() + FAR_S
-    while not all(path.exists() for path in paths) and time.monotonic() < end:
-        time.sleep(0.001)
-
-
 def _await_stopped(pid: int) -> None:
     end = time.monotonic() + FAR_S
     while time.monotonic() < end:
@@ -369,7 +301,7 @@ def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
     for rank, (heard, _) in enumerate(outcomes[1:], start=1):
         what = f"rank {rank}, waiting in a call"
         hold(heard, CommunicatorAbortedError, what, "call shrink() too", rank=0)
-    _hold_generation({rank: each[1] for rank, each in enumerate(outcomes)}, size, ())
+    _hold_survivors({rank: each[1] for rank, each in enumerate(outcomes)}, size, ())
 
 
 def _shrink_soundly(comm: Communicator, marks: str) -> Any:
@@ -463,22 +395,6 @@ def _stays(capabilities: Capabilities) -> str | None:
 def check_shrink_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
     """Where that cannot be it is refused, with a remedy, and nothing is broken by it."""
     hold_refused(factory, size, call)
-
-
-def hold_refused(factory: RankFactory, size: int, call: str) -> None:
-    """Hold that a call is refused on all ranks, that each names a remedy, and can go on."""
-    for rank, error in enumerate(factory.run(size, _refused, call)):
-        assert isinstance(error, UnsupportedError), f"rank {rank} got {error!r}"
-        assert "COLLECTIVE_BACKEND=" in str(error), f"rank {rank}: no remedy: {error}"
-
-
-def _refused(comm: Communicator, call: str) -> CollectiveError | None:
-    try:
-        getattr(comm, call)()
-    except CollectiveError as error:
-        comm.barrier()
-        return error
-    return None
 
 
 # -- agreement -----------------------------------------------------------------------------
