@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from collective.backends.peers.channel import tell_dropped
 from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
 from collective.backends.peers.reports import disagreement
+from collective.backends.peers.unclosed import tell_dropped
 from collective.contract.failure import Failure
 from collective.contract.process import RankProcess
 from collective.contract.recorder import Recorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -28,11 +27,9 @@ from collective.errors import (
 from .link import Link, Message
 from .reports import last_calls, make_report
 from .standby import Standby
+from .unclosed import Unclosed, tell_dropped
 
-__all__ = ["WORLD", "Channel", "Unclosed", "Wait", "tell_dropped"]
-
-#: The communicators that a process has not closed, by name: their members, and their calls.
-Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
+__all__ = ["WORLD", "Channel", "Wait"]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
@@ -496,27 +493,6 @@ class Wait:
             self._compare_at = now + _STALL_S
             channel.compare()
             look(self.timeout)
-
-
-def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
-    """Tell the peers of communicators that were collected, and that their rank had not closed.
-
-    Args:
-        unclosed: those of this process.
-        names: of the communicators.
-        owner: the process; a forked child of it tells nothing.
-    """
-    if link is None or os.getpid() != owner:
-        return
-    for name in names:
-        members, calls = unclosed.pop(name, ((), ()))
-        if members:
-            finished = calls[0].finished if calls else 0
-            left = {"kind": "left", "finished": finished, "dropped": True}
-            # Called by the garbage collector, maybe in a thread that is sending: send() would wait
-            # for the lock that this very thread holds.
-            with contextlib.suppress(OSError):
-                link.send_when_free({**left, "channel": name, "members": members})
 
 
 def _packed(failure: Failure) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
 from collective.errors import RendezvousError
 
-from .channel import WORLD, Channel, Unclosed, tell_dropped
+from .channel import WORLD, Channel
 from .hub import Hub
 from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
 from .standby import Standby
+from .unclosed import Unclosed, tell_dropped
 
 if TYPE_CHECKING:
     from typing_extensions import Self
