@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .deadline import Deadline
-from .pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
+from .pieces import Header, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import split_sizes
 
@@ -84,17 +83,14 @@ class Exchanging(PieceCalls):
         sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
         planned = self._piece_plan(what, leaves, nesting, None, axis, None, sends)
         packed = functools.cache(functools.partial(_packed, leaves, sends, nesting))
+        joined = functools.partial(_joined, planned.request, self.rank)
 
         def send(receives: list[list[int]], agreed: Planned, seconds: float) -> Any:
             """Move the pieces, knowing how many rows of each leaf come from each rank."""
             if nesting == 0:
                 total = sum(receives[0])
                 return self._move_one(what, agreed, leaves[0], total, None, True, out, seconds)
-            incoming = agreed.request.incoming
-            src = Buffer(packed(), UINT8)
-            dst = Buffer.empty(sum(incoming), UINT8, src.array)
-            self._carry(agreed, src, dst, seconds, alike=False)
-            parts = np.split(dst.array, list(accumulate(incoming))[:-1])
+            parts = self._move_packed(agreed, packed(), agreed.request.incoming, seconds)
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
@@ -105,7 +101,7 @@ class Exchanging(PieceCalls):
             try:
                 if difference is not None:
                     raise difference
-                agreed = self._compared(planned, packed, deadline)
+                agreed = self._compared(planned, packed, joined, deadline)
                 return send(even, agreed, deadline.left())
             except Disagreement as differs:
                 differs.__traceback__ = None  # whose frame knows it by name, and would never go
@@ -114,27 +110,6 @@ class Exchanging(PieceCalls):
             return send(receives, agreed, deadline.left())
 
         return self._go(what, run, async_op, *self._near(leaves))
-
-    def _compared(
-        self, planned: Planned, packed: Callable[[], Array], deadline: Deadline
-    ) -> Planned:
-        """Compare the ranks' calls where the transport does not; return the plan to go by.
-
-        Args:
-            packed: returns this rank's pieces as bytes. If they are few they travel with the
-                comparison, and what is left of the plan is to join those that have come.
-
-        Raises:
-            Disagreement: the calls differ.
-        """
-        request = planned.request
-        if self._agree_first:
-            self._agree(request, deadline.left())
-        elif self._agree_sizes or request.options.get("device"):
-            found = self._exchange_heads(request, packed(), deadline)
-            if found is not None:
-                return Planned(request, functools.partial(_joined, found, request, self.rank))
-        return planned
 
     def _plan_of_uneven(
         self, headers: Sequence[Header], leaves: Sequence[Leaf], nesting: Any, request: Request
@@ -167,7 +142,7 @@ def _packed(leaves: Sequence[Leaf], cuts: Sequence[Sequence[int]], nesting: Any)
 
 
 def _joined(
-    sources: list[Array], request: Request, rank: int, src: Buffer, dst: Buffer, seconds: float
+    request: Request, rank: int, sources: list[Array], src: Buffer, dst: Buffer, seconds: float
 ) -> None:
     """Stand for the transport where all ranks' pieces have come already."""
     # The calls are the same, so everybody cuts as this rank does.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from collective.request import Disagreement, Request
 from .calls import Array
 from .deadline import Deadline
 from .gpu_calls import View
-from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .pieces import Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import check_counts
 
@@ -66,7 +65,7 @@ class Gathering(PieceCalls):
         """
         root = self._rank("gather", "root", root)
         out = out if self.rank == root else None
-        return self._collect("gather", x, root, counts, axis, out, timeout, async_op)
+        return self._collect(x, root, counts, axis, out, timeout, async_op)
 
     def all_gather(
         self,
@@ -94,11 +93,10 @@ class Gathering(PieceCalls):
         See Also:
             MPI_Allgatherv, ncclAllGather.
         """
-        return self._collect("all_gather", x, None, counts, axis, out, timeout, async_op)
+        return self._collect(x, None, counts, axis, out, timeout, async_op)
 
     def _collect(
         self,
-        what: str,
         x: Any,
         root: int | None,
         counts: Sequence[int] | None,
@@ -113,6 +111,7 @@ class Gathering(PieceCalls):
         Args:
             difference: what the ranks have found already, if that is how they differ.
         """
+        what = "all_gather" if root is None else "gather"
         receives = root is None or root == self.rank
         lengths = None if counts is None else check_counts(what, counts, self.size)
         spot = self._spot(x) if self._enqueues and lengths is not None and axis == 0 else None
@@ -189,13 +188,10 @@ class Gathering(PieceCalls):
 
         def send(rows: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
-            elements = agreed.request.elements
-            src = Buffer(packed(), UINT8)
-            dst = Buffer.empty(sum(elements), UINT8, src.array) if receives else None
-            self._carry(agreed, src, dst, seconds, alike=False)
-            if dst is None:
+            incoming = agreed.request.elements if receives else None
+            parts = self._move_packed(agreed, packed(), incoming, seconds)
+            if not receives:
                 return None
-            parts = np.split(dst.array, list(accumulate(elements))[:-1])
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, rows)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
@@ -235,7 +231,7 @@ class Gathering(PieceCalls):
         Args:
             planned: the call, if all ranks have as much as this one or as is ``known``.
             known: how many rows of each leaf each rank has, where all ranks know.
-            packed: returns what this rank has as bytes.
+            packed: returns what this rank has as bytes; as for :meth:`_compared`.
             send: moves it, of the rows of each leaf and rank, a plan and seconds.
             difference: what the ranks have found already.
         """
@@ -244,14 +240,10 @@ class Gathering(PieceCalls):
         try:
             if difference is not None:
                 raise difference
-            if self._agree_first:
-                self._agree(request, deadline.left())
-            elif known is None and (self._agree_sizes or request.options.get("device")):
-                heads = self._exchange_heads(request, packed(), deadline)
-                if heads is not None:
-                    joined = functools.partial(_joined, heads)
-                    return send(alike, Planned(request, joined), deadline.left())
-            return send(alike, planned, deadline.left())
+            agreed = planned
+            if known is None or self._agree_first:
+                agreed = self._compared(planned, packed, _joined, deadline)
+            return send(alike, agreed, deadline.left())
         except Disagreement as found:
             found.__traceback__ = None  # whose frame knows it by name, and would never go
             headers = found.headers
@@ -259,8 +251,8 @@ class Gathering(PieceCalls):
             self._mismatch(headers)
         rows = self._rows_of(headers, len(leaves))
         elements = self._lengths(rows, leaves, nesting)
-        agreed = Request(request.operation, root=request.root, elements=elements, sizes=rows)
-        return send(rows, self._planned(agreed), deadline.left())
+        uneven = Request(request.operation, root=request.root, elements=elements, sizes=rows)
+        return send(rows, self._planned(uneven), deadline.left())
 
 
 def _joined(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:

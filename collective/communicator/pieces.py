@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -91,9 +93,52 @@ class PieceCalls(StraightCalls):
         rows.restore(target, output.flat, total)
         return output.finish()
 
+    def _move_packed(
+        self, planned: Planned, packed: Array, lengths: Sequence[int] | None, seconds: float
+    ) -> list[Array]:
+        """Move the pieces of a structure, as bytes; return what has come from each rank.
+
+        Args:
+            packed: what this rank sends.
+            lengths: how many bytes come from each rank; None if this one gets nothing.
+        """
+        src = Buffer(packed, UINT8)
+        dst = None if lengths is None else Buffer.empty(sum(lengths), UINT8, src.array)
+        self._carry(planned, src, dst, seconds, alike=False)
+        if lengths is None or dst is None:
+            return []
+        return np.split(dst.array, list(accumulate(lengths))[:-1])
+
     def _near(self, leaves: Sequence[Leaf]) -> Near:
         """Return what the call runs by."""
         return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
+
+    def _compared(
+        self,
+        planned: Planned,
+        packed: Callable[[], Array],
+        joined: Callable[..., None],
+        deadline: Deadline,
+    ) -> Planned:
+        """Compare the ranks' calls where the transport does not; return the plan to go by.
+
+        Args:
+            packed: returns this rank's pieces as bytes. If they are few they travel with the
+                comparison.
+            joined: what is left of the plan then: it takes the bytes of all ranks, and what a plan
+                takes.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        request = planned.request
+        if self._agree_first:
+            self._agree(request, deadline.left())
+        elif self._agree_sizes or request.options.get("device"):
+            found = self._exchange_heads(request, packed(), deadline)
+            if found is not None:
+                return Planned(request, functools.partial(joined, found))
+        return planned
 
     def _exchange_heads(
         self, request: Request, payload: Array, deadline: Deadline

@@ -144,9 +144,10 @@ class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
         if what == "scatter":
             assert root is not None
             mine = x if self.rank == root else None
-            return self._scatter(mine, root, None, 0, out, None, left, False, error)
+            call = self._call_of_scatter(mine, root, None, 0, out, None)
+            return self._scatter(call, left, False, error)
         if what == "all_to_all":
             return self._exchange(x, None, 0, out, left, False, error)
         if what in ("gather", "all_gather"):
-            return self._collect(what, x, root, counts, 0, out, left, False, error)
+            return self._collect(x, root, counts, 0, out, left, False, error)
         self._mismatch(error.headers)

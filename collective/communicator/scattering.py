@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,17 +66,34 @@ class Scattering(PieceCalls):
         See Also:
             MPI_Scatterv.
         """
-        return self._scatter(x, root, counts, axis, out, like, timeout, async_op)
+        root = self._rank("scatter", "root", root)
+        seconds = self._seconds(timeout)
+        call = self._call_of_scatter(x, root, counts, axis, out, like)
+        return self._scatter(call, seconds, async_op)
+
+    def _call_of_scatter(
+        self, x: Any, root: int, counts: Sequence[int] | None, axis: int, out: Any, like: Any
+    ) -> _ScatterCall:
+        """Return what this rank knows of a scatter, whose arguments are as the caller has them."""
+        leaves: list[Leaf] = []
+        if self.rank == root:
+            if x is None:
+                raise InvalidArgumentError(f"scatter: the root passed None {self._who}.")
+            leaves = [Leaf("scatter", view, axis) for view in self._views("scatter", x)]
+            request = self._scatter_request(root, axis, leaves, nested.skeleton(x), counts)
+        else:
+            self._adapter(like)
+            request = self._guessed(root, axis, out) or Request(
+                "scatter", root=root, elements=[0] * self.size
+            )
+        chosen = out if out is not None else x if x is not None else like
+        likes = nested.flatten(chosen) if nested.is_tree(chosen) else [chosen]
+        return _ScatterCall(request, leaves, x, out, like, likes)
 
     def _scatter(
         self,
-        x: Any,
-        root: int,
-        counts: Sequence[int] | None,
-        axis: int,
-        out: Any,
-        like: Any,
-        timeout: float | None,
+        call: _ScatterCall,
+        seconds: float,
         async_op: bool,
         difference: Disagreement | None = None,
     ) -> Any:
@@ -84,53 +102,42 @@ class Scattering(PieceCalls):
         Args:
             difference: what the ranks have found already, if that is how they differ.
         """
-        what = "scatter"
-        root = self._rank(what, "root", root)
-        seconds = self._seconds(timeout)
-        leaves: list[Leaf] = []
-        if self.rank == root:
-            if x is None:
-                raise InvalidArgumentError(f"scatter: the root passed None {self._who}.")
-            leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
-            call = self._scatter_request(root, axis, leaves, nested.skeleton(x), counts)
+        run = functools.partial(self._scatter_now, call, seconds, difference)
+        return self._go("scatter", run, async_op, *self._near(call.leaves))
+
+    def _scatter_now(
+        self, call: _ScatterCall, seconds: float, difference: Disagreement | None
+    ) -> Any:
+        deadline = Deadline(seconds)
+        request, leaves = call.request, call.leaves
+        mine = None
+        if difference is not None:
+            options = self._options_in(difference, request.root)
+        elif not self._scatters_at_once:
+            options = self._root_options(request, deadline)
         else:
-            self._adapter(like)
-            call = self._guessed(root, axis, out) or Request(
-                what, root=root, elements=[0] * self.size
-            )
-        # One array travels as what it is, several as bytes.
-        names = call.options.get("leaves", ())
-        dtype = dtypes.named(names[0][0]) if call.options.get("nesting") == 0 else UINT8
-        chosen = out if out is not None else x if x is not None else like
-        likes = nested.flatten(chosen) if nested.is_tree(chosen) else [chosen]
-
-        def run() -> Any:
-            deadline = Deadline(seconds)
-            mine = None
-            if difference is not None:
-                options = self._options_in(difference, root)
-            elif not self._scatters_at_once:
-                options = self._root_options(call, root, deadline)
-            else:
-                # Nobody knows who has guessed right, so the call is made as if all had.
-                try:
-                    options = call.options
-                    sizes = options.get("sizes", ())
-                    mine = self._scatter_bytes(call, dtype, leaves, sizes, None, deadline.left())
-                except Disagreement as found_out:
-                    options = self._options_in(found_out, root)
-            scattered = _Scattered(options)
-            count = len(scattered.dtypes)
-            kept = likes if len(likes) == count else [*likes, like][:1] * count
-            if mine is None:
-                mine = self._scatter_known(scattered, root, leaves, kept, deadline)
-            results = scattered.results(self.rank)
-            found = self._assemble(what, [mine], results, kept, out, scattered.nesting, x)
-            if not leaves:
-                self._settle(what, mine, deadline.left())
-            return found
-
-        return self._go(what, run, async_op, *self._near(leaves))
+            # Nobody knows who has guessed right, so the call is made as if all had.
+            options = request.options
+            sizes = options.get("sizes", ())
+            # One array travels as what it is, several as bytes.
+            alone = options.get("nesting") == 0
+            dtype = dtypes.named(options["leaves"][0][0]) if alone else UINT8
+            try:
+                mine = self._scatter_bytes(request, dtype, leaves, sizes, None, deadline.left())
+            except Disagreement as found_out:
+                options = self._options_in(found_out, request.root)
+        scattered = _Scattered(options)
+        count = len(scattered.dtypes)
+        likes = call.likes if len(call.likes) == count else [*call.likes, call.like][:1] * count
+        if mine is None:
+            mine = self._scatter_known(scattered, request.root, leaves, likes, deadline)
+        found = self._assemble(
+            "scatter", [mine], scattered.results(self.rank), likes, call.out, scattered.nesting,
+            call.x,
+        )  # fmt: skip
+        if not leaves:
+            self._settle("scatter", mine, deadline.left())
+        return found
 
     def _scatter_known(
         self,
@@ -204,10 +211,10 @@ class Scattering(PieceCalls):
         if planned is not None:
             return planned
         if self.rank == root:
-            call: Request | None = self._scatter_request(root, 0, [leaf], 0, None)
+            request: Request | None = self._scatter_request(root, 0, [leaf], 0, None)
         else:
-            call = self._guessed(root, 0, out)
-        return None if call is None else self._remember(key, self._planned(call))
+            request = self._guessed(root, 0, out)
+        return None if request is None else self._remember(key, self._planned(request))
 
     def _guessed(self, root: int, axis: int, out: Any) -> Request | None:
         """Return the root's call, if ``out`` is a piece of what it cuts evenly.
@@ -228,8 +235,9 @@ class Scattering(PieceCalls):
             elements=[leaf.rows.inner * length] * self.size,
         )  # fmt: skip
 
-    def _root_options(self, request: Request, root: int, deadline: Deadline) -> dict[str, Any]:
+    def _root_options(self, request: Request, deadline: Deadline) -> dict[str, Any]:
         """Return the options of the root's call, which alone knows what is scattered."""
+        root = request.root
         if not self._heads:
             try:
                 self._agree(request, deadline.left())
@@ -263,6 +271,24 @@ class Scattering(PieceCalls):
         if "leaves" not in headers[root]["options"]:
             self._mismatch(headers)
         return dict(headers[root]["options"])
+
+
+class _ScatterCall(NamedTuple):
+    """What one rank knows of a scatter.
+
+    Attributes:
+        request: the root's call; elsewhere what is known of it.
+        leaves: what the root cuts; none elsewhere.
+        x, out, like: as the caller has them.
+        likes: what the results may be like.
+    """
+
+    request: Request
+    leaves: list[Leaf]
+    x: Any
+    out: Any
+    like: Any
+    likes: list[Any]
 
 
 class _Scattered:
