@@ -24,7 +24,7 @@ from collective.errors import (
     MismatchError,
     RankError,
 )
-from collective.memory import dtypes, nested
+from collective.memory import nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
@@ -42,7 +42,6 @@ from .prepared import PREPARE, PreparedCall
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.contract.backend import Plan
     from collective.cuda import Stream
     from collective.memory.spot import Spot
     from collective.native._core import Door
@@ -129,38 +128,6 @@ class Calls(GpuCalls):
         """
         shared = self.capabilities.symmetric_memory and "cuda" not in self.capabilities.devices
         return shared and not (self._agree_sizes or self._agree_first or self._enqueues)
-
-    def _find_plan(
-        self,
-        what: str,
-        x: Any,
-        op: Any,
-        order: str | None,
-        root: int | None,
-        counts: tuple[int, ...] | None,
-    ) -> Planned | None:
-        """Return the plan of a plain call, of which C has none yet; None for Python's way."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
-        """Run a plan that is not C's, on plain arrays."""
-        dst = None if out is None else _buffer(out)
-        work = plan(dst if x is out else None if x is None else _buffer(x), dst, seconds)
-        if work is not None:
-            work.wait()
-
-    def _recover(
-        self,
-        what: str,
-        x: Any,
-        out: Any,
-        root: int | None,
-        counts: tuple[int, ...] | None,
-        error: BaseException,
-    ) -> Any:
-        """Go on when a call that C has made has failed, as its method would, or raise."""
-        raise NotImplementedError
 
     # -- running ------------------------------------------------------------------------
 
@@ -481,12 +448,3 @@ class Calls(GpuCalls):
             self._plans.clear()
         self._plans[key] = plan
         return plan
-
-
-def _buffer(x: Any) -> Buffer:
-    """Return an array that C has found to be plain as a buffer."""
-    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
-        array, dtype = x, dtypes.BY_NUMPY[x.dtype]
-    else:
-        array, dtype = adapter_of(x).view(x)
-    return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)

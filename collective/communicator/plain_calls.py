@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from collective import native
 from collective.errors import InvalidArgumentError
+from collective.memory.arrays import adapter_of
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NUMPY
 from collective.request import Disagreement
 
 from .exchanging import Exchanging
@@ -28,6 +33,8 @@ _PLANNED = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from collective.contract.backend import Plan
+
     # What is in front of the methods is called as they are.
     from .signatures import Signatures as _Methods
 else:
@@ -96,6 +103,7 @@ class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
         root: int | None,
         counts: tuple[int, ...] | None,
     ) -> Planned | None:
+        """Return the plan of a plain call, of which C has none yet; None for Python's way."""
         if what == "barrier":
             return self._plan_of_barrier()
         if what == "scan" and op == "avg":
@@ -119,6 +127,14 @@ class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
             return self._piece_plan(what, [leaf], 0, None, 0, None, [sizes])
         return self._plan_of_collection(what, view, root, 0, counts)
 
+    @staticmethod
+    def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
+        """Run a plan that is not C's, on plain arrays."""
+        dst = None if out is None else _buffer(out)
+        work = plan(dst if x is out else None if x is None else _buffer(x), dst, seconds)
+        if work is not None:
+            work.wait()
+
     def _recover(
         self,
         what: str,
@@ -128,6 +144,7 @@ class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
         counts: tuple[int, ...] | None,
         error: BaseException,
     ) -> Any:
+        """Go on when a call that C has made has failed, as its method would, or raise."""
         self._note_failure(error)
         if not isinstance(error, Disagreement):
             try:
@@ -151,3 +168,12 @@ class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
         if what in ("gather", "all_gather"):
             return self._collect(x, root, counts, 0, out, left, False, error)
         self._mismatch(error.headers)
+
+
+def _buffer(x: Any) -> Buffer:
+    """Return an array that C has found to be plain as a buffer."""
+    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
+        array, dtype = x, BY_NUMPY[x.dtype]
+    else:
+        array, dtype = adapter_of(x).view(x)
+    return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)
