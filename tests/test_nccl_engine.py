@@ -28,7 +28,7 @@ from nccl_ranks import (
 )
 
 from collective import cuda
-from collective.backends.nccl.engine import NcclComm, group
+from collective.backends.nccl.engine import NcclComm
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -83,22 +83,6 @@ def process(rank: int, size: int, unique_id: bytes, answers: Any) -> None:
     comm = NcclComm.create(ranks.library, unique_id, rank, size, cuda.device(rank), within())
     answers.put((rank, ranks.sums([comm])[0][0]))
     comm.destroy(within())
-
-
-def test_one_thread_drives_several_gpus(ranks: Ranks) -> None:
-    comms = NcclComm.init_all(ranks.library, [cuda.device(n) for n in range(3)], within())
-    arrays = [np.full(2, comm.rank + 1, np.float32) for comm in comms]
-    streams = [ranks.stream(rank) for rank in range(3)]
-    with group(comms) as calls:
-        for comm, x, stream in zip(comms, arrays, streams):
-            assert not comm.all_reduce(at(x), at(x), 2, FLOAT32, SUM, stream)
-    if calls.pending:
-        for comm in comms:
-            comm.settle(within())
-    for rank, stream in enumerate(streams):
-        ranks.wait(stream, rank)
-    assert [x.tolist() for x in arrays] == [[6, 6]] * 3
-    destroy(ranks, comms)
 
 
 @pytest.mark.parametrize("version", [NEW, OLD])

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from collective.errors import CommunicatorAbortedError
 
-from .enqueue import CallGroup
 from .joining import IN_PROGRESS, STEP_S, Poll, in_thread, initialise
 from .library import NcclLibrary
 from .prototypes import NO_COLOR, SHRINK_ABORT, new_config
@@ -27,7 +26,7 @@ from .resources import Resources, patient
 if TYPE_CHECKING:
     from collective.cuda import Device
 
-__all__ = ["NcclComm", "group"]
+__all__ = ["NcclComm"]
 
 # The first polls follow each other closely, for what takes microseconds; initialisation
 # takes tenths of a second.
@@ -37,7 +36,7 @@ _GRACE_S = 0.1
 
 
 class NcclComm(Resources):
-    """A communicator. Made by :meth:`create`, :meth:`init_all`, :meth:`split`, :meth:`shrink`.
+    """A communicator. Made by :meth:`create`, :meth:`split` and :meth:`shrink`.
 
     Calls come from one thread at a time; :meth:`abort` and :meth:`async_error` from any.
     """
@@ -84,7 +83,7 @@ class NcclComm(Resources):
                 and when ``poll`` raises.
         """
         comm = cls(library, rank, size, device)
-        initialise([comm], unique_id, poll)
+        initialise(comm, unique_id, poll)
         if not blocking or not library.has("ncclCommSplit"):
             return comm
         # One that blocks in its later calls, but not in this one: a split inherits nothing.
@@ -96,18 +95,6 @@ class NcclComm(Resources):
             child.abort()
             raise
         return child
-
-    @classmethod
-    def init_all(
-        cls, library: NcclLibrary, devices: Sequence[Device], poll: Poll
-    ) -> list[NcclComm]:
-        """Return communicators of this one thread for several GPUs, a rank each.
-
-        Calls on them that belong together need a :func:`group` around them.
-        """
-        comms = [cls(library, rank, len(devices), device) for rank, device in enumerate(devices)]
-        initialise(comms, library.unique_id(), poll)
-        return comms
 
     def split(
         self, color: int | None, key: int, poll: Poll, *, blocking: bool | None = None
@@ -325,8 +312,3 @@ class NcclComm(Resources):
         with self._ending:
             raw, self._raw = self._raw, 0
         return raw
-
-
-def group(comms: Sequence[NcclComm]) -> CallGroup:
-    """Return a ``with`` body whose calls, on several communicators, start when it ends."""
-    return CallGroup(comms)

@@ -64,7 +64,7 @@ class NcclCalls:
 
     def group(self) -> CallGroup:
         """Return a ``with`` body whose calls start together, when it ends."""
-        return CallGroup([self])
+        return CallGroup(self)
 
     def group_start(self) -> None:
         """Begin a group without a ``with`` body; :meth:`group_end` has to follow."""
@@ -253,27 +253,18 @@ class CallGroup:
     back; the other ranks may then wait for the rest, and the communicator is to be aborted.
 
     Attributes:
-        pending: after the body, whether NCCL is still enqueuing: every communicator has to be
+        pending: after the body, whether NCCL is still enqueuing: the communicator has to be
             settled before its next call.
     """
 
-    __slots__ = ("_comms", "pending")
+    __slots__ = ("_comm", "pending")
 
-    def __init__(self, comms: Sequence[NcclCalls]) -> None:
-        self._comms = comms
+    def __init__(self, comm: NcclCalls) -> None:
+        self._comm = comm
         self.pending = False
 
     def __enter__(self) -> CallGroup:
-        begun = []
-        try:
-            for comm in self._comms:
-                comm.group_start()
-                begun.append(comm)
-        except BaseException:
-            for comm in begun:
-                comm._group_end()
-                comm._leave_group()
-            raise
+        self._comm.group_start()
         return self
 
     def __exit__(
@@ -282,9 +273,8 @@ class CallGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # NCCL's groups nest, and the last end starts the calls of all.
-        codes = [comm._group_end() for comm in self._comms]
-        for comm in self._comms:
-            comm._leave_group()
-        if codes[-1] and kind is None:
-            self.pending = self._comms[-1]._in_progress(codes[-1], "ncclGroupEnd")
+        comm = self._comm
+        code = comm._group_end()
+        comm._leave_group()
+        if code and kind is None:
+            self.pending = comm._in_progress(code, "ncclGroupEnd")

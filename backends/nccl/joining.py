@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .prototypes import UniqueId, new_config
@@ -44,47 +44,37 @@ IN_PROGRESS = 7
 STEP_S = 0.0005
 
 
-def initialise(comms: Sequence[Unready], unique_id: bytes, poll: Poll) -> None:
-    """Bring up communicators of this process; on an exception nothing is left of them."""
-    library = comms[0].library
+def initialise(comm: Unready, unique_id: bytes, poll: Poll) -> None:
+    """Bring up a communicator of this process; on an exception nothing is left of it."""
+    library = comm.library
     if library.has("ncclCommInitRankConfig"):
         name, config = "ncclCommInitRankConfig", new_config(blocking=0)
-        code = _begin(comms, name, unique_id, ctypes.addressof(config))
+        code = _begin(comm, name, unique_id, ctypes.addressof(config))
     else:
         name = "ncclCommInitRank"
-        code = in_thread(lambda: _begin(comms, name, unique_id), poll, lambda: _abort(comms))
+        code = in_thread(lambda: _begin(comm, name, unique_id), poll, lambda: _abort(comm))
     try:
-        for comm in comms:
-            comm._raw = comm._handle.value or 0
-        for comm in comms:
-            if code not in (0, IN_PROGRESS):
-                comm._check(code, name)
-            comm._ready(name, poll)
+        comm._raw = comm._handle.value or 0
+        if code not in (0, IN_PROGRESS):
+            comm._check(code, name)
+        comm._ready(name, poll)
     except BaseException:
-        _abort(comms)
+        _abort(comm)
         raise
 
 
-def _begin(comms: Sequence[Unready], name: str, unique_id: bytes, *config: int) -> int:
-    """Start what ``comms`` have to do; return the first result code that is no success."""
-    library = comms[0].library
-    function, identity = library.function(name), UniqueId.from_buffer_copy(unique_id)
-    grouped = len(comms) > 1
-    codes = [library.function("ncclGroupStart")()] if grouped else []
-    for comm in comms:
-        with comm.device.active():
-            where = ctypes.addressof(comm._handle)
-            codes.append(function(where, comm.size, identity, comm.rank, *config))
-    if grouped:
-        codes.append(library.function("ncclGroupEnd")())
-    failed = [code for code in codes if code not in (0, IN_PROGRESS)]
-    return next(iter(failed or filter(None, codes)), 0)
+def _begin(comm: Unready, name: str, unique_id: bytes, *config: int) -> int:
+    """Start what has to be done; return the result code."""
+    function, identity = comm.library.function(name), UniqueId.from_buffer_copy(unique_id)
+    with comm.device.active():
+        where = ctypes.addressof(comm._handle)
+        code: int = function(where, comm.size, identity, comm.rank, *config)
+    return code
 
 
-def _abort(comms: Sequence[Unready]) -> None:
-    for comm in comms:
-        comm._raw = comm._handle.value or 0
-        comm.abort()
+def _abort(comm: Unready) -> None:
+    comm._raw = comm._handle.value or 0
+    comm.abort()
 
 
 def in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> int:

@@ -79,7 +79,7 @@ class PieceCalls(StraightCalls):
         source = Buffer(src, dtype)
         dst = None
         if output is not None:
-            target = rows.target(output.flat, total)
+            target = rows.target(output.flat)
             if np.may_share_memory(src, target) and (
                 at is None or not _same(source, Buffer(target[at : at + src.size], dtype))
             ):

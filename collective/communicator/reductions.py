@@ -251,7 +251,7 @@ class Reductions(StructureReductions):
             rows = Rows("reduce_scatter", array, axis)
         shape = rows.shape_with(sizes[self.rank])
         output = Output("reduce_scatter", out, adapter, shape, dtype, array)
-        piece = rows.target(output.flat, sizes[self.rank])
+        piece = rows.target(output.flat)
         src = self._input(rows.array, dtype, output, out, None)
         seconds = self._seconds(timeout)
         dst = Buffer(piece, dtype)

@@ -52,8 +52,8 @@ class Rows:
         start = sum(sizes[:rank])
         return self.array[start : start + sizes[rank]].ravel()
 
-    def target(self, flat: Array, length: int) -> Array:
-        """Return where ``length`` rows may arrive: ``flat`` itself if no axis was moved."""
+    def target(self, flat: Array) -> Array:
+        """Return where rows may arrive: ``flat`` itself if no axis was moved."""
         return flat if self.axis == 0 else np.empty_like(flat)
 
     def restore(self, rows: Array, flat: Array, length: int) -> None:

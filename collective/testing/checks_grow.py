@@ -106,13 +106,13 @@ def _grow(
         return waiting, _seen(new, first)
 
 
-def _moments(size: int) -> list[Case]:
+def _moments() -> list[Case]:
     return [
         {"victim": victim, "when": when} for victim in (0, 1) for when in ("decision", "connect")
     ]
 
 
-@check(lambda size: _moments(size) * (size == 3), at_least=3, needs=_grows)
+@check(lambda size: _moments() * (size == 3), at_least=3, needs=_grows)
 def check_grow_when(factory: RankFactory, size: int, *, victim: int, when: str) -> None:
     """A rank may die while the others decide whom they let in, or when they connect."""
     plan = [faults.kill(victim, in_shrink=when)]
