@@ -236,6 +236,8 @@ class Collectives(Backend):
         comm = self._comm or self._open(request, timeout)
         sends = _in_bytes(request.elements, src.dtype)
         receives = _in_bytes(request.incoming, src.dtype)
+        # With a shape the request is that of all ranks. Without, each has counts of its own, and
+        # one may see even ones where the others do not.
         if request.shape is not None and _even(sends):
             if sends[0]:
                 self._enqueue(

@@ -84,6 +84,8 @@ def in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> 
         poll: called meanwhile; when it raises, the thread is left to itself.
         undo: called when the work is done and nobody wants it any more.
     """
+    # With the lock the thread and this one each say that they are through, and look whether the
+    # other is: the later one undoes the work, and nobody does it twice.
     lock, done = threading.Lock(), threading.Event()
     codes: list[int] = []
     unwanted = False

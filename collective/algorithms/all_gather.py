@@ -40,7 +40,7 @@ def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0)
     """Pass pieces around until everybody has all of them.
 
     Each rank sends to its right neighbour what it last received from its left one: the
-    least that can be carried, (size - 1) / size of the whole. Patarasu & Yuan,
+    least that can be carried, (size - 1) / size of the whole. Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 
     Args:
