@@ -106,6 +106,20 @@ def test_a_leader_that_dies_is_followed_by_the_next() -> None:
     assert decide(decision(store, 1, 2, dies)) == [1]
 
 
+def test_what_others_write_when_they_have_the_verdict_is_no_note() -> None:
+    class Overtaken(MemoryStore):
+        """Has rank 1 decide, and go on, while rank 0 publishes its note."""
+
+        def set(self, key: str, value: bytes) -> None:
+            for name, text in ((key, value), ("key", b"[1]"), ("key.1", b'{"connected": true}')):
+                super().set(name, text)
+
+    def conclude(notes: Mapping[int, Note], lost: Set[int]) -> Any:
+        pytest.fail(f"concluded of {notes}")
+
+    assert decision(Overtaken(), 0, 2).made({}, conclude, grace=FAR_S, timeout=FAR_S) == [1]
+
+
 def test_a_store_that_cannot_is_told() -> None:
     class Simple(MemoryStore):
         def put_if_absent(self, key: str, value: bytes) -> bytes:

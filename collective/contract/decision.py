@@ -81,14 +81,18 @@ class Decision:
             UnsupportedError: it cannot keep the first of several values.
         """
         began = time.monotonic()
-        verdict = self._verdict()
-        if verdict is None:
-            self.store.set(f"{self.key}.{self.me}", json.dumps(note).encode())
+        if (verdict := self._verdict()) is not None:
+            return verdict[0]
+        self.store.set(f"{self.key}.{self.me}", json.dumps(note).encode())
         notes: dict[int, Note] = {self.me: note}
         pause = _PAUSE_FIRST_S
-        while verdict is None:
+        while True:
             lost = self.lost()
             awaited = self._awaited(notes, lost)
+            # After the notes: who has read a verdict may have put something else in its note's
+            # place by now, of which nothing is to be concluded.
+            if (verdict := self._verdict()) is not None:
+                return verdict[0]
             waited = time.monotonic() - began
             # One that leads and is stopped, and so not known to be lost, is not waited for forever:
             # it may have come when this rank had waited for a whole grace, waits for another
@@ -103,8 +107,6 @@ class Decision:
             else:
                 time.sleep(min(pause, max(0.0, timeout - waited)))
                 pause = min(1.3 * pause, _PAUSE_LAST_S)
-            verdict = self._verdict()
-        return verdict[0]
 
     def _verdict(self) -> list[Any] | None:
         """Return what was decided, in a list of one; None as long as nothing was."""
