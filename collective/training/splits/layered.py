@@ -1,7 +1,7 @@
 """Cut over ranks: each rank has a block of every array, and rows travel before a layer needs them.
 
 Four kinds of steps tie the ranks' blocks together, each the adjoint of one of the others, so that
-gradients are those of one process (Z. Xu et al., "GSPMD", 2021, section 3, has the same four):
+gradients are those of one process (Y. Xu et al., "GSPMD", 2021, section 3, has the same four):
 
 ======================  =====================================  =====================================
 what                    forward                                backward
