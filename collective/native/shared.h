@@ -37,7 +37,7 @@ struct segment {
 /* Bytes of an input that travels with the step. */
 #define INLINE_BYTES 16
 
-/* How many of a rank's calls are described for peers that wonder, as in backends/shm/control.py, and
+/* How many of a rank's calls are described for peers that wonder, as in backends/shm/layout.py, and
    how many segments known. */
 enum { NOTES_KEPT = 64, SEGMENTS = 64 };
 
