@@ -188,16 +188,18 @@ _STOPS_INSIDE = """
     from collective.launch import control
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
-    inside, move = os.environ["INSIDE"], comm._backend._move
+    inside, arrive = os.environ["INSIDE"], comm._backend._arrive
     def enter(*arguments):
+        how = arrive(*arguments)
         open(inside, "x").close()
-        move(*arguments)
+        return how
     def stop(*arguments):
+        arrive(*arguments)
         while not os.path.exists(inside):
             time.sleep(0.01)
         {act}
     comm.barrier()
-    comm._backend._move = enter if comm.rank else stop
+    comm._backend._arrive = enter if comm.rank else stop
     try:
         comm.broadcast(np.ones(1000))
     except collective.CollectiveError as error:

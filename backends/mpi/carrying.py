@@ -11,6 +11,7 @@ import numpy as np
 
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
+from collective.memory.buffer import Buffer
 from collective.request import Request, in_thread
 
 from . import folds
@@ -19,7 +20,7 @@ from .errors import explained
 from .polling import settle
 from .watchdog import Blocking
 
-__all__ = ["MOST", "Carrying", "left", "mapped", "now", "pause", "spec"]
+__all__ = ["MOST", "Carrying", "MpiPlan", "left", "mapped", "now", "pause", "spec"]
 
 Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +87,75 @@ class Carrying(Monitored):
         """Return MPI's first argument: the input, or that it is where the result goes."""
         if out is not None and (given is out or np.may_share_memory(given, out)):
             return self._in_place
-        return spec(given, kind)
+        return given, given.size, kind
+
+
+class MpiPlan:
+    """A request that is one call of MPI's, if all ranks come to it in the foreground.
+
+    Args:
+        carrying: the transport.
+        request: what is asked for.
+        name: of MPI's blocking function; empty if all is done when all ranks have come.
+        specify: returns its arguments, of this rank's input and output: arrays, or None.
+        buffers: makes the request of two buffers and seconds, in whatever way.
+        otherwise: the same when all ranks have come, of how they carry it out, two buffers and the
+            deadline.
+    """
+
+    __slots__ = ("_buffers", "_call", "_carrying", "_otherwise", "_request", "_specify")
+
+    def __init__(
+        self,
+        carrying: Carrying,
+        request: Request,
+        name: str,
+        specify: Callable[[Any, Any], tuple[Any, ...]] | None,
+        buffers: Callable[[Any, Any, float], None],
+        otherwise: Callable[[int, Any, Any, float], None] | None = None,
+    ) -> None:
+        self._carrying = carrying
+        self._request = request
+        self._call = getattr(carrying._comm, name) if name else None
+        self._specify = specify
+        self._buffers = buffers
+        self._otherwise = otherwise
+
+    def __call__(self, src: Buffer | None, dst: Buffer | None, timeout: float) -> None:
+        self._buffers(src, dst, timeout)
+
+    def plain(self, x: Any, out: Any, timeout: float) -> None:
+        """Make it of arrays as they are; see :data:`collective.contract.backend.Plan`.
+
+        It is what ``buffers`` does, with nothing called that need not be: here microseconds count.
+        """
+        carrying, request = self._carrying, self._request
+        end = now() + timeout
+        try:
+            alone = in_thread.site is None and not folds.being_made
+            how = carrying._arrive(request, timeout, BLOCKING if alone else POLLED)
+            if self._call is None or self._specify is None or self._otherwise is None:
+                return
+            if how != BLOCKING:
+                src, dst = self._buffer(x), self._buffer(out)
+                self._otherwise(how, dst if x is out else src, dst, end)
+                return
+            arguments = self._specify(x, out)
+            blocking = carrying._blocking
+            blocking.end = end
+            blocking.running = request
+            try:
+                self._call(*arguments)
+            finally:
+                blocking.running = None
+        except carrying._mpi.Exception as error:
+            raise explained(carrying._mpi, carrying.channel, request, error) from error
+
+    def _buffer(self, array: Array | None) -> Buffer | None:
+        dtype = self._request.dtype
+        if array is None or dtype is None:
+            return None
+        return Buffer(array.reshape(-1), dtype)
 
 
 def spec(array: Array, kind: Any) -> tuple[Array, int, Any]:

@@ -142,10 +142,6 @@ class CudaAwareMpi(MpiTransport):
     def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
         super()._move(how, request, end, name, *map(self._addressed, arguments))
 
-    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Any, Any]:
-        given, out = super()._ends(src, dst, kind)
-        return self._addressed(given), self._addressed(out)
-
     def _addressed(self, argument: Any) -> Any:
         """Return an argument for mpi4py with the address in the place of an array on a GPU."""
         if type(argument) is not tuple or type(argument[0]) is not DeviceArray:

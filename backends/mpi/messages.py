@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
     from collective.memory.buffer import Buffer
 
-__all__ = ["MOST_BYTES", "MpiMessages"]
+__all__ = ["EAGER_BYTES", "LONG_BYTES", "MOST_BYTES", "MpiMessages"]
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -32,11 +32,11 @@ Array = np.ndarray[Any, Any]
 MOST_BYTES = 2**31 - 1
 # MPI's tags: the algorithms' messages, announcements, then a user's tags, then announced ones.
 _ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
-# A message that is longer is not received before it is known to be there.
-_LONG_BYTES = 64 << 10
-# What is shorter has left the sender's array when it is sent, with every implementation: Open
-# MPI's limit is the lowest, 4 KiB with its own header.
-_EAGER_BYTES = 2 << 10
+#: A message that is longer is not received before it is known to be there.
+LONG_BYTES = 64 << 10
+#: What is shorter has left the sender's array when it is sent, with every implementation: Open
+#: MPI's limit is the lowest, 4 KiB with its own header.
+EAGER_BYTES = 2 << 10
 
 
 class MpiMessages:
@@ -45,6 +45,9 @@ class MpiMessages:
     MPI promises tags up to 32767 only, and implementations stop at 2**29 or so. A message
     whose tag is beyond that is announced: a short message with its tag comes first, and
     says with which of MPI's tags the contents follow.
+
+    Attributes:
+        unread: messages that were received and are to be received again, by source and tag.
     """
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
@@ -58,18 +61,19 @@ class MpiMessages:
         self._lock = threading.Lock()
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._announced: dict[tuple[int, int], deque[int]] = {}
+        self.unread: dict[tuple[int, int], Array] = {}
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         """Send ``src``; return when it may be changed."""
         self._refuse_broken("send", tag)
         with _kept_until_heard(src):
-            self._settle(self._post(src, dst, tag), "send", tag, timeout, (dst,))
+            self._settle(self.post(src, dst, tag), "send", tag, timeout, (dst,))
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         """Receive ``dst``; return the sender."""
         self._refuse_broken("recv", tag)
-        source = self._receive(dst, src, tag, "recv", timeout)
-        self._refuse_stale(dst, "recv", tag)
+        source = self.receive(dst, src, tag, "recv", timeout)
+        self.refuse_stale(dst.nbytes, "recv", tag)
         return source
 
     def sendrecv(
@@ -78,24 +82,24 @@ class MpiMessages:
         """Do both at once; whoever polls for the one makes the other progress, too."""
         self._refuse_broken("sendrecv", tag)
         with _kept_until_heard(src):
-            sending = self._post(src, to, tag)
+            sending = self.post(src, to, tag)
             try:
-                self._receive(dst, source, tag, "sendrecv", timeout)
+                self.receive(dst, source, tag, "sendrecv", timeout)
             except BaseException:
                 for request in sending:
                     leave_unfinished(request)
                 raise
-            self._refuse_stale(dst, "sendrecv", tag)
+            self.refuse_stale(dst.nbytes, "sendrecv", tag)
             self._settle(sending, "sendrecv", tag, timeout, (to,))
 
     # -- sending --------------------------------------------------------------------------
 
-    def _post(self, src: Buffer, dst: int, tag: int) -> list[Any]:
+    def post(self, src: Buffer, dst: int, tag: int) -> list[Any]:
         """Begin to send ``src``."""
         isend, byte = self._comm.Isend, self._module.BYTE
         array, nbytes = src.array, src.nbytes
         requests = []
-        code = self._direct(tag)
+        code = self.direct(tag)
         if code is None:
             code = self._code_of_next(dst)
             requests.append(isend(np.array([tag, code], np.int64), dst, _ANNOUNCEMENT))
@@ -105,7 +109,7 @@ class MpiMessages:
             requests += [isend((part, part.size, byte), dst, code) for part in _parts(array)]
         return requests
 
-    def _direct(self, tag: int) -> int | None:
+    def direct(self, tag: int) -> int | None:
         """Return MPI's tag for ``tag``, or None if it has to be announced."""
         if 0 <= tag <= self._most_user - _USER:
             return tag + _USER
@@ -124,9 +128,14 @@ class MpiMessages:
 
     # -- receiving ------------------------------------------------------------------------
 
-    def _receive(self, dst: Buffer, src: int, tag: int, what: str, timeout: float) -> int:
+    def receive(self, dst: Buffer, src: int, tag: int, what: str, timeout: float) -> int:
+        """Receive ``dst`` for the call ``what``; return the sender."""
+        for source, other in list(self.unread):
+            if other == tag and src in (source, ANY_SOURCE):
+                dst.array[:] = self.unread.pop((source, tag))
+                return source
         awaited = self._awaited(src)
-        code = self._direct(tag)
+        code = self.direct(tag)
         if code is None:
             src, code = self._find(
                 lambda: self._announcement(src, tag), what, tag, timeout, awaited
@@ -135,7 +144,7 @@ class MpiMessages:
         array, nbytes = dst.array, dst.nbytes
         # A short one is received at once: if it never comes, what MPI keeps for good is short. A
         # long one is matched first, so that its array is MPI's only while it is being filled.
-        if nbytes <= _LONG_BYTES and src != ANY_SOURCE:
+        if nbytes <= LONG_BYTES and src != ANY_SOURCE:
             request = irecv((array, nbytes, byte), src, code)
             self._settle([request], what, tag, timeout, awaited, moving=False)
             return src
@@ -188,16 +197,17 @@ class MpiMessages:
             return result is not None
 
         if not spin(test):
-            finish(test, self._wait(what, tag, timeout, awaited), moving=False)
+            finish(test, self.wait(what, tag, timeout, awaited), moving=False)
         return found[0]
 
     def _settle(
         self, requests: list[Any], what: str, tag: int, timeout: float, awaited: Sequence[int],
         moving: bool = True,
     ) -> None:  # fmt: skip
-        settle(requests, lambda: self._wait(what, tag, timeout, awaited), moving)
+        settle(requests, lambda: self.wait(what, tag, timeout, awaited), moving)
 
-    def _wait(self, what: str, tag: int, timeout: float, awaited: Sequence[int]) -> Wait:
+    def wait(self, what: str, tag: int, timeout: float, awaited: Sequence[int]) -> Wait:
+        """Return what a call needs that waits for one of ``awaited``."""
         # Where several are awaited, the first to send will do.
         return self._channel.wait(f"{what}(tag={tag})", timeout, awaited, any_of=True)
 
@@ -210,9 +220,9 @@ class MpiMessages:
         if self._channel.failure is not None:
             self._channel.check(f"{what}(tag={tag})")
 
-    def _refuse_stale(self, dst: Buffer, what: str, tag: int) -> None:
+    def refuse_stale(self, nbytes: int, what: str, tag: int) -> None:
         """Raise if what came may not be what was sent: its sender has given up, maybe."""
-        if dst.nbytes > _EAGER_BYTES:
+        if nbytes > EAGER_BYTES:
             self._refuse_broken(what, tag)
 
 
@@ -225,7 +235,7 @@ def _kept_until_heard(src: Buffer) -> Iterator[None]:
     try:
         yield
     except CollectiveError:
-        if src.nbytes > _EAGER_BYTES:
+        if src.nbytes > EAGER_BYTES:
             time.sleep(TELL_S)
         raise
 

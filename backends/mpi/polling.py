@@ -53,7 +53,11 @@ def spin(test: Callable[[], bool]) -> bool:
 
     Not in the background: MPI may be finalised before a thread there has said that it polls.
     """
-    return in_thread.site is None and any(test() for _ in POLLS)
+    if in_thread.site is None:
+        for _ in POLLS:
+            if test():
+                return True
+    return False
 
 
 def settle(requests: list[Any], make_wait: Callable[[], Wait], moving: bool = True) -> None:

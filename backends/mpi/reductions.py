@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.request import in_thread
-
-from . import folds
-from .arrival import BLOCKING, BY_MESSAGES, POLLED
-from .carrying import Carrying, left, mapped, now, pause, spec
+from .arrival import BY_MESSAGES, POLLED
+from .carrying import Carrying, MpiPlan, left, mapped, now, pause, spec
 from .datatypes import Deviations
-from .errors import explained
 from .folds import MpiFold, slot
 
 if TYPE_CHECKING:
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiReductions"]
 
 Array = np.ndarray[Any, Any]
+_Plainly = tuple[str, Callable[[Any, Any], tuple[Any, ...]]]
 
 # NumPy takes 4 ns for a 16-bit float, so that folding is what takes the time. With an operator
 # that is not their own MPICH and Intel MPI fold whole arrays on every rank; the algorithms fold
@@ -71,22 +68,29 @@ class MpiReductions(Carrying):
     def __init__(self, module: Any, comm: Any, channel: Channel, unlike: Deviations) -> None:
         super().__init__(module, comm, channel)
         self.unlike = unlike
-        self._all_reduce = comm.Allreduce
 
     def plan(self, request: Request) -> Plan:
         if request.op is None:
             return super().plan(request)
-        dtype = request.dtype
+        operation, dtype = request.operation, request.dtype
         assert dtype is not None
         fold = MpiFold(self._mpi, request.op, dtype, self.size, self.unlike)
         prepared = _PreparedFold(request, fold, self._most)
-        if prepared.plain and request.operation == "all_reduce":
-            return partial(self._all_reduce_plainly, request, prepared)
-        return partial(getattr(self, f"_{request.operation}_as"), request, prepared)
+        by = partial(getattr(self, f"_{operation}_by"), prepared)
+        made = partial(self._fold_as, request, by)
+        if not prepared.plain:
+            return made
+        name, specify = getattr(self, f"_{operation}_plainly")(request, fold)
+        return MpiPlan(self, request, name, specify, made, by)
 
-    def _carried(self, prepared: _PreparedFold, timeout: float) -> int:
-        """Wait for all ranks; return how they carry the reduction out."""
-        return self._way(self._wait_for_all(prepared.request, timeout), prepared)
+    @mapped
+    def _fold_as(
+        self, request: Request, by: Callable[..., None], src: Buffer, dst: Buffer | None,
+        timeout: float,
+    ) -> None:  # fmt: skip
+        """Wait for all ranks, and fold as they then do."""
+        end = now() + timeout
+        by(self._wait_for_all(request, timeout), src, dst, end)
 
     @staticmethod
     def _way(how: int, prepared: _PreparedFold) -> int:
@@ -121,42 +125,8 @@ class MpiReductions(Carrying):
 
     # -- operations -----------------------------------------------------------------------
 
-    def _all_reduce_plainly(
-        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
-    ) -> None:
-        end = now() + timeout
-        try:
-            # _wait_for_all() and _move() once more, not called: here microseconds count.
-            alone = in_thread.site is None and not folds.being_made
-            how = self._arrive(request, timeout, BLOCKING if alone else POLLED)
-            if how != BLOCKING:
-                self._all_reduce_by(how, prepared, src, dst, end)
-                return
-            given, out = self._ends(src, dst, prepared.fold.type)
-            blocking = self._blocking
-            blocking.end = end
-            blocking.running = request
-            try:
-                self._all_reduce(given, out, prepared.fold.op)
-            finally:
-                blocking.running = None
-        except self._mpi.Exception as error:
-            raise explained(self._mpi, self.channel, request, error) from error
-
-    def _ends(self, src: Buffer, dst: Buffer, kind: Any) -> tuple[Any, Any]:
-        """Return MPI's first two arguments."""
-        given, out = src.array, dst.array
-        return self._send_or_in_place(given, out, kind), (out, out.size, kind)
-
-    @mapped
-    def _all_reduce_as(
-        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
-    ) -> None:
-        end = now() + timeout
-        self._all_reduce_by(self._wait_for_all(request, timeout), prepared, src, dst, end)
-
     def _all_reduce_by(
-        self, how: int, prepared: _PreparedFold, src: Buffer, dst: Buffer, end: float
+        self, prepared: _PreparedFold, how: int, src: Buffer, dst: Buffer, end: float
     ) -> None:
         fold, request = prepared.fold, prepared.request
         how = self._way(how, prepared)
@@ -165,17 +135,11 @@ class MpiReductions(Carrying):
             return
         self._fold_whole(how, request, end, fold, "Allreduce", src, dst)
 
-    @mapped
-    def _reduce_as(
-        self,
-        request: Request,
-        prepared: _PreparedFold,
-        src: Buffer,
-        dst: Buffer | None,
-        timeout: float,
+    def _reduce_by(
+        self, prepared: _PreparedFold, how: int, src: Buffer, dst: Buffer | None, end: float
     ) -> None:
-        end, fold = now() + timeout, prepared.fold
-        how = self._carried(prepared, timeout)
+        fold, request = prepared.fold, prepared.request
+        how = self._way(how, prepared)
         if how == BY_MESSAGES:
             super().reduce(request, src, dst, left(end))
             return
@@ -191,41 +155,63 @@ class MpiReductions(Carrying):
         if out is not None:
             fold.leave(out)
 
-    @mapped
-    def _reduce_scatter_as(
-        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
+    def _reduce_scatter_by(
+        self, prepared: _PreparedFold, how: int, src: Buffer, dst: Buffer, end: float
     ) -> None:
-        end, fold, counts = now() + timeout, prepared.fold, request.elements
-        how = self._carried(prepared, timeout)
+        fold, request, counts = prepared.fold, prepared.request, prepared.request.elements
+        how = self._way(how, prepared)
         if how == BY_MESSAGES:
             super().reduce_scatter(request, src, dst, left(end))
             return
         given, out = fold.enter(src, None), dst.array
         if np.may_share_memory(given, out):  # which MPI allows in an arrangement of its own only
             out = np.empty_like(out)
-        if min(counts) == max(counts):
-            name = "Reduce_scatter_block"
-
-            def specify(kind: Any) -> tuple[Any, ...]:
-                return (given, out.size, kind), spec(out, kind), fold.op
-        else:
-            name = "Reduce_scatter"
-
-            def specify(kind: Any) -> tuple[Any, ...]:
-                return spec(given, kind), spec(out, kind), list(counts), fold.op
-
-        self._fold_by_mpi(how, request, end, fold, name, specify)
+        name, specify = _scattered(counts)
+        self._fold_by_mpi(
+            how, request, end, fold, name, lambda kind: specify(given, out, kind, fold.op)
+        )
         fold.leave(out)
         if out is not dst.array:
             dst.array[:] = out
 
-    @mapped
-    def _scan_as(
-        self, request: Request, prepared: _PreparedFold, src: Buffer, dst: Buffer, timeout: float
+    def _scan_by(
+        self, prepared: _PreparedFold, how: int, src: Buffer, dst: Buffer, end: float
     ) -> None:
-        end, fold = now() + timeout, prepared.fold
-        how = self._carried(prepared, timeout)
+        fold, request = prepared.fold, prepared.request
+        how = self._way(how, prepared)
         if how == BY_MESSAGES:
             super().scan(request, src, dst, left(end))
             return
         self._fold_whole(how, request, end, fold, "Scan", src, dst)
+
+    # -- one call of MPI, and nothing else ------------------------------------------------
+    # Its name, and what returns its arguments for arrays that are apart, or the same.
+
+    def _all_reduce_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
+        kind, op, place = fold.type, fold.op, self._send_or_in_place
+        return "Allreduce", lambda x, out: (place(x, out, kind), (out, out.size, kind), op)
+
+    def _scan_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
+        return "Scan", self._all_reduce_plainly(request, fold)[1]
+
+    def _reduce_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
+        kind, op, root, place = fold.type, fold.op, request.root, self._send_or_in_place
+        return "Reduce", lambda x, out: (
+            place(x, out, kind), out is not None and (out, out.size, kind), op, root,
+        )  # fmt: skip
+
+    def _reduce_scatter_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
+        name, specify = _scattered(request.elements)
+        return name, lambda x, out: specify(x, out, fold.type, fold.op)
+
+
+def _scattered(counts: Sequence[int]) -> tuple[str, Callable[..., tuple[Any, ...]]]:
+    """Return MPI's function that reduces and scatters so many elements, and its arguments."""
+    if min(counts) == max(counts):
+        return "Reduce_scatter_block", lambda x, out, kind, op: (
+            (x, out.size, kind), (out, out.size, kind), op,
+        )  # fmt: skip
+    given = list(counts)
+    return "Reduce_scatter", lambda x, out, kind, op: (
+        (x, x.size, kind), (out, out.size, kind), given, op,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective import native
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
 from collective.contract.capabilities import Capabilities
@@ -23,6 +24,7 @@ from .errors import explained
 from .folds import making, prepare
 from .messages import MpiMessages
 from .moves import MpiMoves
+from .plain_messages import PlainMessages
 from .polling import settle
 from .reductions import MpiReductions
 from .watchdog import watch
@@ -61,6 +63,11 @@ class MpiTransport(MpiMoves, MpiReductions):
         comm.Set_errhandler(module.ERRORS_RETURN)
         super().__init__(module, comm, channel, unlike)
         self._messages = MpiMessages(module, comm, channel)
+        heads = native.heads()
+        self._plain_messages: PlainMessages | None = None
+        if heads is not None:
+            plain = PlainMessages(module, comm, channel, self._messages, heads)
+            self._plain_messages, self.exchange = plain, plain.exchange
         self._closed = False
         if ulfm.is_on(module, library.library_path()):
             self.capabilities = replace(type(self).capabilities, shrinks=True)
@@ -152,6 +159,8 @@ class MpiTransport(MpiMoves, MpiReductions):
         # itself: then it ends the process, or worse (tried). So the last to leave frees it.
         alone = not self.capabilities.shrinks or len(self.channel.left) == self.size - 1
         if healthy and alone and library.idle() and self._arrival.close():
+            if self._plain_messages is not None:
+                self._plain_messages.close()
             # Waits for nobody in MPICH, Open MPI, Intel MPI: tried with a peer that sleeps.
             self._comm.Free()
 

@@ -90,7 +90,10 @@ __all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan"]
 Note = Mapping[str, Any]
 
 #: What makes a request: takes its input, where the result goes, and seconds; see
-#: :meth:`Backend.plan`.
+#: :meth:`Backend.plan`. One that returns when all is done may have a method ``plain`` as well, of
+#: NumPy's arrays in the place of buffers, contiguous and aligned, of the request's dtype and shape:
+#: with it the native core makes plain calls, for which no buffers are made then. The arrays are
+#: apart, or the same memory, as the operation allows it.
 Plan = Callable[[Any, Any, float], "Work[Any] | None"]
 
 #: As ``src`` of a receive: whoever sends first.

@@ -17,19 +17,22 @@ import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from .cache import cached_bytes
 
 if TYPE_CHECKING:
     from ._core import Door, Ring, Shared
 
-__all__ = ["NOBODY", "PROTOCOL", "Chosen", "Exchange", "chosen", "door", "fold", "messages",
-           "methods", "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
+__all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
+           "chosen", "door", "fold", "heads", "messages", "methods", "ring", "see_tensors",
+           "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 10
 
+#: The bytes of a head, and how many of them can be those of a short array behind what it says.
+HEAD_BYTES, HEAD_ROOM = 1024, 896
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
 #: ``exchange(x, to, out, source, tag, timeout, heads)``; see :func:`messages`.
@@ -55,6 +58,28 @@ class Callbacks(Protocol):
 
     def note(self, request: Any) -> int:
         """Describe a call for peers that wonder; return its number, from 1, which then grows."""
+
+
+class Heads(Protocol):
+    """What plain arrays travel behind: as :meth:`collective.Communicator.send` has them.
+
+    A head is an array of uint8: 128 bytes that say what follows, and room for what is short.
+    """
+
+    def write_head(self, x: Any, head: Any) -> int | None:
+        """Write the head of ``x``, and ``x`` into it if there is room; return the bytes of ``x``.
+
+        None, and nothing is written, if ``x`` is not plain.
+        """
+
+    def read_head(self, head: Any, out: Any) -> bool:
+        """Return whether ``out`` takes what ``head`` says, which is in it then if it was inside."""
+
+    def room_in(self, out: Any) -> int | None:
+        """Return how many bytes ``out`` takes; None if it is not plain, or read-only."""
+
+    def view(self, array: Any) -> tuple[int, int, int, tuple[int, ...], bool] | None:
+        """Return address, bytes, dtype, shape and whether it is writable; None if not plain."""
 
 
 class Chosen:
@@ -312,6 +337,11 @@ def messages(
         segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python, lines
     )
     return made
+
+
+def heads() -> Heads | None:
+    """Return what writes and reads the heads of arrays; None where C is not in use."""
+    return cast("Heads | None", chosen.extension)
 
 
 switch(os.environ.get("COLLECTIVE_NATIVE", "").lower() != "off")

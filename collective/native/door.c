@@ -32,10 +32,11 @@ struct operation {
 
 /* A call is found by what is known here. A Request has its digest from Python, and that takes many
    times as long as a small call: so the plans are remembered, in one table, that of Python's way
-   being asked for what is not in it. No array is kept. */
+   being asked for what is not in it. No array is kept. plain is the method of a plan of Python's that
+   takes NumPy's arrays as they are, so that nobody has to make buffers of them, or NULL. */
 struct prepared {
     const struct operation *operation;
-    PyObject *planned, *request, *plan, *op, *counts;
+    PyObject *planned, *request, *plan, *plain, *op, *counts;
     int ordered, root, dtype, ndim;
     int64_t shape[VIEW_DIMENSIONS];
 };
@@ -228,6 +229,7 @@ static void forget(struct prepared *p)
     Py_XDECREF(old.planned);
     Py_XDECREF(old.request);
     Py_XDECREF(old.plan);
+    Py_XDECREF(old.plain);
     Py_XDECREF(old.op);
     Py_XDECREF(old.counts);
 }
@@ -255,11 +257,16 @@ static struct prepared *prepare(Door *door, const struct call *call)
     forget(p);
     *p = (struct prepared){
         call->operation, planned, PyObject_GetAttrString(planned, "request"),
-        PyObject_GetAttrString(planned, "plan"), Py_NewRef(call->op), Py_XNewRef(call->counts),
-        call->ordered, call->root, x->dtype, x->ndim, {0}};
+        PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
+        Py_XNewRef(call->counts), call->ordered, call->root, x->dtype, x->ndim, {0}};
     memcpy(p->shape, x->shape, sizeof p->shape);
-    if (p->request == NULL || p->plan == NULL)
+    if (p->request == NULL || p->plan == NULL) {
         forget(p);
+    } else if (!is_plan(p->plan)) {
+        p->plain = PyObject_GetAttrString(p->plan, "plain");
+        if (p->plain == NULL) /* it has none */
+            PyErr_Clear();
+    }
     return p->planned ? p : NULL;
 }
 
@@ -299,13 +306,18 @@ static PyObject *make(Door *door, struct call *call)
     if (is_plan(plan)) {
         state = run_plan(plan, call->src, call->dst, seconds, door->ring);
     } else {
+        PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
+        PyObject *out = call->dst ? call->result : Py_None;
+        int numpy = (x == Py_None || is_numpy(x)) && (out == Py_None || is_numpy(out));
+        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran;
         record_begin(door->ring, p->request, 0);
-        PyObject *ran = PyObject_CallMethodObjArgs(
-            call->comm, name_run_plan, plan,
-            call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x,
-            call->dst ? call->result : Py_None, seconds, NULL);
+        if (plain != NULL)
+            ran = PyObject_CallFunctionObjArgs(plain, x, out, seconds, NULL);
+        else
+            ran = PyObject_CallMethodObjArgs(call->comm, name_run_plan, plan, x, out, seconds, NULL);
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(ran);
+        Py_XDECREF(plain);
     }
     if (state == 0) {
         record_end(door->ring);
@@ -570,6 +582,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     for (int i = 0; i < PREPARED; i++) {
         Py_VISIT(door->table[i].planned);
         Py_VISIT(door->table[i].plan);
+        Py_VISIT(door->table[i].plain);
     }
     return 0;
 }

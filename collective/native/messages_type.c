@@ -1,4 +1,5 @@
-/* Python's side of messages.c: one function, which sends, receives, or does both. */
+/* Python's side of messages.c: one function, which sends, receives, or does both; and the heads of
+   arrays for transports that have messages of their own. */
 
 #include "python.h"
 #include "messages.h"
@@ -216,6 +217,70 @@ static PyMethodDef exchange_method = {
     "exchange(x, to, out, source, tag, timeout, heads, /)\n--\n\n"
     "Send x, receive into out, or both; see collective.native.messages."};
 
+/* -- heads for transports that send them themselves --------------------------------------- */
+
+/* Looks at the arguments of a function of an array and a head's bytes; returns 0 with an exception
+   if the latter are none. */
+static int find_head(PyObject *bytes, struct view *head)
+{
+    if (view_array(bytes, head) && head->writable && head->nbytes >= 8 * HEAD_WORDS)
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "a head is a writable array of 128 bytes or more");
+    return 0;
+}
+
+/* Whether what is so long travels in its head. */
+static int is_inline(size_t nbytes, const struct view *head)
+{
+    return nbytes <= head->nbytes - 8 * HEAD_WORDS;
+}
+
+/* write_head(x, head) */
+static PyObject *write_head(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    struct view x, head;
+    int64_t words[HEAD_WORDS];
+    (void)module;
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "write_head: two arguments");
+    if (!find_head(args[1], &head))
+        return NULL;
+    if (!view_array(args[0], &x))
+        Py_RETURN_NONE;
+    memcpy(head.address, head_of(&x, words), sizeof words);
+    if (x.nbytes && is_inline(x.nbytes, &head))
+        memcpy(head.address + sizeof words, x.address, x.nbytes);
+    return PyLong_FromSize_t(x.nbytes);
+}
+
+/* read_head(head, out) */
+static PyObject *read_head(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    struct view out, head;
+    int64_t words[HEAD_WORDS];
+    (void)module;
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "read_head: two arguments");
+    if (!find_head(args[0], &head))
+        return NULL;
+    if (!view_array(args[1], &out) || !out.writable
+        || memcmp(head.address, head_of(&out, words), sizeof words) != 0)
+        Py_RETURN_FALSE;
+    if (out.nbytes && is_inline(out.nbytes, &head))
+        memcpy(out.address, head.address + sizeof words, out.nbytes);
+    Py_RETURN_TRUE;
+}
+
+/* room_in(out) */
+static PyObject *room_in(PyObject *module, PyObject *out)
+{
+    struct view view;
+    (void)module;
+    if (!view_array(out, &view) || !view.writable)
+        Py_RETURN_NONE;
+    return PyLong_FromSize_t(view.nbytes);
+}
+
 /* -- life ---------------------------------------------------------------------------------- */
 
 static void free_state(PyObject *capsule)
@@ -297,6 +362,14 @@ static PyMethodDef messages_functions[] = {
      " lines=0, /)"
      "\n--\n\n"
      "Return the function that exchanges messages; see collective.native.messages."},
+    {"write_head", (PyCFunction)(void (*)(void))write_head, METH_FASTCALL,
+     "write_head(x, head, /)\n--\n\n"
+     "Write the head of an array, and the array if there is room; return its bytes, or None."},
+    {"read_head", (PyCFunction)(void (*)(void))read_head, METH_FASTCALL,
+     "read_head(head, out, /)\n--\n\n"
+     "Read an array from behind its head; return whether out takes what the head says."},
+    {"room_in", room_in, METH_O,
+     "room_in(out, /)\n--\n\nReturn the bytes of an array that can be written to, or None."},
     {NULL, NULL, 0, NULL}};
 
 int add_messages(PyObject *module)

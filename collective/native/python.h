@@ -46,6 +46,9 @@ struct view {
    not as above: ask Python. Never raises. */
 int view_array(PyObject *array, struct view *view);
 
+/* Whether an array is exactly of NumPy's class. */
+int is_numpy(PyObject *array);
+
 /* Makes an array such as one that was viewed is, of the shape that a view has. */
 PyObject *new_array(PyObject *like, const struct view *view);
 

@@ -153,6 +153,11 @@ int view_array(PyObject *array, struct view *view)
     return 0;
 }
 
+int is_numpy(PyObject *array)
+{
+    return Py_TYPE(array) == ndarray;
+}
+
 static PyObject *shape_of(const struct view *view)
 {
     PyObject *shape = PyTuple_New(view->ndim);

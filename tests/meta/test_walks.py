@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 import collective
 from collective import native
 from collective.communicator import Communicator
-from collective.testing import run_ranks
+from collective.testing import RankPool
+from tests.mpi_launches import launch_of, needs
 
 HOUSE = collective.__file__.removesuffix("__init__.py")
 
@@ -48,11 +50,32 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
         "out": lambda: comm.all_reduce(x, out=y),
         "counts": lambda: comm.all_gather(x, counts=counts, out=wide),
         "broadcast": lambda: comm.broadcast(x, out=x),
+        "all_gather": lambda: comm.all_gather(x, out=wide),
+        "reduce_scatter": lambda: comm.reduce_scatter(wide, out=y),
+        "all_to_all": lambda: comm.all_to_all(x, out=y),
+        "barrier": comm.barrier,
     }
     found = {"first": first, "again": again}
     for name, call in calls.items():
         call()
         found[name] = [walk(call) for _ in range(20)]
+    return {**found, **message_walks(comm)} if comm.backend == "mpi" else found
+
+
+def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
+    """Send to and fro what its head holds, and what it does not, where a send waits for nobody."""
+    peer = 1 - comm.rank
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, x in (("", np.ones(2)), (", long", np.ones(200))):
+        send, recv = partial(comm.send, x, peer), partial(comm.recv, np.empty_like(x), peer)
+        for turn in range(40):
+            sends = turn % 2 == comm.rank
+            if sends:
+                found.setdefault(f"send{name}", []).append(walk(send))
+            comm.barrier()  # what was sent is there
+            if not sends:
+                found.setdefault(f"recv{name}", []).append(walk(recv))
+            comm.barrier()
     return found
 
 
@@ -71,12 +94,31 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
                 "broadcast": (74, 22),
             },
         ),
+        pytest.param(
+            "mpich",
+            {
+                "out": (4, 3),
+                "counts": (4, 3),
+                "broadcast": (3, 3),
+                "all_gather": (4, 3),
+                "reduce_scatter": (4, 3),
+                "all_to_all": (3, 3),
+                "barrier": (2, 2),
+                "send": (3, 1),
+                "recv": (3, 1),
+                "send, long": (7, 2),
+                "recv, long": (7, 2),
+            },
+            marks=needs("mpich"),
+        ),
     ],
 )
 def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:
     if backend == "gloo":
         pytest.importorskip("torch")
-    ranks = run_ranks(2, walks, backend=backend)
+    mpiexec = None if backend in ("shm", "gloo") else launch_of(backend)
+    with RankPool(2, backend if mpiexec is None else "mpi", mpiexec=mpiexec) as pool:
+        ranks = pool.run(walks)
     for what, ceiling in ceilings.items():
         # Whoever comes last waits for nobody, and so walks no loops of waiting.
         calls, files = zip(*(each for rank in ranks for each in rank[what]))
