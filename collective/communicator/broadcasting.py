@@ -96,6 +96,10 @@ class Broadcasting(PieceCalls):
             MPI_Bcast, ncclBroadcast.
         """
         root = self._rank("broadcast", "root", root)
+        if self._enqueues and (out is x or (out is None and self.rank == root)):
+            done = self._straight_broadcast(x, root, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         seconds = self._seconds(timeout)
         template = out if x is None and out is not None else x
         if template is None and self.rank == root:
@@ -126,15 +130,6 @@ class Broadcasting(PieceCalls):
             template: what is known of it here.
             difference: what the ranks have found already.
         """
-        whole = out is x or (out is None and self.rank == root)
-        spot = self._spot(x) if self._enqueues and whole and difference is None else None
-        if spot is not None:
-            known: Planned | None = self._plans.get(
-                ("broadcast", spot.dtype, spot.shape, root, False)
-            )
-            if known is not None:
-                go = functools.partial(self._broadcast_spot, spot, x, known, seconds)
-                return self._go("broadcast", go, async_op, spot, adapter_of(x))
         adapter, array, dtype = self._view("broadcast", template)
         planned = self._plan_of_broadcast(array, dtype, root)
         output: Output | None = None
@@ -156,10 +151,36 @@ class Broadcasting(PieceCalls):
 
         return self._go("broadcast", run, async_op, array, adapter)
 
+    def _straight_broadcast(self, x: Any, root: int, timeout: float | None, async_op: bool) -> Any:
+        """Broadcast an array where it is, if that has been planned; else return NotImplemented."""
+        spot = self._spot(x)
+        if spot is None:
+            return NotImplemented
+        planned = self._plans.get(("broadcast", spot.dtype, spot.shape, root, False))
+        if planned is None:
+            return NotImplemented
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+        if async_op or self._lane.queue or self._broken is not None:
+            go = functools.partial(self._broadcast_spot, spot, x, planned, seconds)
+            return self._go("broadcast", go, async_op, spot, adapter_of(x))
+        return self._broadcast_spot(spot, x, planned, seconds)
+
     def _broadcast_spot(self, spot: Spot, x: Any, planned: Planned, seconds: float) -> Any:
+        """Do as :meth:`_broadcast_known`, of what is enqueued."""
+        deadline = Deadline(seconds)
         buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
-        self._broadcast_known(buffer, planned, Deadline(seconds))
+        try:
+            self._carry(self._comparison(planned), None, None, deadline.left(), alike=False)
+            self._carry(planned, buffer, buffer, deadline.left(), alike=False)
+        except Disagreement as found:
+            self._broadcast_to_all(buffer, planned.request, found, deadline)
         return x
+
+    def _comparison(self, planned: Planned) -> Planned:
+        """Return what compares a request before it is made, the same object each time."""
+        if planned.comparison is None:
+            planned.comparison = self._comparing(planned.request)
+        return planned.comparison
 
     def _plan_of_broadcast(self, array: Array, dtype: dtypes.DType, root: int) -> Planned:
         key = ("broadcast", dtype, array.shape, root, type(array) is np.ndarray)
@@ -238,10 +259,16 @@ class Broadcasting(PieceCalls):
                 self._agree(request, deadline.left())
             self._carry(planned, buffer, buffer, deadline.left(), alike=False)
         except Disagreement as found:
-            found.__traceback__ = None  # whose frame knows it by name, and would never go
-            self._root_header(found.headers, root)
-            to_all = self._planned(_to_all(request))
-            self._carry(to_all, buffer, buffer, deadline.left(), alike=False)
+            self._broadcast_to_all(buffer, request, found, deadline)
+
+    def _broadcast_to_all(
+        self, buffer: Buffer, request: Request, found: Disagreement, deadline: Deadline
+    ) -> None:
+        """Broadcast where ranks differ, if that is only in having passed None."""
+        found.__traceback__ = None  # whose frame knows it by name, and would never go
+        self._root_header(found.headers, request.root)
+        to_all = self._planned(_to_all(request))
+        self._carry(to_all, buffer, buffer, deadline.left(), alike=False)
 
     def _head(
         self,

@@ -310,11 +310,16 @@ class Calls(GpuCalls):
 
     def _agree(self, request: Request, timeout: float) -> None:
         """Compare ``request`` on all ranks."""
+        self._carry(self._comparing(request), None, None, timeout, alike=False)
+
+    def _comparing(self, request: Request) -> Planned:
+        """Return what compares ``request`` on all ranks."""
+        backend = self._backend  # this communicator would keep itself, and not end when dropped
 
         def compare(src: None, dst: None, seconds: float) -> None:
-            self._backend.agree(request, seconds)
+            backend.agree(request, seconds)
 
-        self._carry(Planned(request, compare, compares=True), None, None, timeout, alike=False)
+        return Planned(request, compare, compares=True)
 
     def _sizes(self, request: Request, timeout: float) -> list[dict[str, Any]] | None:
         """Compare ``request`` on all ranks; return their headers if they differ."""

@@ -19,9 +19,10 @@ class Planned:
         plan: makes it, of two buffers and seconds: the transport's, or what stands for it.
         compares: whether the ranks' calls are only compared, and nothing is moved.
         takes_gpus: whether it takes arrays of GPUs, if they are such, where they are.
+        comparison: what compares the ranks' calls before it is made, once there is one.
     """
 
-    __slots__ = ("compares", "plan", "request", "takes_gpus")
+    __slots__ = ("compares", "comparison", "plan", "request", "takes_gpus")
 
     def __init__(
         self, request: Request, plan: Plan, *, compares: bool = False, takes_gpus: bool = True
@@ -30,3 +31,4 @@ class Planned:
         self.plan = plan
         self.compares = compares
         self.takes_gpus = takes_gpus
+        self.comparison: Planned | None = None
