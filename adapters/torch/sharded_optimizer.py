@@ -160,16 +160,19 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
 
         Collective: every rank calls it, and gets all of it on the CPU.
         """
+        every = self._comm.all_gather_object(self._share(_to_host), pickle=True)
+        state = {number: kept for part in every for number, kept in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
+
+    def _share(self, copied: Callable[[Any], Any]) -> dict[int, dict[str, Any]]:
+        """Return copies of what this rank has of the state, by the parameters' numbers."""
         assert self._local is not None
         numbers = self._numbers()
-        mine = {
-            numbers[parameter]: {key: _to_host(value) for key, value in state.items()}
+        return {
+            numbers[parameter]: {key: copied(value) for key, value in state.items()}
             for parameter, state in self._local.state.items()
             if parameter in numbers
         }
-        every = self._comm.all_gather_object(mine, pickle=True)
-        state = {number: kept for part in every for number, kept in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a whole state, of this class or the one that is spread, on any ranks.
@@ -208,18 +211,11 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
 
         Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
         """
-        assert self._local is not None
-        numbers = self._numbers()
-        share = {
-            numbers[parameter]: {key: _copy(value) for key, value in state.items()}
-            for parameter, state in self._local.state.items()
-            if parameter in numbers
-        }
         return {
-            "held": with_copies(self._comm, share, self._copies),
+            "held": with_copies(self._comm, self._share(_copy), self._copies),
             "rank": self._comm.rank,
             "size": self._comm.size,
-            "owners": [self._owners[parameter] for parameter in numbers],
+            "owners": [self._owners[parameter] for parameter in self._numbers()],
             "groups": self._groups(),
             "has_state": self._has_state,
         }

@@ -121,13 +121,15 @@ def execute(options: argparse.Namespace) -> int:
 def _say_sources(program: str, is_module: bool) -> None:
     """Say so where ranks import a clone's sources although the package is installed, too.
 
-    Python looks first beside the script, or for a module in the working directory.
+    Python looks first beside the script, or for a module in the working directory; then where
+    PYTHONPATH says, to which the launcher adds where it is itself.
     """
-    imported = Path(__file__).resolve().parents[3]  # as PYTHONPATH has it
     first = Path.cwd() if is_module else Path(program).resolve().parent
     safe = getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
-    if not safe and (first / "collective" / "__init__.py").is_file():
-        imported = first
+    places = [] if safe else [first]
+    places += [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    found = (each for each in places if (each / "collective" / "__init__.py").is_file())
+    imported = next(found, Path(__file__).resolve().parents[3])
     if install.is_clone(imported) and (installed := install.installed_beside(imported)):
         built = any((imported / "collective" / "native").glob("_core.*.so"))
         print(
