@@ -1,11 +1,14 @@
-"""The ``nccl`` transport over the ABI fake, when things go wrong."""
+"""The ``nccl`` transport over the ABI fake, when things go wrong.
+
+Peers that die, abort or do not come, as a program hears of them: test_nccl_conformance.py and
+test_nccl_bad_input.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +36,6 @@ from collective.errors import (
 )
 from collective.request import Request
 from collective.start.memory_store import MemoryStore
-from collective.testing import RankDiedError, RanksFailedError
 
 pytestmark = needs_compiler
 
@@ -99,33 +101,6 @@ def test_a_deadline_names_who_has_not_come(nccl: Run) -> None:
         assert "waited 1 s for rank 1: rank 1 last did its call 1, all_reduce(float64[4]" in text
 
 
-def connecting(comm: Any) -> str:
-    """The first call waits on the host until all ranks are in it."""
-    caller = Caller(comm)
-    if caller.rank == 1:
-        return str(broken(caller))
-    error = error_of(lambda: adds(caller, timeout=0.5))
-    return str(error)
-
-
-def test_a_deadline_of_the_first_call(nccl: Run) -> None:
-    for text in nccl(2, connecting):
-        assert "waited 0.5 s for rank 1" in text
-
-
-def nobody_receives(comm: Any) -> str:
-    caller = Caller(comm)
-    if caller.rank == 1:
-        return str(broken(caller))
-    x = caller.buffer(np.ones(3))
-    return str(error_of(lambda: caller.backend.send(x, 1, 0, 0.5)))
-
-
-def test_a_deadline_of_a_message(nccl: Run) -> None:
-    for text in nccl(2, nobody_receives):
-        assert "waited 0.5 s for rank 1" in text
-
-
 def other_lengths(comm: Any) -> str:
     caller = Caller(comm)
     x = caller.buffer(np.ones(3 + caller.rank))
@@ -181,31 +156,6 @@ def test_a_gpu_waits_for_a_rank_that_is_elsewhere(nccl: Run) -> None:
 
 
 # -- peers that go ------------------------------------------------------------------------
-
-
-def dies(comm: Any, message: bool) -> str:
-    caller = Caller(comm)
-    adds(caller)
-    caller.finish()
-    if caller.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if message:
-        x = caller.buffer(np.ones(3))
-        error = error_of(lambda: caller.backend.recv(x, 1, 0, FAR))
-    else:
-        error = error_of(lambda: (adds(caller), caller.finish()))
-    caller.stream.synchronize()
-    assert isinstance(error, PeerLostError), error
-    assert error.ranks == (1,)
-    return str(error)
-
-
-@pytest.mark.parametrize("message", [False, True])
-def test_a_killed_peer(nccl: Run, message: bool) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        nccl(3, dies, message)
-    assert [rank for rank, error in sorted(caught.value.errors.items())] == [1]
-    assert isinstance(caught.value.errors[1], RankDiedError)
 
 
 def leaves(comm: Any) -> str:
@@ -264,27 +214,6 @@ def test_close_with_work_that_nobody_joins(nccl: Run) -> None:
 # -- aborts and errors --------------------------------------------------------------------
 
 
-def aborted(comm: Any) -> str:
-    caller = Caller(comm)
-    adds(caller)
-    caller.finish()
-    if caller.rank == 1:
-        failure = Failure("failed", 1, "Traceback: no good\n")
-        threading.Timer(0.2, lambda: caller.backend.abort(failure)).start()
-        return str(broken(caller))
-    adds(caller)
-    error = error_of(caller.finish)
-    caller.stream.synchronize()
-    on_host = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, FAR))
-    assert isinstance(on_host, CommunicatorAbortedError)
-    return str(error)
-
-
-def test_an_abort_ends_what_waits_on_the_gpus_and_the_host(nccl: Run) -> None:
-    for text in nccl(2, aborted):
-        assert "no good" in text
-
-
 def host_times_out(comm: Any) -> str:
     """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
     caller = Caller(comm)
@@ -300,25 +229,6 @@ def host_times_out(comm: Any) -> str:
 def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
     for text in nccl(3, host_times_out):
         assert "waited 0.5 s" in text
-
-
-def remote_error(comm: Any) -> str:
-    caller = Caller(comm)
-    adds(caller)
-    caller.finish()
-    if caller.rank == 1:
-        Fake().knob("remote_error_at", 1)
-    for _ in range(3):
-        try:
-            adds(caller)
-        except Exception:
-            break
-    return str(broken(caller))
-
-
-def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
-    texts = nccl(2, remote_error)
-    assert all("ncclRemoteError" in text for text in texts), texts
 
 
 def not_enough(comm: Any) -> str:

@@ -1,7 +1,6 @@
-"""The ``nccl`` transport over the ABI fake: what happens when, on which stream.
+"""The ``nccl`` transport over the ABI fake: its streams, and what is on them beside each other.
 
-The fake does work on streams late, and fills what is to be written with poison until then: who
-reads without having waited reads poison.
+What a communicator's calls have on which stream: test_nccl_stream_calls.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import pytest
 pytest.importorskip("fakes")
 
 from fakes import Fake
-from gpu_programs import held, is_poison, peek
 from nccl_callers import FAR, Caller, FakeNccl, Run, needs_compiler, pools, read, side_by_side
 
 from collective import cuda, ops
@@ -50,45 +48,6 @@ def as_on(buffer: Buffer, stream: Any) -> Buffer:
     return Buffer(made, buffer.dtype)
 
 
-def returns_at_once(comm: Any) -> None:
-    caller = Caller(comm)
-    connect(caller)
-    src, dst = caller.buffer(np.full(100, 1.0)), caller.empty(100, "float64")
-    caller.finish()
-    with held():
-        caller.call("all_reduce", src, dst, op=SUM)
-        assert is_poison(dst.array)
-        # The caller's stream comes after it, and other streams do where they wait for that.
-        other = caller.device.new_stream()
-        other.wait(caller.stream.record())
-    assert read(as_on(dst, other)).tolist() == [caller.size] * 100
-
-
-def test_a_call_returns_when_it_is_enqueued(nccl: Run) -> None:
-    nccl(2, returns_at_once)
-
-
-def follows_the_caller(comm: Any) -> None:
-    """What is on the caller's stream before the call is done before it, and after it after."""
-    caller = Caller(comm)
-    connect(caller)
-    first, second = (caller.buffer(np.full(50, caller.rank + n)) for n in (0, 10))
-    x, got = caller.empty(50, "int64"), caller.empty(50, "int64")
-    caller.finish()
-    with held():
-        cuda.copy(x.address, first.address, x.nbytes, caller.stream)
-        caller.call("all_reduce", x, x, op=SUM)
-        cuda.copy(got.address, x.address, x.nbytes, caller.stream)
-        cuda.copy(x.address, second.address, x.nbytes, caller.stream)
-        caller.call("all_reduce", x, x, op=SUM)
-    assert read(got).tolist() == [sum(range(caller.size))] * 50
-    assert read(x).tolist() == [sum(range(caller.size)) + 10 * caller.size] * 50
-
-
-def test_calls_take_their_turn_on_the_callers_stream(nccl: Run) -> None:
-    nccl(3, follows_the_caller)
-
-
 def current_streams(comm: Any) -> None:
     """Within ``cuda.on`` the other stream is used."""
     caller = Caller(comm)
@@ -113,53 +72,6 @@ def current_streams(comm: Any) -> None:
 
 def test_streams_beside_the_callers(nccl: Run) -> None:
     nccl(2, current_streams)
-
-
-def in_background(comm: Any) -> None:
-    """A call on a side stream and work on the caller's run side by side."""
-    caller = Caller(comm)
-    connect(caller)
-    side = caller.backend.side_stream(caller.device)
-    x, y = caller.buffer(np.ones(10)), caller.buffer(np.full(10, 5.0))
-    side.wait(caller.stream.record())
-    with cuda.on(side):
-        caller.call("all_reduce", x, x, op=SUM)
-    done = side.record()
-    caller.call("broadcast", y, y, root=0)
-    caller.backend.synchronize_event(done, "wait", FAR)
-    assert peek(x.array).tolist() == [caller.size] * 10
-    assert read(y).tolist() == [5.0] * 10
-
-
-def test_a_call_in_the_background(nccl: Run) -> None:
-    nccl(2, in_background)
-
-
-def messages_wait(comm: Any) -> None:
-    """A message is sent after what is before it on the stream, and read after it has come."""
-    caller = Caller(comm)
-    peer = 1 - caller.rank
-    source, x = caller.buffer(np.full(20, caller.rank + 1)), caller.buffer(np.zeros(20, np.int64))
-    got, copy = caller.empty(20, "int64"), caller.empty(20, "int64")
-    caller.finish()
-    with Fake().turned("delay_us", 20_000, back=FAST_US):
-        for turn in range(3):
-            cuda.copy(x.address, source.address, x.nbytes, caller.stream)
-            if turn == 2:
-                caller.backend.sendrecv(x, peer, got, peer, 0, FAR)
-            else:
-                steps = [
-                    lambda: caller.backend.send(x, peer, 0, FAR),
-                    lambda: caller.backend.recv(got, peer, 0, FAR),
-                ]
-                for step in steps if caller.rank == turn else reversed(steps):
-                    step()
-            cuda.copy(copy.address, got.address, got.nbytes, caller.stream)
-            assert read(copy).tolist() == [peer + 1] * 20
-
-
-def test_messages_take_their_turn_on_the_callers_stream(nccl: Run) -> None:
-    nccl(2, messages_wait)
 
 
 def with_collectives(comm: Any) -> None:
