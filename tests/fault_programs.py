@@ -55,22 +55,26 @@ def until_it_breaks(comm: Communicator) -> Heard:
 
 def exits(comm: Communicator) -> Heard:
     """It ends as a program does that calls ``os._exit``."""
-    comm.barrier()
-    if comm.rank == VICTIM:
-        os._exit(3)
-    return until_it_breaks(comm)
+
+    def turn() -> None:
+        comm.barrier()  # the others may still be in it when that one is gone
+        if comm.rank == VICTIM:
+            os._exit(3)
+        _sum(comm)
+
+    return heard_in(comm, turn, again=True)
 
 
 def two_killed(comm: Communicator) -> Heard:
     """Ranks 1 and 2 get a signal each that they do not handle; nobody but rank 0 is left."""
-    # Rank 2 may still be in it when rank 1 is gone.
-    with contextlib.suppress(PeerLostError) if comm.rank else contextlib.nullcontext():
+    if comm.rank == 0:
+        return heard_in(comm, lambda: (comm.barrier(), _sum(comm)), again=True)
+    with contextlib.suppress(PeerLostError):  # one may still be in it when the other is gone
         comm.barrier()
-    if comm.rank:
-        number = (signal.SIGTERM, signal.SIGKILL)[comm.rank - 1]
-        if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    number = (signal.SIGTERM, signal.SIGKILL)[comm.rank - 1]
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
     return until_it_breaks(comm)
 
 
@@ -123,9 +127,9 @@ def closes_with_work_for_ever(comm: Communicator) -> Heard:
 
 def interrupted(comm: Communicator) -> Heard:
     """It gets SIGINT while it waits for a message; the exception ends its part."""
-    comm.barrier()
     if comm.rank != VICTIM:
-        return heard_in(comm, lambda: comm.recv(None, VICTIM))
+        return heard_in(comm, lambda: (comm.barrier(), comm.recv(None, VICTIM)))
+    comm.barrier()
 
     def receive() -> None:
         with comm:

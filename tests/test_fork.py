@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_launches import VENDORS, mpirun, needs
 
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 from tests import warm
 from tests.interpreter import run_python
+from tests.mpi_launches import VENDORS, mpirun, needs
 
-ROOT = Path(__file__).resolve().parent.parent
 # Long enough for some imports of PyTorch on a busy machine; a hang is some minutes.
 ENDS_S = 120
 
@@ -92,16 +91,16 @@ LOADER = """
 """
 # The child has all that its parent has open, and lives longer.
 OUTLIVED = """
-    comm.barrier()
-    if comm.rank == VICTIM:
-        if os.fork() == 0:
-            for stream in range(3):
-                os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-            import time
-            time.sleep(20)
-            os._exit(0)
-        os.kill(os.getpid(), 9)
     try:
+        comm.barrier()  # in which the other may still be when this one is gone
+        if comm.rank == VICTIM:
+            if os.fork() == 0:
+                for stream in range(3):
+                    os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+                import time
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), 9)
         while True:
             hold("until it is noticed")
     except collective.PeerLostError as error:

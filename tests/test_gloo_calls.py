@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, 
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import premul_sum
+from collective.testing.checks_shrink import await_files
 from collective.testing.samples import expected, plain, values
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
@@ -218,19 +220,23 @@ def test_different_calls_are_noticed_within_seconds(gloo: Run, calls: Any) -> No
         assert "test_gloo_calls.py" in text
 
 
-def late(comm: Any) -> tuple[str, tuple[int, ...]]:
+def late(comm: Any, marks: str) -> tuple[str, tuple[int, ...]]:
     comm.all_reduce(np.ones(2))
     if comm.rank == 2:
-        time.sleep(1.0)
+        await_files(Path(marks, "0"), Path(marks, "1"))
     try:
         comm.all_reduce(np.ones(3), timeout=0.3)
     except (CollectiveTimeoutError, CommunicatorAbortedError) as error:
+        Path(marks, str(comm.rank)).touch()
         return str(error), getattr(error, "ranks", ())
     return "it went on", ()
 
 
-def test_a_deadline_names_the_absent_rank_and_what_it_did_last(gloo: Run) -> None:  # noqa: F811
-    texts = gloo(3, late)
+def test_a_deadline_names_the_absent_rank_and_what_it_did_last(
+    gloo: Run,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    texts = gloo(3, late, str(tmp_path))
     for text, ranks in texts[:2]:
         assert ranks == (2,)
         assert "rank 2 last did its call 1, all_reduce(float64[2]" in text

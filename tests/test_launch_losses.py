@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from collective.errors import UnsupportedError
 from collective.launch.attempts import pause_after, run_attempts, wait
 from collective.launch.mpiexec import Mpiexec
+from tests.interpreter import run_python
 from tests.launches import DEADLINE_S, Launches, finish, launches
 from tests.mpi_launches import launch_of, needs
 
@@ -97,26 +97,21 @@ def test_open_mpi_hears_of_a_rank_that_ended(launches: Launches) -> None:
         from mpi4py import MPI
         comm = MPI.COMM_WORLD
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        comm.Barrier()
-        if rank == 1:
-            os._exit(3)
         try:
+            comm.Barrier()
+            if rank == 1:
+                os._exit(3)
             while True:
                 comm.Barrier()
         except MPI.Exception:
             comm.Revoke()
         print("left", comm.Shrink().allreduce(1))
         """)
-    python = launch_of("openmpi").python
-    command = [python, "-m", "collective", "run", "-n", "3", "--backend", "mpi"]
-    done = subprocess.run(
-        [*command, "--min-ranks", "2", script],
-        cwd=launches.directory,
-        env=launches.environment(),
-        capture_output=True,
-        text=True,
+    done = run_python(
+        "-m", "collective", "run", "-n", "3", "--backend", "mpi", "--min-ranks", "2", script,
+        python=launch_of("openmpi").python, cwd=launches.directory, env=launches.environment(),
         timeout=DEADLINE_S,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] left 2", "[2] left 2"]
     assert "rank 1 is lost (exit code 3)" in done.stderr

@@ -7,7 +7,8 @@ import signal
 import time
 
 import pytest
-from launches import DEADLINE_S, finish, launches  # noqa: F401
+
+from tests.launches import DEADLINE_S, finish, launches  # noqa: F401
 
 BODY = "import collective\nimport numpy as np\ncomm = collective.init()\n"
 
@@ -108,8 +109,11 @@ def test_a_failure_ends_with_its_whole_traceback_and_its_exit_code(run):
 
 def test_the_peers_of_a_rank_that_failed_hear_its_traceback(run):
     done = run(
-        BODY + "part = comm.dup()\ncomm.barrier()\n"
-        "if comm.rank == 1:\n    raise ValueError('of rank one')\n"
+        BODY + "import os, time\npart = comm.dup()\n"
+        "if comm.rank == 1:\n"
+        "    while not os.path.exists('through'):\n        time.sleep(0.01)\n"
+        "    raise ValueError('of rank one')\n"
+        "open('through', 'x').close()\n"
         "for it in (comm, part):\n"
         "    try:\n        it.barrier()\n"
         "    except collective.PeerFailedError as error:\n"
@@ -137,9 +141,9 @@ def test_a_rank_that_just_ends_leaves_all_its_communicators(run):
 )
 def test_sys_exit_gives_its_code(run, leave, code, text):
     done = run(
-        BODY + "import sys\ncomm.barrier()\n"
-        f"if comm.rank == 1:\n    sys.exit({leave})\n"
-        "try:\n    comm.barrier()\n"
+        BODY + "import sys\ntry:\n    comm.barrier()\n"
+        f"    if comm.rank == 1:\n        sys.exit({leave})\n"
+        "    comm.barrier()\n"
         "except collective.CommunicatorAbortedError:\n"
         f"    sys.exit(9 if {code} else 0)\n"
     )

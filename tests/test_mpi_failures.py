@@ -353,10 +353,10 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
         {prelude}
         from mpi4py import MPI
         comm = collective.init("mpi", comm=MPI.COMM_WORLD)
-        comm.barrier()
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         try:
+            comm.barrier()
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             comm.barrier()
         except collective.PeerLostError:
             say("heard")

@@ -128,4 +128,5 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
 
 @pytest.mark.parametrize("kind", [ThreadsBackend, Loopback])
 def test_nothing_is_found_on_sound_transports(kind: type[Backend]) -> None:
-    assert {each.text for each in outcomes(kind, 3) if each.status != "passed"} == set()
+    found = outcomes(kind, 3, timeout=60.0)
+    assert {each.text for each in found if each.status != "passed"} == set()

@@ -9,7 +9,6 @@ import types
 
 import numpy as np
 import pytest
-from launches import ROOT, launches  # noqa: F401
 
 import collective
 from collective.errors import (
@@ -28,6 +27,7 @@ from collective.start.config import load
 from collective.start.resolver import build
 from collective.testing import run_ranks
 from tests.interpreter import run_python
+from tests.launches import ROOT, launches  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -231,10 +231,10 @@ def test_an_exception_in_the_body_is_told_to_the_peers(launches):  # noqa: F811
         """
         import collective, numpy as np
         with collective.init() as comm:
-            comm.barrier()
-            if comm.rank == 1:
-                raise ValueError("of rank one")
             try:
+                comm.barrier()
+                if comm.rank == 1:
+                    raise ValueError("of rank one")
                 comm.all_reduce(np.ones(3))
             except collective.PeerFailedError as error:
                 print("told:", error.rank, error.traceback.splitlines()[-1], flush=True)
@@ -250,10 +250,10 @@ def test_an_exception_outside_any_body_is_told_at_exit(launches):  # noqa: F811
         """
         import collective, numpy as np
         comm = collective.init()
-        comm.barrier()
-        if comm.rank == 1:
-            raise ValueError("of rank one")
         try:
+            comm.barrier()
+            if comm.rank == 1:
+                raise ValueError("of rank one")
             comm.barrier()
         except collective.PeerFailedError as error:
             print("told:", error.rank, error.traceback.splitlines()[-1], flush=True)

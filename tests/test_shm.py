@@ -31,6 +31,7 @@ from collective.errors import (
 from collective.start.connecting import connect
 from collective.start.file_store import FileStore
 from collective.testing import RankDiedError, RanksFailedError
+from collective.testing.checks_shrink import await_files, gather
 
 PROMISED_S = 2.0
 
@@ -62,10 +63,10 @@ def _left() -> tuple[list[str], list[str], int]:
 
 def killed_in_the_middle(comm, victim: int, size: int) -> tuple[str, tuple]:
     x = np.ones(size, np.float32)
-    comm.barrier()
-    if comm.rank == victim:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
+        comm.barrier()
+        if comm.rank == victim:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:
             comm.all_reduce(x, out=x)
     except PeerLostError as error:
@@ -85,9 +86,10 @@ def test_a_killed_peer_is_noticed_in_the_middle_of_all_reduce(shm, size, element
         assert lost == (1,)
 
 
-def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
+def reads_of_a_survivor_that_left(comm, marks: str) -> tuple[str, tuple]:
     x = np.ones(8, np.float32)
     addresses = comm.all_gather_object(x.ctypes.data)
+    gather(comm, marks)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 0:
@@ -102,18 +104,20 @@ def reads_of_a_survivor_that_left(comm) -> tuple[str, tuple]:
     return str(caught.value), caught.value.ranks
 
 
-def test_the_first_to_die_is_named_also_when_who_noticed_is_gone(shm):  # noqa: F811
+def test_the_first_to_die_is_named_also_when_who_noticed_is_gone(shm, tmp_path):  # noqa: F811
     with pytest.raises(RanksFailedError) as caught:
-        shm(3, reads_of_a_survivor_that_left)
+        shm(3, reads_of_a_survivor_that_left, str(tmp_path))
     text, lost = caught.value.results[2]
     assert re.search(r"rank 1 \(pid \d+\) has died", text)
     assert lost == (1,)
 
 
-def killed_before_a_group(comm) -> tuple[str, float]:
-    comm.barrier()
+def killed_before_a_group(comm, marks: str) -> str:
+    gather(comm, marks)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    while comm._backend._control.segment.alive(1):
+        time.sleep(0.01)
     try:
         comm.dup()
     except CommunicatorAbortedError as error:
@@ -121,9 +125,9 @@ def killed_before_a_group(comm) -> tuple[str, float]:
     return "nothing was noticed"
 
 
-def test_a_peer_that_died_before_a_group_was_made_is_noticed(shm):  # noqa: F811
+def test_a_peer_that_died_before_a_group_was_made_is_noticed(shm, tmp_path):  # noqa: F811
     with pytest.raises(RanksFailedError) as caught:
-        shm(3, killed_before_a_group)
+        shm(3, killed_before_a_group, str(tmp_path))
     for rank in (0, 2):
         assert "has died" in caught.value.results[rank]
 
@@ -172,20 +176,21 @@ def test_any_text_of_a_failure_reaches_the_peers(shm, text, expected):  # noqa: 
     assert expected in shm(2, raises, text)[1]
 
 
-def late(comm) -> str:
+def late(comm, marks: str) -> str:
     """Rank 1 comes when the others have given up, each telling its own story."""
     if comm.rank == 1:
-        time.sleep(0.8)
+        await_files(Path(marks, "0"), Path(marks, "2"))
     try:
         with comm:
             comm.barrier(timeout=0.3 if comm.rank == 0 else 5.0)
     except (CollectiveTimeoutError, CommunicatorAbortedError) as error:
+        Path(marks, str(comm.rank)).touch()
         return f"{type(error).__name__}: {error}"
     return "nothing was noticed"
 
 
-def test_the_late_rank_hears_that_it_was_late(shm):  # noqa: F811
-    first, second, third = shm(3, late)
+def test_the_late_rank_hears_that_it_was_late(shm, tmp_path):  # noqa: F811
+    first, second, third = shm(3, late, str(tmp_path))
     assert first.startswith("CollectiveTimeoutError")
     assert third.startswith("CollectiveTimeoutError")
     assert second.startswith("CommunicatorAbortedError")

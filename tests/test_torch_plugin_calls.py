@@ -217,11 +217,13 @@ def check_mismatch(rank: int, size: int) -> None:
 
 
 def check_timeouts(rank: int, size: int) -> None:
+    store = dist.group.WORLD.get_group_store()
     if rank:
-        time.sleep(2.0)
+        store.wait(["over"])
         return
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
+    store.set("over", "")
     # As Gloo says it, for programs that look for it.
     assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
@@ -266,10 +268,13 @@ def check_waits(rank: int, size: int) -> None:
 
 
 def check_abort(rank: int, size: int) -> None:
-    dist.barrier()  # all are there: who still connects hears of it in other words
+    # All are there: who still connects, or is in a call before, hears of it in other words.
+    store = dist.group.WORLD.get_group_store()
     if rank == 0:
+        store.wait([f"there-{other}" for other in range(1, size)])
         dist.group.WORLD.abort()
         return
+    store.set(f"there-{rank}", "")
     with pytest.raises(CommunicatorAbortedError, match="process group was aborted"):
         dist.barrier()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -284,12 +283,14 @@ def check_a_missing_rank(rank: int, size: int) -> None:
     for step in range(3):
         loss(model, mine(step, rank, size)).backward()
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    store = dist.group.WORLD.get_group_store()
     if rank:
-        time.sleep(1.5)
+        store.wait(["over"], timedelta(seconds=60))
         return
     # Out of DDP's reducer, which makes it a plain RuntimeError if the call was in a thread.
     with pytest.raises(RuntimeError, match=r"timed out: waited 0\.5 s for rank"):
         loss(model, mine(3, rank, size)).backward()
+    store.set("over", "")
 
 
 def train_with_a_builtin_hook(rank: int, size: int, hook: Any) -> Any:

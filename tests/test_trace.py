@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from collective.trace.clocks import offsets
 from collective.training.gradients import Gradients, Parameter
 from tests.interpreter import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 # Keys of an event by its phase: "Trace Event Format", sections on each kind of events.
 REQUIRED = {
     "B": {"name", "cat", "ts", "pid", "tid"},
@@ -330,7 +328,7 @@ print("done")
 
 def test_a_rank_that_is_killed_leaves_a_trace(tmp_path):
     body = """
-import os, signal
+import os, signal, time
 import numpy as np
 import collective
 from collective import trace
@@ -339,7 +337,10 @@ with collective.init() as comm:
     if comm.rank == 1:
         with trace.span("dying"):
             trace.current().flush()
+            while not os.path.exists("through"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
+    open("through", "x").close()
     comm.all_reduce(np.ones(5))
 """
     done = program(

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from collective.errors import (
     ShapeError,
 )
 from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ranks
+from collective.testing.checks_shrink import gather
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -236,9 +238,10 @@ def test_a_wait_can_be_interrupted(pair: RankPool) -> None:
     pair.run(_interrupted)
 
 
-def _killed(comm: Communicator, sends: bool) -> tuple[int, ...]:
+def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
     """Rank 1 is killed when its message fills the ring, or before it receives."""
     group, x = comm.dup(), np.ones(1 << 20)
+    gather(comm, marks)
     if comm.rank == 1:
 
         def die(*_: Any) -> None:
@@ -258,8 +261,8 @@ def _killed(comm: Communicator, sends: bool) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_peer_that_dies_with_a_message_under_way_is_named(sends: bool) -> None:
+def test_a_peer_that_dies_with_a_message_under_way_is_named(sends: bool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(2, _killed, sends, backend="shm")
+        run_ranks(2, _killed, sends, str(tmp_path), backend="shm")
     assert isinstance(caught.value.errors[1], RankDiedError)
     assert caught.value.results[0] == (1,)
