@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,11 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests import warm
+from tests.interpreter import ROOT
 from tests.mpi_launches import warm_python_of
 
-__all__ = ["DEADLINE_S", "ROOT", "Host", "Hosts", "Job", "needs_hosts", "refusal"]
+__all__ = ["DEADLINE_S", "Host", "Hosts", "Job", "free_port", "needs_hosts", "refusal"]
 
-ROOT = Path(__file__).resolve().parent.parent
 # How long a job of a few ranks may take on a busy machine until it counts as hung.
 DEADLINE_S = 60.0
 _PORT = 29500  # nobody else is in these namespaces
@@ -310,6 +311,14 @@ def refusal() -> str | None:
             output = getattr(error, "stderr", b"") or str(error).encode()
             return f"no network namespaces here: {output.decode(errors='replace').strip()}"
     return None
+
+
+def free_port() -> int:
+    """Return a port of this host at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def needs_hosts() -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import ROOT, run_python
+
 __all__ = [
     "DEADLINE_S",
     "NOISE_S",
@@ -30,7 +32,6 @@ __all__ = [
     "launches",
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is promised, and what a busy machine may add to it before it counts as broken: what is
 # waited for would take ten minutes.
 PROMISED_S = 2.0
@@ -85,7 +86,8 @@ class Launches:
         (self.directory / name).write_text(PRELUDE + textwrap.dedent(body))
         return name
 
-    def start(self, *arguments: str, **changes: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, leads: bool = False, **changes: str) -> subprocess.Popen[str]:
+        """Start a launcher, which ``leads`` a process group if that is said, as under a shell."""
         process = subprocess.Popen(
             [self.python, "-m", "collective", "run", *arguments],
             cwd=self.directory,
@@ -94,6 +96,7 @@ class Launches:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=leads,
         )
         self.started.append(process)
         return process
@@ -102,16 +105,14 @@ class Launches:
         process = self.start(*arguments, **changes)
         return finish(process)
 
-    def execute(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    def execute(
+        self, *words: str, stdin: str = "", **changes: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run Python itself, in the launches' directory."""
-        return subprocess.run(
-            [self.python, *words],
-            cwd=self.directory,
+        return run_python(
+            *words, python=self.python, cwd=self.directory, stdin=stdin, timeout=DEADLINE_S,
             env=self.environment(OMP_NUM_THREADS="1", **changes),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        )  # fmt: skip
 
     def living(self) -> list[int]:
         """The processes of these launches that run, wherever they are in the tree."""

@@ -18,6 +18,7 @@ import pytest
 
 from collective.testing import Mpiexec, RankPool
 from tests import warm
+from tests.interpreter import ROOT
 
 __all__ = [
     "DEADLINE_S",
@@ -33,7 +34,6 @@ __all__ = [
     "world_of",
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("mpich", "openmpi")
 DEADLINE_S = 60.0
 _LEAVE_S = 3.0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from collective.install import hint
 from collective.tools.cli.main import main
 from collective.tools.parity.frameworks import framework as framework_of
 from tests import warm
+from tests.interpreter import run_python, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
 
@@ -27,8 +26,7 @@ OPERATIONS = "all_reduce,barrier"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    words = [warm.python(), *COMMAND, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=270)
+    done = run_python(*COMMAND, *arguments, python=warm.python())
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout + done.stderr
 
@@ -126,9 +124,7 @@ def test_a_plot_without_matplotlib_names_the_command_that_installs_it() -> None:
         "import sys; sys.modules['matplotlib'] = None; from collective.tools.cli.main import main; "
         "sys.exit(main(['bench', '--plot', 'x.png']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", program)
     assert done.returncode == 2
     assert hint("bench") in done.stderr
 
@@ -202,14 +198,12 @@ def children(pid: int) -> set[int]:
 def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    words = [sys.executable, *COMMAND, *QUICK, "--sizes", ",".join(f"{n}K" for n in range(1, 1000))]
+    sizes = ",".join(f"{n}K" for n in range(1, 1000))
     file = tmp_path / "run.json"
-    process = subprocess.Popen(
-        [*words, "--json", str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
     ranks: set[int] = set()
-    try:
+    with started(
+        *COMMAND, *QUICK, "--sizes", sizes, "--json", file, TMPDIR=str(tmp_path)
+    ) as process:
         deadline = time.monotonic() + 60
         # The launcher and two ranks of shm: what follows is measuring.
         while len(ranks) < 3 and time.monotonic() < deadline:
@@ -217,9 +211,6 @@ def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
             time.sleep(0.05)
         process.send_signal(number)
         _, printed = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 130, printed
     assert "interrupted; this is not all" in printed
     found: dict[str, Any] = json.loads(file.read_text())

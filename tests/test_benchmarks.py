@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,16 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.interpreter import ROOT, printed
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-PEERS = Path(os.environ.get("BENCH_PEERS", BENCHMARKS.parent / ".mpi"))
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / ".mpi"))
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
 
 
 def run(command: str, *arguments: object) -> str:
-    words = [warm.python(), str(BENCHMARKS / command), *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=270, check=False)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
+    return printed(BENCHMARKS / command, *arguments, python=warm.python())
 
 
 def mpich_alone(folder: Path) -> Path:

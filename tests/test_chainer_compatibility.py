@@ -30,9 +30,8 @@ from collective.adapters.chainer import compatibility
 from collective.adapters.chainer.compatibility import edits as compatibility_edits
 from collective.adapters.chainer.compatibility import requirements
 from collective.adapters.chainer.compatibility.edits import EDITS, Edit
-from tests.interpreter import run_python
+from tests.interpreter import ROOT, run, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = Path(chainer.__file__).parent.parent
 ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
 
@@ -347,12 +346,7 @@ def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: 
     import chainermn, chainer
     print(*state(), chainer.__version__, "collective.adapters.chainer.chainermn" in sys.modules)
     """
-    done = subprocess.run(
-        [tmp_path / "env" / "bin" / "python", "-W", "error", "-c", program(body)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(tmp_path / "env" / "bin" / "python", "-W", "error", "-c", program(body))
     assert done.stdout.splitlines() == [
         "[] True",
         "['chainer', 'collective', 'inspect', 'numpy'] False 7.8.1 True",

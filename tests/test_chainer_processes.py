@@ -18,7 +18,6 @@ pytest.importorskip("collective.adapters.chainer.arrays")
 from collective.adapters.chainer.compatibility import processes
 from tests.interpreter import printed
 
-ROOT = Path(__file__).resolve().parent.parent
 ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 
 

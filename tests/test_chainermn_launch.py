@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi_launches import ROOT, launch_of, needs
+from tests.interpreter import ROOT, run
+from tests.mpi_launches import launch_of, needs
 
 pytest.importorskip("collective.adapters.chainer")
 pytest.importorskip("chainermn")
@@ -49,16 +50,7 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in ``folder``, where ``program.py`` is ``body``; both streams come in one."""
     (folder / "program.py").write_text(textwrap.dedent(body))
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-    )
+    return run(*command, cwd=folder, merged=True, OMP_NUM_THREADS="1", **variables)
 
 
 def mpiexec(*command: str) -> tuple[list[str], dict[str, str]]:

@@ -16,7 +16,6 @@ from collective.start.choice import Choice, across, choose
 from collective.start.config import load
 from tests.interpreter import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 Installed = Callable[..., None]
 
 

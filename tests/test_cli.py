@@ -16,8 +16,6 @@ from collective.start.keys import KEYS
 from collective.tools.cli.main import main
 from tests.interpreter import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

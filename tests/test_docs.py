@@ -19,8 +19,8 @@ import pytest
 import collective
 from collective.backends.shm.layout import Layout
 from tests import warm
+from tests.interpreter import ROOT, run
 
-ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
 DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"console", "python", "sh", "text", "toml"}
@@ -115,17 +115,8 @@ def lay_out(document: str, folder: Path) -> None:
 
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        # Ranks of many programs share the cores, and a thread of OpenMP that waits spins.
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-    )
+    # Ranks of many programs share the cores, and a thread of OpenMP that waits spins.
+    return run("bash", "-c", command, cwd=folder, merged=True, PATH=path, OMP_NUM_THREADS="1")
 
 
 def plain(lines: list[str], folder: Path) -> list[str]:

@@ -31,7 +31,8 @@ from collective.tools.doctor import mpi as doctor_mpi
 from collective.tools.doctor import probe as doctor_probe
 from collective.tools.doctor.probe import Answer
 from collective.tools.doctor.problems import problems
-from tests.launches import ROOT, Launches, launched, launches
+from tests.interpreter import ROOT, run_python
+from tests.launches import Launches, launched, launches
 from tests.mpi_launches import launch_of, needs, run_alone
 
 __all__ = ["launches"]  # a fixture
@@ -78,18 +79,11 @@ class Doctor:
         options: Sequence[str] = (),
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
-        environment = self.launches.environment(**variables)
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (self.packages, ROOT)))
-        python = [sys.executable, *(() if installed else ("-S",)), *options]
-        return subprocess.run(
-            [*python, "-m", "collective", "doctor", *arguments],
-            cwd=self.launches.directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        return run_python(
+            *(() if installed else ("-S",)), *options, "-m", "collective", "doctor", *arguments,
+            cwd=self.launches.directory, env=self.launches.environment(**variables),
+            timeout=DEADLINE_S, PYTHONPATH=os.pathsep.join(map(str, (self.packages, ROOT))),
+        )  # fmt: skip
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         done = self.start(*arguments, **options)

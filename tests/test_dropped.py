@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mpi_launches import VENDORS, launch_of, needs
 
 from collective.communicator import Communicator
 from collective.errors import PeerLostError
 from collective.testing import run_ranks
+from tests.mpi_launches import VENDORS, launch_of, needs
 
 # By its name: ranks of MPI import this module, and need no PyTorch.
 PAIRS = "tests.pretended:Pairs"

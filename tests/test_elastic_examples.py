@@ -11,26 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.launches import ROOT
+from tests.interpreter import ROOT, run_python
 from tests.mpi_launches import mpirun, needs
 
 pytest.importorskip("mlxtend")
-
-DEADLINE_S = 200
 
 
 def run(backend: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "collective", "run", "-n", "4", "--min-ranks", "2", "--backend", backend]
     options = ["--steps", "9", "--batch", "16", "--kill", "3@2", "--kill", "0@5", *arguments]
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(
-        [warm.python(), *launch, str(ROOT / "examples" / example), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **threads},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    return run_python(
+        *launch, ROOT / "examples" / example, *options, python=warm.python(),
+        OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("example", ["elastic.py", "elastic_chainer.py"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -26,7 +24,7 @@ from collective.communicator.arrivals import Arrivals
 from collective.contract.world import World
 from collective.start.connecting import connect_alone
 from collective.start.memory_store import MemoryStore
-from tests.hosts import ROOT
+from tests.interpreter import run_python
 from tests.test_shrinking import FAR_S, on_threads
 
 Program = Callable[..., Any]
@@ -211,16 +209,10 @@ print(f"rank {comm.rank} of {comm.size}: {comm.origin}")
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    return subprocess.run(
-        [
-            sys.executable, "-m", "collective", "run", "-n", "3", "--min-ranks", "2", "--replace",
-            str(program), *arguments,
-        ],
-        env={
-            **os.environ, "PYTHONPATH": str(ROOT), "COLLECTIVE_SHRINK_GRACE": "0.5",
-            "COLLECTIVE_TIMEOUT": str(FAR_S),
-        },
-        capture_output=True, text=True, timeout=3 * FAR_S,
+    launch = ["-m", "collective", "run", "-n", "3", "--min-ranks", "2", "--replace"]
+    return run_python(
+        *launch, program, *arguments, timeout=3 * FAR_S,
+        COLLECTIVE_SHRINK_GRACE="0.5", COLLECTIVE_TIMEOUT=str(FAR_S),
     )  # fmt: skip
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.interpreter import run_python
+from tests.interpreter import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCHES = {
     "shm": ["-m", "collective", "run", "-n", "3", "--backend", "shm"],
     "threads": ["-m", "collective", "run", "-n", "3", "--backend", "threads"],

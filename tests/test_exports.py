@@ -15,7 +15,6 @@ import pytest
 import collective
 from tests.interpreter import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
 
 

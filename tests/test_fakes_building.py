@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fakes import build, compiler, environment, library_path
 
+from tests.interpreter import printed, run_python
+
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 NOT_INITIALIZED = 3
@@ -73,17 +75,14 @@ arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(
 )
 def test_the_interpreter_ends_whatever_streams_do(then):
     script = _AT_EXIT.format(tests=os.path.dirname(__file__), then=then)
-    done = subprocess.run([sys.executable, "-c", script], timeout=20, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = run_python("-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def in_python(script, **variables):
     head = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import ctypes, os\n"
     head += "from fakes import Fake; fake = Fake(); fake.cuda('cuInit', 0)\n"
-    command = [sys.executable, "-W", "ignore", "-c", head + script]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    return printed("-W", "ignore", "-c", head + script, **variables).split()
 
 
 def test_a_forked_child_is_told_that_it_cannot():

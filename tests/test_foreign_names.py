@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -18,6 +15,7 @@ import collective
 from collective.communicator import Communicator, foreign_names
 from collective.errors import InvalidArgumentError
 from collective.ops import as_op
+from tests.interpreter import run_python
 
 NAMES = sorted({*foreign_names._CALL_OF, *foreign_names._OF_BOTH, *foreign_names._OF_PACKAGE})
 
@@ -109,9 +107,7 @@ def test_a_foreign_keyword_says_what_is_meant_where_the_core_is_not_built() -> N
                     raise AssertionError(text)
         print(len(KEYWORDS))
         """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    environment = {**os.environ, "COLLECTIVE_NATIVE": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = run_python("-c", textwrap.dedent(program), COLLECTIVE_NATIVE="")
     assert (done.stdout, done.stderr) == (f"{len(KEYWORDS)}\n", "")
 
 

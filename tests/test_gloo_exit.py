@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.interpreter import run_together
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
-ROOT = Path(__file__).resolve().parent.parent
 # Long enough for two imports of PyTorch on a busy machine; a hang is some minutes.
 ENDS_S = 45
 
@@ -26,6 +24,14 @@ import collective
 rank, directory = int(sys.argv[1]), sys.argv[2]
 comm = collective.init("gloo", rank=rank, size=2, store=directory, timeout=200.0)
 large = np.ones(16 << 20, np.float32)
+
+def tell(word):
+    open(f"{directory}.{word}", "x").close()
+
+def until(word):
+    while not os.path.exists(f"{directory}.{word}"):
+        time.sleep(0.01)
+
 comm.barrier()
 """
 
@@ -75,19 +81,21 @@ ENDINGS = {
         try:
             comm.all_reduce(large, timeout=0.3)
         except collective.CollectiveTimeoutError:
+            tell("late")
             sys.exit(5)
         """,
-        "time.sleep(2)",
+        "until('late')",
         5,
     ),
     "an abort": (
         """
+        tell("through")
         try:
             comm.recv(None, 1)
         except collective.CommunicatorAbortedError:
             sys.exit(6)
         """,
-        "time.sleep(0.3); comm.abort('enough')",
+        "until('through'); time.sleep(0.3); comm.abort('enough')",
         6,
     ),
 }
@@ -98,26 +106,14 @@ def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
     *parts, code = ENDINGS[ending]
     # What a start of Python adds to it is seen once.
     python = sys.executable if ending == "a message that never comes" else warm.python()
-    ranks = [
-        subprocess.Popen(
-            [python, "-c", PROGRAM + textwrap.dedent(part), str(rank), str(tmp_path / "s")],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    ranks = (
+        ["-c", PROGRAM + textwrap.dedent(part), rank, tmp_path / "s"]
         for rank, part in enumerate(parts)
-    ]
-    end = time.monotonic() + ENDS_S
-    try:
-        outputs = [rank.communicate(timeout=max(0.1, end - time.monotonic()))[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode == code, outputs[0]
+    )
+    done = run_together(*ranks, python=python, timeout=ENDS_S)
+    assert done[0].returncode == code, done[0].stderr
     if "dies" in ending:
-        assert "PeerLostError" in outputs[0]
-        assert "rank 1" in outputs[0]
-    for text in outputs:
-        assert "terminate called" not in text
+        assert "PeerLostError" in done[0].stderr
+        assert "rank 1" in done[0].stderr
+    for each in done:
+        assert "terminate called" not in each.stderr

@@ -14,9 +14,8 @@ import pytest
 from nccl_callers import needs_compiler
 
 from collective import cuda
-from tests.interpreter import run_python
+from tests.interpreter import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "tests" / "gpu" / "run.py"
 # Some of each kind: in place and not, staged, asynchronous, messages, memory, a mismatch, a death.
 CHECKS = """

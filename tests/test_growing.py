@@ -6,10 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,9 @@ from collective.errors import (
 )
 from collective.start.memory_store import MemoryStore
 from collective.start.sealed_store import seal
-from tests.hosts import ROOT
+from tests.hosts import free_port
+from tests.interpreter import run_together
+from tests.test_process_identity import other  # noqa: F401  a fixture
 from tests.test_shrinking import FAR_S, alone, on_threads
 
 WORLD = World(0, 1, 0, 1, "a", "none", "job", MemoryStore())
@@ -190,25 +191,13 @@ def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:
 # -- whom nobody lets in ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def other() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A process that does nothing, and how it would knock."""
-    code = "from collective.contract.process import RankProcess as P; print(P.own(), flush=True)"
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{code}; import time; time.sleep({FAR_S})"],
-        stdout=subprocess.PIPE, cwd=ROOT,
-    ) as running:  # fmt: skip
-        assert running.stdout is not None
-        yield running, running.stdout.readline().decode().strip()
-        running.kill()
-
-
-def knock(store: MemoryStore, process: str) -> None:
-    store.put_if_absent("join.0", json.dumps({"host": "a", "process": process}).encode())
+def knock(store: MemoryStore, process: RankProcess) -> None:
+    entry = {"host": "a", "process": str(process)}
+    store.put_if_absent("join.0", json.dumps(entry).encode())
 
 
 def test_one_that_died_after_it_knocked_is_not_let_in(
-    other: tuple[subprocess.Popen[bytes], str],
+    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
 ) -> None:
     store = MemoryStore()
     knock(store, other[1])
@@ -227,7 +216,7 @@ def test_one_that_died_after_it_knocked_is_not_let_in(
 
 
 def test_one_that_dies_before_it_connects_is_left_out_at_once(
-    other: tuple[subprocess.Popen[bytes], str],
+    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
 ) -> None:
     store = MemoryStore()
     knock(store, other[1])
@@ -284,10 +273,10 @@ def test_ranks_that_cannot_be_joined_are_told(says: Any, kind: type, text: str) 
 
 
 def test_ranks_that_died_without_a_word_have_ended(
-    other: tuple[subprocess.Popen[bytes], str],
+    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
 ) -> None:
     store = MemoryStore()
-    entry = {"protocol": 1, "backend": "threads", "process": other[1]}
+    entry = {"protocol": 1, "backend": "threads", "process": str(other[1])}
     store.set("join", json.dumps(entry).encode())
     other[0].kill()
     other[0].wait()
@@ -327,7 +316,7 @@ def test_what_a_stranger_writes_is_no_process_that_waits() -> None:
 def test_who_is_let_in_is_known_by_its_process() -> None:
     store, own = MemoryStore(), RankProcess.own()
     assert own is not None
-    knock(store, str(own))
+    knock(store, own)
     arrivals = Arrivals(store, "threads")
     assert arrivals.admitted() == set()
     arrivals.claim("T", 1, (0, 1), 2)
@@ -360,17 +349,13 @@ print(comm.rank, comm.origin, collective.current() is comm, comm.all_reduce(np.o
 def test_a_process_joins_by_init(how: str, store_kind: str, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     if store_kind == "tcp":
-        store = f"tcp://127.0.0.1:{collective.launch._free_port()}"
-    environment = {**os.environ, "COLLECTIVE_SECRET": "a" * 32, "PYTHONPATH": str(ROOT)}
-    commands = [[MEMBER, store, "0"], [MEMBER, store, "1"], [NEWCOMER, store, how]]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", *each], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for each in commands
-    ]
-    printed = [each.communicate(timeout=2 * FAR_S)[0].strip() for each in running]
-    assert printed == [f"{rank} (0, 1, 2) True 3.0" for rank in range(3)]
+        store = f"tcp://127.0.0.1:{free_port()}"
+    done = run_together(
+        ["-c", MEMBER, store, 0], ["-c", MEMBER, store, 1], ["-c", NEWCOMER, store, how],
+        timeout=2 * FAR_S, COLLECTIVE_SECRET="a" * 32,
+    )  # fmt: skip
+    expected = [f"{rank} (0, 1, 2) True 3.0\n" for rank in range(3)]
+    assert [each.stdout for each in done] == expected, [each.stderr for each in done]
 
 
 def test_one_that_joins_has_to_know_where() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
 
 from tests import warm
-from tests.hosts import ROOT, Hosts, Job, needs_hosts
+from tests.hosts import Hosts, Job, needs_hosts
+from tests.interpreter import ROOT, printed
 
 SCRIPT = str(ROOT / "tests" / "on_hosts.py")
 
@@ -68,8 +68,8 @@ def test_hosts_have_names_and_addresses_of_their_own(make: Make) -> None:
     hosts = make(3)
     script = "hostname; cat /proc/net/fib_trie | grep -m1 -o '10[.]77[.]0[.][1-9]'; echo $TMPDIR"
     for number, host in enumerate(hosts.hosts):
-        printed = hosts.start([(number, ["sh", "-c", script], {})]).succeed(10.0).split()
-        assert printed == [host.name, host.address, str(host.directory)]
+        shown = hosts.start([(number, ["sh", "-c", script], {})]).succeed(10.0).split()
+        assert shown == [host.name, host.address, str(host.directory)]
 
 
 def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
@@ -92,8 +92,7 @@ def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
         "print(hosts.hosts[0].namespace, *hosts.living(), flush=True)\n"
         "os._exit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, timeout=30)
-    name, *pids = done.stdout.decode().split()
+    name, *pids = printed("-c", body).split()
     assert name in _namespaces()
     assert pids
     (tmp_path / "again").mkdir()

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from collective import install
-from tests.interpreter import run_python
+from tests.interpreter import ROOT, run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = sorted(
     file

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
+from tests.interpreter import run_python
 from tests.launches import (
     DEADLINE_S,
     NOISE_S,
     PROMISED_S,
-    ROOT,
     Launches,
     launches,
 )
@@ -74,29 +73,16 @@ def test_inner_launch_hides_the_outer_one(launches: Launches) -> None:
 
 def test_package_is_importable_without_an_install(launches: Launches) -> None:
     script = launches.script("from collective.errors import CollectiveError; print('found')")
-    command = [sys.executable, "-m", "collective", "run", "-n", "1"]
-    done = subprocess.run(
-        [*command, str(launches.directory / script)],
-        cwd=ROOT,
-        env=launches.environment(PYTHONPATH=""),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_python(
+        "-m", "collective", "run", "-n", "1", launches.directory / script,
+        env=launches.environment(PYTHONPATH=""), timeout=DEADLINE_S,
+    )  # fmt: skip
     assert done.stdout == "[0] found\n", done.stderr
 
 
 def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
     script = launches.script("print(repr(sys.stdin.read()))")
-    done = subprocess.run(
-        [sys.executable, "-m", "collective", "run", "-n", "2", script],
-        cwd=launches.directory,
-        env=launches.environment(),
-        input="given",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = launches.execute("-m", "collective", "run", "-n", "2", script, stdin="given")
     assert sorted(done.stdout.splitlines()) == ["[0] 'given'", "[1] ''"]
 
 

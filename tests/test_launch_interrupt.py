@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -104,22 +103,6 @@ def test_the_rank_that_is_named_is_one_that_waits_for_nobody() -> None:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-def start(launches: Launches, *arguments: str) -> subprocess.Popen[str]:
-    """Start a launcher that leads a process group, as a shell does; it has no terminal."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "collective", "run", *arguments],
-        cwd=launches.directory,
-        env=launches.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    launches.started.append(process)
-    return process
-
-
 @pytest.mark.parametrize("backend", ["shm", "threads"])
 def test_ctrl_c_is_one_line_with_one_rank_s_place(launches: Launches, backend: str) -> None:
     (launches.directory / "train.py").write_text(
@@ -131,7 +114,7 @@ def test_ctrl_c_is_one_line_with_one_rank_s_place(launches: Launches, backend: s
         "comm = collective.init()\n"
         "load() if comm.rank == 0 else comm.barrier()\n"
     )
-    process = start(launches, "-n", "3", "--backend", backend, "train.py")
+    process = launches.start("-n", "3", "--backend", backend, "train.py", leads=True)
     launches.until(Path(launches.directory, "loading").exists)
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
@@ -152,7 +135,7 @@ def test_a_second_ctrl_c_kills_at_once(launches: Launches) -> None:
         while True:
             time.sleep(600)
         """)
-    process = start(launches, "-n", "2", script)
+    process = launches.start("-n", "2", script, leads=True)
     launches.until_arrived(2)
     os.killpg(process.pid, signal.SIGINT)
     launches.until(

@@ -10,16 +10,16 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launches import DEADLINE_S, ROOT, Launches, finish, launches  # noqa: F401
 
 from collective.errors import BackendUnavailableError
 from collective.launch import mpi_rank
 from collective.launch.mpiexec import Mpiexec
+from tests.interpreter import run_python
+from tests.launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
 
 # Starts N processes, kills all of them at once as soon as one fails, and gives up if their
 # end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.
@@ -184,13 +184,10 @@ def test_a_process_of_mpiexec_does_not_wait_for_a_launcher_that_is_gone(tmp_path
         os.mkfifo(tmp_path / f"0.{kind}")
     (tmp_path / "0.environment").touch()
     started = tmp_path / "started"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", mpi_rank.__file__, tmp_path, "touch", started],
-        env={"PMI_RANK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_python(
+        "-I", "-S", mpi_rank.__file__, tmp_path, "touch", started,
+        env={"PMI_RANK": "0"}, timeout=DEADLINE_S,
+    )  # fmt: skip
     assert done.returncode == 1
     assert re.search(r"rank 0 on .*: .*No such device or address", done.stderr)
     assert not started.exists()
@@ -214,10 +211,8 @@ while os.getppid() == parent:
 prepare()
 os.write(1, b"it runs on")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, cwd=ROOT, timeout=DEADLINE_S
-    )
-    assert (done.stdout, done.stderr) == (b"", b"")
+    done = run_python("-c", script, timeout=DEADLINE_S)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def ancestry(pid: int, last: int) -> list[int]:
@@ -231,15 +226,8 @@ def ancestry(pid: int, last: int) -> list[int]:
 
 def test_standard_input_goes_to_rank_0(launches: Launches, start) -> None:  # noqa: F811
     script = launches.script("print(repr(sys.stdin.read()))")
-    done = subprocess.run(
-        [sys.executable, "-m", "collective", "run", "-n", "2", "--backend", "mpi", script],
-        cwd=launches.directory,
-        env=launches.environment(),
-        input="to rank 0",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    command = ["-m", "collective", "run", "-n", "2", "--backend", "mpi", script]
+    done = launches.execute(*command, stdin="to rank 0")
     assert done.stderr.count("\n") == 1
     assert sorted(done.stdout.splitlines()) == ["[0] 'to rank 0'", "[1] ''"], done.stderr
 

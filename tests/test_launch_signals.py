@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -118,16 +117,7 @@ FAMILY = """
 
 @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
 def test_nothing_survives_a_killed_launcher(launches: Launches, group: bool) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "collective", "run", "-n", "2", launches.script(FAMILY)],
-        cwd=launches.directory,
-        env=launches.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
-    launches.started.append(process)
+    process = launches.start("-n", "2", launches.script(FAMILY), leads=True)
     launches.until_arrived(2)
     assert len(launches.living()) > 10
     start = time.monotonic()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from mpi_launches import VENDORS, launch_of, needs
 
-from tests import warm
-from tests.interpreter import run_python
+from tests import interpreter, warm
+from tests.interpreter import ROOT
+from tests.mpi_launches import VENDORS, launch_of, needs
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "examples" / "hello.py")
 DEADLINE_S = 90.0
 SIZE = 2
@@ -31,15 +29,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: Sequence[str], backend: str, **variables: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**environment(backend), **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
+    done = interpreter.run(
+        *command, env=environment(backend), merged=True, timeout=DEADLINE_S, **variables
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -147,7 +138,7 @@ def test_collective_run_calls_mpiexec_for_mpi(vendor: str) -> None:
 def test_backend_mpi_without_mpiexec_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     """By hand, or under a launcher that knows nothing of MPI."""
     hand = {"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": str(tmp_path / "s")}
-    done = run_python(
+    done = interpreter.run_python(
         SCRIPT, python=launch_of("mpich").python, timeout=DEADLINE_S,
         env={**environment("mpi"), **hand, "COLLECTIVE_START_TIMEOUT": "5"},
     )  # fmt: skip

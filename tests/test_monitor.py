@@ -4,8 +4,6 @@ import contextlib
 import gc
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from collective.errors import (
 from collective.memory.dtypes import named
 from collective.request import Request
 from collective.start.file_store import FileStore
+from tests.interpreter import started
 
 FAR = 30.0
 KEY = bytes(range(32))
@@ -212,8 +211,7 @@ def test_a_hook_is_called_on_failure(monitors):
 
 
 _DIES = """
-import os, sys, time
-sys.path.insert(0, {root!r})
+import os, sys
 from tests.test_monitor import world
 from collective.backends.peers.monitor import Monitor
 from collective.start.file_store import FileStore
@@ -227,12 +225,7 @@ os._exit(0)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_is_named(tmp_path, victim):
     """Rank 0 has the hub in its process: its death is noticed as well."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    program = _DIES.format(root=root, rank=victim, store=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
+    with started("-c", _DIES.format(rank=victim, store=str(tmp_path))) as process:
         monitors = start([rank for rank in range(3) if rank != victim], 3, tmp_path)
         assert process.stdout.readline() == "here\n"
         process.kill()

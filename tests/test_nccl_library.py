@@ -18,9 +18,7 @@ from collective.backends.nccl.library import NcclLibrary, find, install_command,
 from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
-from tests.interpreter import printed
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.interpreter import ROOT, printed
 
 # -- the header -----------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ from gpu_programs import (
     until,
     warm,
 )
-from launches import launches  # noqa: F401
 from nccl_callers import Run, needs_compiler, pools
 from pretended_gpu import gpu
 
@@ -53,6 +52,7 @@ from collective.errors import (
 )
 from collective.memory.device_array import DeviceArray
 from collective.testing import RankPool, RanksFailedError
+from tests.launches import launches  # noqa: F401
 
 __all__ = ["gpu"]  # a fixture
 

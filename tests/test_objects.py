@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from random import Random
 
 import ml_dtypes
@@ -20,8 +19,7 @@ from hypothesis.extra import numpy as hnp
 from collective.communicator.objects import decode, encode
 from collective.errors import CollectiveError, DtypeError, InvalidArgumentError
 from collective.memory.dtypes import BY_NAME, FOREIGN
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.interpreter import ROOT
 
 settings.register_profile("objects", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("objects")

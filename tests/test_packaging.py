@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import printed
+from tests.interpreter import ROOT, printed
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
 # What the next Pythons do by themselves, and older ones of 3.10 and 3.11 do not know.
 FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -20,16 +17,15 @@ from collective.errors import RendezvousError
 from collective.start import private_store
 from collective.start.private_store import PrivateStore
 from collective.start.rendezvous import Endpoint
-from tests.hosts import ROOT
+from tests.hosts import free_port
+from tests.interpreter import started
 from tests.test_monitor import FAR
 
 SECRET = Secret(bytes(range(32)))
 
 
 def free_address() -> Endpoint:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Endpoint("127.0.0.1", probe.getsockname()[1], "a test")
+    return Endpoint("127.0.0.1", free_port(), "a test")
 
 
 def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
@@ -139,10 +135,8 @@ def test_without_torch_a_server_in_another_process_is_waited_for_and_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address = free_address()
-    command = [sys.executable, "-c", textwrap.dedent(SERVER), str(address.port)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (
-        subprocess.Popen(command, env=environ, stdin=subprocess.PIPE) as rank_0,
+        started("-c", textwrap.dedent(SERVER), address.port) as rank_0,
         contextlib.closing(store(address)) as rank,
     ):
         assert rank.get("ready", time.monotonic() + FAR) == b""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from collective.contract.process import RankProcess
+from tests.interpreter import started
 
 PRINTING = "from collective.contract.process import RankProcess as P; print(P.own(), flush=True); "
 
@@ -17,15 +17,11 @@ PRINTING = "from collective.contract.process import RankProcess as P; print(P.ow
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], RankProcess]]:
     """Another process, as it says itself."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PRINTING + "input()"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    ) as running:  # fmt: skip
+    with started("-c", PRINTING + "input()") as running:
         assert running.stdout is not None
         found = RankProcess.parse(running.stdout.readline().strip())
         assert found is not None
         yield running, found
-        running.kill()
 
 
 def test_one_that_runs_has_not_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:

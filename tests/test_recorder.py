@@ -1,12 +1,9 @@
 """The flight recorder: what it keeps, what it tells, and the signal."""
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +12,7 @@ import collective
 from collective.contract.recorder import Recorder, flight_recorder
 from collective.request import Request
 from collective.testing import run_ranks
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.interpreter import started
 
 
 def test_it_keeps_the_last_calls_with_their_places():
@@ -105,13 +101,9 @@ with collective.init() as comm:
 
 @pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1"])
 def test_a_signal_dumps_it(tmp_path, name):
-    environ = {**os.environ, "COLLECTIVE_DUMP_SIGNAL": name, "PYTHONPATH": str(ROOT)}
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environ,
-    ) as process:  # fmt: skip
+    with started(script, COLLECTIVE_DUMP_SIGNAL=name) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.Signals[name])
         assert process.stderr.readline().startswith("[flight recorder, process ")
@@ -120,7 +112,6 @@ def test_a_signal_dumps_it(tmp_path, name):
         # It goes on.
         time.sleep(0.05)
         assert process.poll() is None
-        process.kill()
 
 
 def test_a_handler_of_the_program_s_own_stays(monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 
 import collective
 from collective.tools.cli.main import main
+from tests.interpreter import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,7 +25,6 @@ else:
 
 yaml = pytest.importorskip("yaml", reason="comes with what the site is built with")
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted(p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.stem != "config")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from collective.errors import RendezvousError
 from collective.start.rundir import RunStore, join, leave
+from tests.interpreter import run_python, run_together
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +64,7 @@ def test_leftovers_of_others_are_swept_and_what_is_held_is_not(base: Path) -> No
 
 def test_killed_process_holds_nothing(base: Path) -> None:
     body = "from collective.start.rundir import join; join('a'); import os; os.kill(os.getpid(), 9)"
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TMPDIR": str(base.parent), "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", body], env=environment, timeout=30)
+    run_python("-c", body, TMPDIR=str(base.parent))
     assert [entry.name for entry in base.iterdir()] == ["a"]
     leave(*join("b"))
     assert list(base.iterdir()) == []
@@ -85,10 +82,8 @@ for i in range(60):
     assert mine.read_text() == "here"
     leave(path, hold)
 """
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TMPDIR": str(base.parent), "PYTHONPATH": str(root)}
-    processes = [subprocess.Popen([sys.executable, "-c", body], env=environment) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0, 0, 0, 0]
+    done = run_together(*[["-c", body]] * 4, TMPDIR=str(base.parent))
+    assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 4
     assert list(base.iterdir()) == []
 
 

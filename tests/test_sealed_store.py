@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,8 @@ from collective.start.private_store import PrivateStore
 from collective.start.resolver import build
 from collective.start.sealed_store import SealedStore, seal
 from collective.tools.cli.main import main
-from tests.launches import DEADLINE_S, ROOT, Launches, launches  # noqa: F401  a fixture
+from tests.interpreter import ROOT, printed
+from tests.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
 from tests.test_monitor import FAR, world
 from tests.test_private_store import free_address
 
@@ -487,13 +487,11 @@ def test_collective_run_hands_no_secret_to_mpiexec(
             print("looked at", name)
     """
     )
-    command = [str(python), "-m", "collective", "run", "-n", "2", "--backend", "mpi"]
-    done = subprocess.run(
-        [*command, launches.script(body)], cwd=launches.directory, env=launches.environment(),
-        capture_output=True, text=True, timeout=DEADLINE_S,
+    shown = printed(
+        "-m", "collective", "run", "-n", "2", "--backend", "mpi", launches.script(body),
+        python=python, cwd=launches.directory, env=launches.environment(), timeout=DEADLINE_S,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "looked at mpiexec" in done.stdout
+    assert "looked at mpiexec" in shown
 
 
 # -- without a secret -----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from tests.interpreter import printed
 
 pytest.importorskip("mkdocs", reason="the site is built with what the extra 'docs' brings")
 
-ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = """
     collective
     collective.adapters.chainer

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpi_launches import VENDORS, launch_of, needs
 
 from collective.communicator import Communicator
 from collective.contract.stalls import Circles, alone
 from collective.errors import CollectiveTimeoutError, MismatchError
 from collective.testing import RankPool, run_ranks
+from tests.mpi_launches import VENDORS, launch_of, needs
 
 Run = Callable[..., list[Any]]
 # By its name: ranks of MPI import this module, and need no PyTorch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ from collective.backends.peers.standby import LastingStore, Standby
 from collective.contract.store import Store
 from collective.errors import RendezvousError
 from tests import warm
-from tests.launches import ROOT
-from tests.test_tcp_store import free_port
+from tests.hosts import free_port
+from tests.interpreter import run_together
 
 KEY = b"of this test, and of nobody else"
 DEADLINE_S = 60.0
@@ -269,22 +268,15 @@ def test_ranks_go_on_without_the_one_that_served_the_store(
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
     port = free_port()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLLECTIVE_SECRET": secret}
-    if not secret:
-        del environment["COLLECTIVE_SECRET"]
-    ranks = [
-        subprocess.Popen(
-            [warm.python(), str(program), str(rank), "4", str(port), repr(losses)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
+    done = run_together(
+        *([program, rank, 4, port, losses] for rank in range(4)), python=warm.python(),
+        timeout=DEADLINE_S, **({"COLLECTIVE_SECRET": secret} if secret else {}),
+    )  # fmt: skip
     left = tuple(rank for rank in range(4) if all(rank not in each for each in losses))
     for new, rank in enumerate(left):
-        out, error = outputs[rank]
+        error = done[rank].stderr
         expected = f"through {new} {len(left)} {left} {len(losses)}\n"
-        assert (out, ranks[rank].returncode) == (expected, 0), error
+        assert (done[rank].stdout, done[rank].returncode) == (expected, 0), error
         assert "recvVector" not in error, error
 
 
@@ -320,13 +312,6 @@ def test_a_death_is_known_when_rank_0_has_left(tmp_path: Path) -> None:
     program.write_text(_WITHOUT_A_HUB)
     store = tmp_path / "store"
     store.mkdir(mode=0o700)
-    ranks = [
-        subprocess.Popen(
-            [warm.python(), str(program), str(rank), str(store)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
-    assert outputs[1][0] == "heard of (1,)\n", outputs[1][1]
+    ranks = ([program, rank, store] for rank in range(3))
+    done = run_together(*ranks, python=warm.python(), timeout=DEADLINE_S)
+    assert done[1].stdout == "heard of (1,)\n", done[1].stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
 from collective.start.private_store import PrivateStore
 from collective.start.sealed_store import SealedStore
-from tests.hosts import ROOT
+from tests.interpreter import run_together
 from tests.test_private_store import SECRET, free_address
 
 KINDS = ("file", "memory", "private", "sealed", "tcp", "torch's")
@@ -121,14 +119,9 @@ def test_of_processes_one_wins(tmp_path: Path) -> None:
         for key in range(100):
             print(store.put_if_absent(f"key-{{key}}", sys.argv[1].encode()).decode())
     """)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        for rank in range(4)
-    ]
-    outputs = [rank.communicate(timeout=FAR_S)[0].split() for rank in ranks]
-    assert len(outputs[0]) == 100
+    done = run_together(*(["-c", program, rank] for rank in range(4)), timeout=FAR_S)
+    outputs = [each.stdout.split() for each in done]
+    assert len(outputs[0]) == 100, done[0].stderr
     assert outputs == [outputs[0]] * 4
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -32,7 +31,7 @@ from collective.backends.peers.server import Server
 from collective.errors import RendezvousError
 from collective.start.file_store import FileStore
 from tests import warm
-from tests.hosts import ROOT
+from tests.interpreter import started
 from tests.test_monitor import FAR, KEY, until, wait_for_error, world
 
 LOOPBACK = "127.0.0.1"
@@ -226,21 +225,11 @@ POOR = """
     """
 
 
-@contextlib.contextmanager
-def program(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def program(
+    body: str, *arguments: object
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Run a program until the end of the ``with``."""
-    running = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(body), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with running:
-        try:
-            yield running
-        finally:
-            running.kill()
+    return started("-c", textwrap.dedent(body), *arguments)
 
 
 def heard(running: subprocess.Popen[str]) -> str:
@@ -610,23 +599,15 @@ RANK = """
 TEXT = "5ca1ab1e" * 8
 
 
-@contextlib.contextmanager
-def rank_of_two(number: int, port: int) -> Iterator[subprocess.Popen[str]]:
+def rank_of_two(number: int, port: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Run a rank, alone on its host, as torchrun starts it, whose agent serves at ``port``."""
-    environ = {
-        "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "GROUP_RANK": str(number), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "COLLECTIVE_SECRET": TEXT, "COLLECTIVE_INTERFACE": "lo", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    command = [warm.python(), "-c", textwrap.dedent(RANK)]
-    with subprocess.Popen(
-        command, env={**os.environ, **environ}, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started(
+        "-c", textwrap.dedent(RANK), python=warm.python(),
+        RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+        GROUP_RANK=str(number), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True",
+        COLLECTIVE_SECRET=TEXT, COLLECTIVE_INTERFACE="lo",
+    )  # fmt: skip
 
 
 def test_a_stranger_at_torchrun_s_store_cannot_use_what_it_reads_and_the_job_goes_on() -> None:

@@ -12,29 +12,21 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, needs_hosts
 
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store
 from collective.start.rendezvous import Endpoint
 from collective.start.tcp_store import TcpStore
 from tests import warm
+from tests.hosts import Hosts, free_port, needs_hosts
+from tests.interpreter import started
 
-ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch")
 # How long anything here may take on a busy machine, importing torch included.
 DEADLINE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def endpoint(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Endpoint:
@@ -63,22 +55,11 @@ SERVER = """
     """
 
 
-@contextlib.contextmanager
-def process(body: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def process(
+    body: str, *arguments: object
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Run a program that ends when its standard input does."""
-    running = subprocess.Popen(
-        [warm.python(), "-c", textwrap.dedent(body), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield running
-    finally:
-        running.kill()
-        running.communicate()
+    return started("-c", textwrap.dedent(body), *arguments, python=warm.python())
 
 
 def soon() -> float:

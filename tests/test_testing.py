@@ -31,7 +31,6 @@ from collective.testing import (
 from collective.testing.__main__ import main
 from tests.interpreter import printed, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 BOTH = pytest.mark.parametrize("backend", ["threads", "shm"])
 
 

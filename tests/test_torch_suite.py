@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.interpreter import ROOT, run_python
 
 pytest.importorskip("torch.distributed")
 pytest.importorskip("expecttest")
 
-COMMAND = Path(__file__).resolve().parent.parent / "benchmarks" / "torch_suite.py"
-
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [warm.python(), str(COMMAND), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = ROOT / "benchmarks" / "torch_suite.py"
+    return run_python(command, *arguments, python=warm.python())
 
 
 def test_a_few_of_torchs_tests_pass(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +19,8 @@ import pytest
 
 import collective
 from collective.communicator import Communicator, communicator
+from tests.interpreter import ROOT, run, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted((ROOT / "tests" / "typing").glob("*.py"))
 Lines = dict[str, list[tuple[int, str]]]
 
@@ -39,12 +38,7 @@ ANYTHING = {
 
 
 def _mypy() -> Lines:
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *map(str, PROGRAMS)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-m", "mypy", "--strict", "--no-error-summary", *PROGRAMS)
     assert done.returncode < 2, done.stdout + done.stderr
     found: Lines = {}
     for line in done.stdout.splitlines():
@@ -59,12 +53,7 @@ def _pyright() -> Lines:
     if command is None:
         pytest.skip("basedpyright is not installed")
     folder = ROOT / "tests" / "typing"
-    done = subprocess.run(
-        [command, "-p", str(folder), "--pythonpath", sys.executable, "--outputjson"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run(command, "-p", folder, "--pythonpath", sys.executable, "--outputjson")
     found: Lines = {}
     for each in json.loads(done.stdout)["generalDiagnostics"]:
         if each["severity"] == "error":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +25,8 @@ from collective.start.launchers import detect
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
 from collective.start.tcp_store import TcpStore
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.hosts import free_port
+from tests.interpreter import run
 
 OURS = {
     "COLLECTIVE_RANK": "1",
@@ -289,13 +288,11 @@ JOB = "import os; from collective.start.launchers import detect; print(detect(os
 
 def jobs(shell: str, script: str) -> list[str]:
     """Return the jobs that ranks find which a shell starts; RANK stands for one of them."""
-    done = subprocess.run(
-        [shell, "-c", script.replace("RANK", f'"{sys.executable}" -c "{JOB}"')],
-        env={**MPICH, "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(
+        shell, "-c", script.replace("RANK", f'"{sys.executable}" -c "{JOB}"'),
+        env={**MPICH, "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -397,13 +394,6 @@ def test_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 # -- ranks on several hosts --------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def met(found: World) -> TcpStore:

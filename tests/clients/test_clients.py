@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,10 @@ pytest.importorskip("torch.distributed")
 
 import torch
 
+from tests.hosts import free_port
+from tests.interpreter import ROOT, printed
+
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 # Of a busy machine, whose imports alone can take a minute.
 DEADLINE_S = 280.0
 # Programs, what they need, and how they are started.
@@ -47,23 +46,12 @@ LAUNCHERS = {
 def outcomes(client: str, backend: str, folder: Path) -> list[dict[str, Any]]:
     """Run a client's program and return what each rank found."""
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
-    ran = subprocess.run(
-        [
-            sys.executable, *LAUNCHERS[CLIENTS[client][1]], str(HERE / f"{client}.py"),
-            "--backend", backend, "--out", str(folder),
-        ],
-        cwd=folder,
-        env={
-            **kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "MASTER_PORT": port,
-        },
-        capture_output=True, text=True, timeout=DEADLINE_S,
+    printed(
+        *LAUNCHERS[CLIENTS[client][1]], HERE / f"{client}.py", "--backend", backend,
+        "--out", folder, cwd=folder, env=kept, timeout=DEADLINE_S,
+        PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MASTER_PORT=str(free_port()),
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 

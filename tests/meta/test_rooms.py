@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.interpreter import ROOT
 
 #: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
 FLOORS = (

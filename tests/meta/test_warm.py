@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.interpreter import printed, run_python, started
 
 pytest.importorskip("torch")
 
@@ -37,18 +37,17 @@ WAYS = {"-c": ["-c", PROGRAMS["arguments"]], "-m": ["-m", "program"], "a file": 
 def both(folder: Path, *words: str) -> list[tuple[str, str, int]]:
     """Run a program by Python and by the warm one; return what each printed, and how it ended."""
     runs = [
-        subprocess.run(
-            [python, *words, "more"],
+        run_python(
+            *words,
+            "more",
+            python=python,
             cwd=folder,
+            stdin="text",
             env={"A": "b", "PYTHONPATH": "/nowhere"},
-            input="text",
-            capture_output=True,
-            text=True,
-            timeout=120,
         )
         for python in (sys.executable, warm.python())
     ]
-    return [(run.stdout, run.stderr, run.returncode) for run in runs]
+    return [(done.stdout, done.stderr, done.returncode) for done in runs]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -67,21 +66,20 @@ def test_a_program_is_named_as_always(tmp_path: Path, way: str) -> None:
 
 def test_another_torch_in_a_folder_of_the_program_is_taken(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("here = 1")
-    words = [warm.python(), "-c", "import torch; print(torch.here)"]
-    assert subprocess.check_output(words, cwd=tmp_path, timeout=120) == b"1\n"
+    program = "import torch; print(torch.here)"
+    assert printed("-c", program, python=warm.python(), cwd=tmp_path) == "1\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_both(number: int) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
-    command = [warm.python(), "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with started("-c", program, python=warm.python()) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert pid != process.pid
         process.send_signal(number)
         # The end of its output: nobody has it open any more.
-        assert process.stdout.read() == b""
+        assert process.stdout.read() == ""
     assert process.returncode == -number
 
 
@@ -92,8 +90,7 @@ def _stat(pid: int) -> list[str]:
 
 def test_it_goes_on_when_a_program_is_killed_with_its_command() -> None:
     asleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    command = subprocess.Popen([warm.python(), "-c", asleep], stdout=subprocess.PIPE)
-    with command:
+    with started("-c", asleep, python=warm.python()) as command:
         assert command.stdout is not None
         program = int(command.stdout.readline())
         server = int(_stat(program)[1])
@@ -106,7 +103,4 @@ def test_it_goes_on_when_a_program_is_killed_with_its_command() -> None:
             command.wait()
         finally:
             os.kill(server, signal.SIGCONT)
-    done = subprocess.run(
-        [warm.python(), "-c", "print('here')"], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "here\n", done.stderr
+    assert printed("-c", "print('here')", python=warm.python()) == "here\n"

@@ -14,8 +14,6 @@ from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
 from tests.interpreter import printed
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def python(*arguments: str, **variables: str) -> str:
     """Run this interpreter in the repository; return its output, or fail with it."""
