@@ -29,18 +29,9 @@ class Cuts:
     """
 
     def __init__(
-        self,
-        batch: int,
-        channels: int,
-        data: Sequence[int],
-        comm: Communicator | None,
-        *,
-        recompute: bool,
-        halo: str,
-        inputs: str,
-        outputs: str,
-        filters: str,
-    ) -> None:
+        self, batch: int, channels: int, data: Sequence[int], comm: Communicator | None, *,
+        recompute: bool, halo: str, inputs: str, outputs: str, filters: str,
+    ) -> None:  # fmt: skip
         check_options(batch, channels, data, comm, halo, inputs, outputs, filters)
         self._batch, self._channels, self._data = batch, channels, tuple(data)
         self._recompute, self._halo = recompute, halo
@@ -54,15 +45,10 @@ class Cuts:
         return self._grid.channel_group if self._grid is not None and self._own_filters else None
 
     def executor(
-        self,
-        in_turn: Callable[..., InTurn],
-        over_ranks: Callable[..., OverRanks],
-        arrays: Exchanges,
-        axes: int,
-        parameters: Sequence[Any],
-        ends: str | None,
+        self, in_turn: Callable[..., InTurn], over_ranks: Callable[..., OverRanks],
+        arrays: Exchanges, axes: int, parameters: Sequence[Any], ends: str | None,
         filters: Filters | None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return what carries out a forward pass.
 
         Args:
@@ -87,12 +73,8 @@ class Cuts:
             layered = Layered(arrays, grid)
         else:
             layered = Chained(arrays, grid, self._recompute)
+        inputs, outputs = ends or self._inputs, ends or self._outputs
         return over_ranks(
-            grid,
-            layered,
-            arrays,
-            parameters,
-            from_pieces=(ends or self._inputs) == "pieces",
-            to_pieces=(ends or self._outputs) == "pieces",
-            filters=filters,
-        )
+            grid, layered, arrays, parameters, from_pieces=inputs == "pieces",
+            to_pieces=outputs == "pieces", filters=filters,
+        )  # fmt: skip

@@ -16,16 +16,9 @@ from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
 from .windows import pieces
 
 __all__ = [
-    "CHANNELS",
-    "Arrays",
-    "Serial",
-    "chains",
-    "dimension",
-    "fitting",
-    "read_by",
-    "select",
+    "CHANNELS", "Arrays", "Serial", "chains", "dimension", "fitting", "read_by", "select",
     "select_rows",
-]
+]  # fmt: skip
 
 #: The dimension of the channels.
 CHANNELS = 1
