@@ -333,6 +333,33 @@ def test_survivors_go_on_with_open_mpi() -> None:
     assert "Traceback" not in done.stdout
 
 
+@needs("openmpi")
+def test_past_generations_leave_nothing_of_ours() -> None:
+    script = _script("""
+        import gc, threading
+        from collective.backends.mpi import library, watchdog
+        comm = collective.init("mpi")
+        def kept():
+            gc.collect()
+            users, watched = list(library._users), list(watchdog._watched)
+            return len(users), len(watched), len(library._unfinished), threading.active_count()
+        def next_one(comm):
+            following = comm.shrink()
+            following.all_reduce(np.ones(1))
+            return following
+        comm = next_one(comm)
+        before = kept()
+        for _ in range(5):
+            comm = next_one(comm)
+        deadline = time.monotonic() + 20
+        while kept() != before and time.monotonic() < deadline:
+            time.sleep(0.01)  # threads of the last one are about to end
+        say("rank", comm.rank, "before", before, "after", kept(), kept() == before)
+    """)
+    output = mpirun("openmpi", 2, script, arguments=("--with-ft", "ulfm")).stdout
+    assert output.count("True") == 2, output
+
+
 @by_vendor
 def test_a_deadline_that_passes_inside_an_operation_ends_the_process(
     vendor: str, tmp_path: Path
