@@ -232,41 +232,10 @@ def test_open_mpi_with_ulfm_returns_an_error_instead(tmp_path: Path) -> None:
 
 
 @needs("openmpi")
-def test_who_sends_to_one_that_has_left_the_operation_is_let_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closes", [False, True], ids=["the operation", "and closed"])
+def test_who_sends_to_one_that_has_left_is_let_go(closes: bool, tmp_path: Path) -> None:
     # Too long to be sent before the receiver asks for it, as parts of an all_reduce are. MPI says
     # that it was revoked, or that it is sent. Told by a file: mpiexec may drop what is written.
-    over = tmp_path / "over"
-    script = _script(f"""
-        inside, over = {str(tmp_path / "inside")!r}, {str(over)!r}
-        def wait_for(file):
-            while not os.path.exists(file) and time.monotonic() < end:
-                time.sleep(0.01)
-        end = time.monotonic() + 60
-        comm = collective.init("mpi")
-        comm.barrier()
-        if comm.rank == 2:
-            wait_for(inside)
-            {_DIE}
-        if comm.rank == 1:
-            from mpi4py.MPI import Exception as MpiError
-            open(inside, "x").close()
-            try:
-                comm._backend._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
-            except MpiError:
-                pass
-            open(over, "x").close()
-            os._exit(0)
-        try:
-            comm.barrier()
-        except collective.PeerLostError:
-            wait_for(over)
-    """)
-    done = mpirun("openmpi", 3, script, arguments=("--with-ft", "ulfm"), check=False)
-    assert over.exists(), done.stdout
-
-
-@needs("openmpi")
-def test_who_sends_to_one_that_has_closed_after_the_loss_is_let_go(tmp_path: Path) -> None:
     over = tmp_path / "over"
     script = _script(f"""
         inside, closed, over = {[str(tmp_path / each) for each in ("inside", "closed", "over")]!r}
@@ -275,14 +244,12 @@ def test_who_sends_to_one_that_has_closed_after_the_loss_is_let_go(tmp_path: Pat
                 time.sleep(0.01)
         end = time.monotonic() + 60
         comm = collective.init("mpi")
-        comm.barrier()
-        if comm.rank == 2:
-            wait_for(inside)
-            {_DIE}
         if comm.rank == 1:
-            open(inside, "x").close()
-            wait_for(closed)
             from mpi4py.MPI import Exception as MpiError
+            comm.barrier()
+            open(inside, "x").close()
+            if {closes}:
+                wait_for(closed)
             try:
                 comm._backend._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
             except MpiError:
@@ -291,10 +258,15 @@ def test_who_sends_to_one_that_has_closed_after_the_loss_is_let_go(tmp_path: Pat
             os._exit(0)
         try:
             comm.barrier()
+            if comm.rank == 2:
+                wait_for(inside)
+                {_DIE}
+            comm.barrier()
         except collective.PeerLostError:
-            comm.close()
-            del comm
-            open(closed, "x").close()
+            if {closes}:
+                comm.close()
+                del comm
+                open(closed, "x").close()
             wait_for(over)
     """)
     done = mpirun("openmpi", 3, script, arguments=("--with-ft", "ulfm"), check=False)
