@@ -692,9 +692,10 @@ def test_a_killed_peer(nccl: Run, how: str, tmp_path: Path) -> None:
     nccl(3, goes_on)
 
 
-def aborted(comm: Any) -> str:
+def aborted(comm: Any, marks: str) -> str:
     """One thread waits for the GPU, and another one has had enough."""
     warm(comm)
+    gather(comm, marks)
     if comm.rank == 0:
         return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5))
     x = ones(comm)
@@ -703,16 +704,18 @@ def aborted(comm: Any) -> str:
     return str(error_of(lambda: comm.all_reduce(x)))
 
 
-def aborts_itself(comm: Any) -> str:
+def aborts_itself(comm: Any, marks: str) -> str:
     warm(comm)
+    gather(comm, marks)
     if comm.rank == 0:
         threading.Timer(0.3, comm.abort, ["had enough"]).start()
         return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5))
     return str(soon(lambda: comm.barrier(timeout=10.0), 0.5))
 
 
-def aborts_a_wait(comm: Any) -> str:
+def aborts_a_wait(comm: Any, marks: str) -> str:
     warm(comm)
+    gather(comm, marks)
     if comm.rank == 0:
         x = ones(comm)
         work = comm.all_reduce(x, out=x, async_op=True)
@@ -724,29 +727,30 @@ def aborts_a_wait(comm: Any) -> str:
 
 
 @pytest.mark.parametrize("program", [aborted, aborts_itself, aborts_a_wait])
-def test_an_abort_from_another_thread(nccl: Run, program: Any) -> None:
-    for text in nccl(2, program):
+def test_an_abort_from_another_thread(nccl: Run, program: Any, tmp_path: Path) -> None:
+    for text in nccl(2, program, str(tmp_path)):
         assert "had enough" in text, text
     nccl(2, goes_on)
 
 
-def remote_error(comm: Any) -> str:
+def remote_error(comm: Any, marks: str) -> str:
     warm(comm)
-    comm.barrier()
+    gather(comm, marks)
     if comm.rank == 1:
         Fake().knob("remote_error_at", 1)
     return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, out=x)), 0.0))
 
 
-def test_an_error_that_nccl_reports_later(nccl: Run) -> None:
-    for text in nccl(2, remote_error):
+def test_an_error_that_nccl_reports_later(nccl: Run, tmp_path: Path) -> None:
+    for text in nccl(2, remote_error, str(tmp_path)):
         assert "ncclRemoteError" in text, text
     nccl(2, goes_on)
 
 
-def raises_in_the_body(comm: Any) -> str:
+def raises_in_the_body(comm: Any, marks: str) -> str:
     """An exception between two calls, with work under way."""
     warm(comm)
+    gather(comm, marks)
     if comm.rank == 0:
         x = ones(comm)
         comm.all_reduce(x, out=x)  # to which the other does not come
@@ -762,8 +766,8 @@ def raises_in_the_body(comm: Any) -> str:
     return str(error)
 
 
-def test_an_exception_with_work_under_way(nccl: Run) -> None:
-    for text in nccl(2, raises_in_the_body):
+def test_an_exception_with_work_under_way(nccl: Run, tmp_path: Path) -> None:
+    for text in nccl(2, raises_in_the_body, str(tmp_path)):
         assert "no good" in text, text
     nccl(2, goes_on)
 
