@@ -306,14 +306,15 @@ _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
 def _stalled(comm: Communicator, name: str) -> None:
     """Make a call to which one rank comes when the others have had their calls compared."""
     channel: Any = _transport(comm).channel
-    report, asked = channel._report, threading.Semaphore(0)
+    hear, asked = channel._hear, threading.Semaphore(0)
 
-    def counted() -> None:
-        report()
-        asked.release()
+    def counted(message: Any) -> None:
+        hear(message)
+        if message["kind"] == "report":
+            asked.release()
 
     if comm.rank == 1:
-        channel._report = counted
+        channel._hear = counted
         for _ in range(2):  # when it is asked once more the first comparison is over
             assert asked.acquire(timeout=20.0)
     _DIFFERING[name](comm)
