@@ -87,26 +87,34 @@ def test_every_extra_that_a_hint_names_exists() -> None:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_ranks_that_import_a_clone_beside_an_installation_say_so(
-    tmp_path: Path, installed: bool
+def test_an_installation_beside_a_clone_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    clone, site = (tmp_path / name for name in ("clone", "site"))
-    clone.mkdir()
-    (clone / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
-    (clone / "collective").symlink_to(ROOT / "collective")
-    script = clone / "program.py"
-    script.write_text("import collective; print(collective.__file__)")
+    site = tmp_path.resolve() / "site"
     (site / "collective").mkdir(parents=True)
     (site / "collective" / "__init__.py").touch()
     if installed:
         about = site / f"{install.DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text(f"Name: {install.DISTRIBUTION}\nVersion: 1.0\n")
-    done = run_python("-m", "collective", "run", "-n", 1, script, PYTHONPATH=str(site))
+    monkeypatch.setattr(sys, "path", [str(site)])
+    assert install.installed_beside(tmp_path / "clone") == (site if installed else None)
+
+
+def test_ranks_that_import_a_clone_beside_an_installation_say_so(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
+    (clone / "collective").symlink_to(ROOT / "collective")
+    script = clone / "program.py"
+    script.write_text("import collective; print(collective.__file__)")
+    # What is installed where the tests run is no matter of theirs.
+    found = "from collective import install; install.installed_beside = lambda clone: 'elsewhere'"
+    start = f"from collective.tools.cli.main import main; main(['run', '-n', '1', {str(script)!r}])"
+    done = run_python("-c", f"{found}; {start}")
     assert done.stdout == f"[0] {clone / 'collective' / '__init__.py'}\n", done.stderr
-    said = f"sources in {clone}," in done.stderr and f"installed in {site};" in done.stderr
-    assert said == installed
-    assert installed or not done.stderr
+    assert f"sources in {clone}," in done.stderr
+    assert "installed in elsewhere;" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from .moves import MpiMoves
 from .plain_messages import PlainMessages
 from .polling import settle
 from .reductions import MpiReductions
-from .watchdog import watch
+from .watchdog import agreed, watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,7 +119,6 @@ class MpiTransport(MpiMoves, MpiReductions):
         The monitor calls the roll first, so that all of them live when MPI begins.
         """
         end = now() + timeout
-        self._blocking.attending = False
         self._blocking.revoke()
         channel = Monitor.start(world, timeout).channel
 
@@ -136,7 +135,8 @@ class MpiTransport(MpiMoves, MpiReductions):
             channel.withdraw("mpi ranks")
             ranks = [int(offers[rank]) for rank in range(world.size)]
             name = channel.secret.key("mpi").hex()
-            comm = ulfm.assembled(self._mpi, self._comm, ranks, name, look)
+            with agreed():
+                comm = ulfm.assembled(self._mpi, self._comm, ranks, name, look)
             made = type(self)(self._mpi, comm, channel, self.unlike)
             made._blocking.revocable = False
             return made

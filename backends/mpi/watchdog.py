@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from collective.contract.failure import Failure
@@ -27,7 +28,7 @@ from .library import waiting
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
-__all__ = ["TELL_S", "Blocking", "watch"]
+__all__ = ["TELL_S", "Blocking", "agreed", "watch"]
 
 # How often it is looked at the calls, and how long one may take once the communicator is
 # broken: by a death, which it cannot survive, or otherwise, when it may yet end by itself.
@@ -50,16 +51,13 @@ class Blocking:
             rank's number of the communicator, by which they break another of theirs where ranks
             number it differently, as they do one that is made of a group
             (:func:`.ulfm.assembled`); it ended processes, too.
-        attending: whether others may be in a call that breaks: until the ranks have agreed who is
-            left, and so all of them are out of it. That this rank has closed it says nothing of
-            them.
         lasting: whether MPI returns from a call when a peer has died, as it hears of it: on a busy
             host that can be a second after the monitor has.
     """
 
     __slots__ = (
-        "__weakref__", "_broken_at", "_broken_since", "_seen", "attending", "channel", "comm",
-        "end", "lasting", "module", "revocable", "running",
+        "__weakref__", "_broken_at", "_broken_since", "_seen", "channel", "comm", "end",
+        "lasting", "module", "revocable", "running",
     )  # fmt: skip
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
@@ -69,7 +67,6 @@ class Blocking:
         self.running: object = None
         self.revocable = True
         self.lasting = False
-        self.attending = True
         self.end = 0.0
         self._broken_at = 0.0
         self._seen = 0.0
@@ -102,8 +99,6 @@ class Blocking:
         What arrives for a communicator in which somebody has died, or that was revoked, MPI sends
         back, and the sender's call returns.
         """
-        if not self.attending:
-            return False
         self._broken_at = self._broken_at or time.monotonic()
         with contextlib.suppress(self.module.Exception), waiting() as pause_for_good:
             pause_for_good()
@@ -142,6 +137,8 @@ _lock = threading.Lock()
 _watched: weakref.WeakSet[Blocking] = weakref.WeakSet()
 # Those that others may wait for, though the program here has closed and dropped them.
 _attended: set[Blocking] = set()
+# How many threads want to be alone with MPI.
+_alone = 0
 _thread: threading.Thread | None = None
 # A communicator has broken: it is looked at once.
 _news = threading.Event()
@@ -158,6 +155,24 @@ def watch(blocking: Blocking) -> None:
             _thread.start()
     if blocking.channel.failure is not None:  # before anything could be told of it
         _broke(weakref.ref(blocking))
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Call MPI for nobody while the ranks that have agreed to go on make what they go on with.
+
+    They are out of all calls that have broken; and Open MPI waits for ever now and then where a
+    thread makes a communicator and another one calls it meanwhile.
+    """
+    global _alone
+    with _lock:
+        _alone += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _attended.clear()
+            _alone -= 1
 
 
 def _broke(reference: weakref.ref[Blocking]) -> None:
@@ -189,10 +204,10 @@ def _look_at_all() -> bool:
     """
     with _lock:
         watched = list(_watched)
-        attended = list(_attended)
+        attended = [] if _alone else list(_attended)
     for blocking in watched:
         blocking.look()
     over = [blocking for blocking in attended if not blocking.attend()]
     with _lock:
         _attended.difference_update(over)
-        return bool(_attended)
+        return bool(_attended) and not _alone
