@@ -114,23 +114,23 @@ class MpiMoves(Carrying):
         return _Move("Scatterv", specify, sum(counts))
 
     def _specify_gather(self, request: Request, kind: Any) -> _Move:
-        counts, root, place = list(request.elements), request.root, self._send_or_in_place
+        counts, root, source = list(request.elements), request.root, self._send_or_in_place
 
         def specify(given: Any, out: Any) -> tuple[Any, ...]:
             every = None if out is None else (out, counts, None, kind)
-            return place(given, out, kind), every, root
+            return source(given, out, kind), every, root
 
         return _Move("Gatherv", specify, sum(counts))
 
     def _specify_all_gather(self, request: Request, kind: Any) -> _Move:
-        counts, place = list(request.elements), self._send_or_in_place
+        counts, source = list(request.elements), self._send_or_in_place
         first, most = counts[0], sum(counts)
         if min(counts) == max(counts):
             return _Move(
-                "Allgather", lambda x, out: (place(x, out, kind), (out, first, kind)), most
+                "Allgather", lambda x, out: (source(x, out, kind), (out, first, kind)), most
             )
         return _Move(
-            "Allgatherv", lambda x, out: (place(x, out, kind), (out, counts, None, kind)), most
+            "Allgatherv", lambda x, out: (source(x, out, kind), (out, counts, None, kind)), most
         )
 
     def _specify_all_to_all(self, request: Request, kind: Any) -> _Move:

@@ -42,7 +42,7 @@ _WORDS_BYTES = HEAD_BYTES - HEAD_ROOM
 _SLOTS = 64
 
 
-class _Slot:
+class _HeadRequest:
     """A head to one rank, or from it, with one tag.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Slot:
 
 #: By peer and tag, those that were used last at the end. A slot in use is not in it, so that two
 #: threads never have the same.
-_Slots = OrderedDict[tuple[int, int], _Slot]
+_HeadRequests = OrderedDict[tuple[int, int], _HeadRequest]
 
 
 class PlainMessages:
@@ -96,8 +96,8 @@ class PlainMessages:
         self._messages = messages
         self._write_head, self._read_head = heads.write_head, heads.read_head
         self._room_in, self._view = heads.room_in, heads.view
-        self._to: _Slots = OrderedDict()
-        self._from: _Slots = OrderedDict()
+        self._to: _HeadRequests = OrderedDict()
+        self._from: _HeadRequests = OrderedDict()
 
     def exchange(
         self, x: Any, to: int, out: Any, source: int, tag: int, timeout: float, heads: bool
@@ -127,7 +127,7 @@ class PlainMessages:
 
     # -- slots ----------------------------------------------------------------------------
 
-    def _take(self, slots: _Slots, rank: int, tag: int) -> _Slot | None:
+    def _take(self, slots: _HeadRequests, rank: int, tag: int) -> _HeadRequest | None:
         """Return the slot of a direction; None if it is for Python to say what is wrong with it."""
         slot = slots.pop((rank, tag), None)
         if slot is not None:
@@ -136,19 +136,19 @@ class PlainMessages:
         code = self._messages.direct(tag) if able else None
         if code is None:
             return None
-        slot = _Slot()
+        slot = _HeadRequest()
         if slots is self._from:
             given = slot.head, HEAD_BYTES, self._module.BYTE
             slot.keep(self._comm.Recv_init(given, rank, code), HEAD_BYTES)
         return slot
 
-    def _give_back(self, slots: _Slots, rank: int, tag: int, slot: _Slot) -> None:
+    def _give_back(self, slots: _HeadRequests, rank: int, tag: int, slot: _HeadRequest) -> None:
         if slots.setdefault((rank, tag), slot) is not slot:
             slot.free()  # two threads sent to one rank with one tag
         elif len(slots) > _SLOTS:
             slots.popitem(last=False)[1].free()
 
-    def _have_sent(self, slot: _Slot, to: int, tag: int, nbytes: int) -> None:
+    def _have_sent(self, slot: _HeadRequest, to: int, tag: int, nbytes: int) -> None:
         """Have a request that sends so many bytes of a head."""
         given = slot.head, nbytes, self._module.BYTE
         slot.keep(self._comm.Send_init(given, to, self._messages.direct(tag)), nbytes)

@@ -188,16 +188,16 @@ class MpiReductions(Carrying):
     # Its name, and what returns its arguments for arrays that are apart, or the same.
 
     def _all_reduce_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
-        kind, op, place = fold.type, fold.op, self._send_or_in_place
-        return "Allreduce", lambda x, out: (place(x, out, kind), (out, out.size, kind), op)
+        kind, op, source = fold.type, fold.op, self._send_or_in_place
+        return "Allreduce", lambda x, out: (source(x, out, kind), (out, out.size, kind), op)
 
     def _scan_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
         return "Scan", self._all_reduce_plainly(request, fold)[1]
 
     def _reduce_plainly(self, request: Request, fold: MpiFold) -> _Plainly:
-        kind, op, root, place = fold.type, fold.op, request.root, self._send_or_in_place
+        kind, op, root, source = fold.type, fold.op, request.root, self._send_or_in_place
         return "Reduce", lambda x, out: (
-            place(x, out, kind), out is not None and (out, out.size, kind), op, root,
+            source(x, out, kind), out is not None and (out, out.size, kind), op, root,
         )  # fmt: skip
 
     def _reduce_scatter_plainly(self, request: Request, fold: MpiFold) -> _Plainly:

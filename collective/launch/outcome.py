@@ -23,10 +23,10 @@ class RankDiedError(Exception):
             shown as it comes; else empty.
     """
 
-    def __init__(self, message: str, exitcode: int | None = None, output: str = "") -> None:
+    def __init__(self, message: str, exitcode: int | None = None) -> None:
         super().__init__(message)
         self.exitcode = exitcode
-        self.output = output
+        self.output = ""
 
     def __str__(self) -> str:
         message = str(self.args[0])
