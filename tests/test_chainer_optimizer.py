@@ -126,7 +126,7 @@ def early(comm: Any) -> None:
     assert len(launched) > 3
     # Most are on their way before the first function of the model is reached.
     assert passes[-2] >= 2
-    for (_, parameter), view in zip(reversed(optimizer._parameters), gradients.views, strict=True):
+    for (_, parameter), view in zip(optimizer._parameters, gradients.views, strict=True):
         assert parameter.grad is view
 
 

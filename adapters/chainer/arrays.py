@@ -14,7 +14,7 @@ from collective.memory.dtypes import DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-__all__ = ["ChainerAdapter"]
+__all__ = ["ChainerAdapter", "array_of"]
 
 _NUMPY = adapter_like("numpy")
 
@@ -33,11 +33,11 @@ class ChainerAdapter(Adapter):
         return isinstance(x, chainer.Variable)
 
     def view(self, x: Any) -> tuple[Any, DType]:
-        array = _array_of(x)
+        array = array_of(x)
         return _adapter_of(array).view(array)
 
     def output(self, x: Any) -> tuple[Any, DType]:
-        array = _array_of(x)
+        array = array_of(x)
         return _adapter_of(array).output(array)
 
     def wrap(self, array: Any, dtype: DType) -> Any:
@@ -65,11 +65,16 @@ class ChainerAdapter(Adapter):
             _cupy().used_on(x, stream)
 
 
-def _array_of(x: Any) -> Any:
+def array_of(x: Any, what: str = "chainer") -> Any:
+    """Return a variable's array.
+
+    Raises:
+        InvalidArgumentError: it has none yet; named as what ``what`` was called with.
+    """
     array = x.array
     if array is None:
         raise InvalidArgumentError(
-            f"chainer: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
+            f"{what}: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
             "call its initialize(shape), or the link once, on every rank."
         )
     return array

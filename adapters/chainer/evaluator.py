@@ -12,11 +12,15 @@ from chainer.dataset import convert
 from collective.errors import InvalidArgumentError
 from collective.training.rebinding import Rebindable
 
+from .parallel_updater import call_with
+
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
 __all__ = ["create_multi_node_evaluator"]
 
+# Of each name what batches have reported, times its weight, and the weight.
+_Sums = dict[str, list[list[float]]]
 _Evaluator: Any = chainer.training.extensions.Evaluator
 _Bar: Any = chainer.training.extensions.evaluator._IteratorProgressBar
 
@@ -65,8 +69,7 @@ def _rebind(evaluator: Any, comm: Communicator) -> None:
 
 def _evaluate(evaluator: Any) -> dict[str, float]:
     """Return the means over all ranks' samples; stands for ``Evaluator.evaluate``."""
-    # Of each name the weighted values, one a batch, and the weights.
-    mine: dict[str, tuple[list[float], list[float]]] = {}
+    mine: _Sums = {}
     iterator = evaluator.get_iterator("main")
     if not hasattr(iterator, "reset"):
         raise InvalidArgumentError(
@@ -86,12 +89,7 @@ def _evaluate(evaluator: Any) -> dict[str, float]:
         with chainer.reporter.report_scope(observation):
             arguments = convert._call_converter(evaluator.converter, batch, evaluator.device)
             with chainer.no_backprop_mode():
-                if isinstance(arguments, tuple):
-                    function(*arguments)
-                elif isinstance(arguments, dict):
-                    function(**arguments)
-                else:
-                    function(arguments)
+                call_with(function, arguments)
         _add(mine, observation, len(batch))
         if bar is not None:
             bar.update()
@@ -100,9 +98,7 @@ def _evaluate(evaluator: Any) -> dict[str, float]:
     return _merged(evaluator.comm, mine)
 
 
-def _add(
-    mine: dict[str, tuple[list[float], list[float]]], observation: dict[str, Any], samples: int
-) -> None:
+def _add(mine: _Sums, observation: dict[str, Any], samples: int) -> None:
     for name, value in observation.items():
         weight: Any = samples
         if isinstance(value, tuple):
@@ -112,26 +108,20 @@ def _add(
         if isinstance(value, chainer.Variable):
             value = value.array
         number, weight = float(value), float(weight)
-        values, weights = mine.setdefault(name, ([], []))
-        values.append(number * weight)
-        weights.append(weight)
+        mine.setdefault(name, []).append([number * weight, weight])
 
 
-def _merged(
-    comm: Communicator, mine: dict[str, tuple[list[float], list[float]]]
-) -> dict[str, float]:
-    every = comm.all_gather_object({name: [list(v), list(w)] for name, (v, w) in mine.items()})
+def _merged(comm: Communicator, mine: _Sums) -> dict[str, float]:
+    every: list[_Sums] = comm.all_gather_object(mine)
     found = {}
     for name in sorted({name for theirs in every for name in theirs}):
-        parts = [theirs[name] for theirs in every if name in theirs]
+        parts = [part for theirs in every for part in theirs.get(name, ())]
         # Exact sums, so that it makes no difference which rank has had which batch.
-        total = _sum(value for values, _ in parts for value in values)
-        weight = _sum(value for _, weights in parts for value in weights)
+        total, weight = map(_sum, zip(*parts))
         found[name] = total / weight if weight else math.nan
     return found
 
 
-def _sum(values: Any) -> float:
+def _sum(values: tuple[float, ...]) -> float:
     """Return the sum rounded once; as IEEE 754 has it where some are infinite."""
-    known = list(values)
-    return math.fsum(known) if all(map(math.isfinite, known)) else float(sum(known))
+    return math.fsum(values) if all(map(math.isfinite, values)) else float(sum(values))

@@ -91,14 +91,7 @@ class MultiNodeOptimizer:
         actual_optimizer, comm: as given.
     """
 
-    actual_optimizer: Any
-    comm: Communicator
-    _inner: Communicator
     _gradients: Gradients | None
-    _parameters: list[tuple[str, Any]]
-    _agreed: bool
-    _syncing: bool
-    _reduced: bool
 
     def __init__(
         self,
@@ -179,7 +172,8 @@ class MultiNodeOptimizer:
                 link.rebind(comm)
 
     def _forget(self) -> None:
-        self._parameters = []
+        # With their names, in the order of their buckets, which is the engine's.
+        self._parameters: list[tuple[str, Any]] = []
         self._gradients = None
         self._agreed = False  # whether the ranks' parameters are known to be equal
         self._syncing = True
@@ -209,12 +203,10 @@ class MultiNodeOptimizer:
     def _lay_out(self) -> Gradients:
         """Return the buckets, made anew if other parameters have been initialised."""
         found = [(n, p) for n, p in distinct_parameters(self.target) if p.is_initialized]
-        known = self._parameters
-        if (
-            self._gradients is not None
-            and len(found) == len(known)
-            and all(a is b for (_, a), (_, b) in zip(found, known))
-        ):
+        # Gradients mostly arrive in the reverse of the order in which links were made.
+        found.reverse()
+        known = [id(p) for _, p in self._parameters]
+        if self._gradients is not None and [id(p) for _, p in found] == known:
             return self._gradients
         if not found:
             raise InvalidArgumentError("update: the target has no initialised parameter.")
@@ -230,19 +222,15 @@ class MultiNodeOptimizer:
                 f"update: {', '.join(strange[:10])} of ChainerX or in a memory layout of cuDNN; "
                 "supported are arrays of NumPy and CuPy in C order."
             )
-        # Gradients mostly arrive in the reverse of the order in which links were made.
-        found.reverse()
-        limit = max(1, int(self._bucket_mib * _MIB))
-        made = Gradients(
+        self._parameters = found
+        self._gradients = Gradients(
             self._inner,
             [Parameter(name, tuple(p.shape), p.dtype.name) for name, p in found],
             like=found[0][1].array,
-            bucket_bytes=limit,
+            bucket_bytes=max(1, int(self._bucket_mib * _MIB)),
             reduce=self._reduce,
         )
-        found.reverse()
-        self._parameters, self._gradients = found, made
-        return made
+        return self._gradients
 
     # -- a step ---------------------------------------------------------------------------
 
@@ -319,7 +307,6 @@ class MultiNodeOptimizer:
         if not self._agreed:
             self._compare()
         gradients = self._lay_out()
-        last = len(self._parameters) - 1
         ready: set[int] = set()
 
         def complete(number: int, gradient: Any) -> Any:
@@ -342,7 +329,7 @@ class MultiNodeOptimizer:
             # A second pass is refused, but what the first has reduced shall stay until then.
             return None if number in ready else gradients.views[number]
 
-        leaves = {p.node: last - index for index, (_, p) in enumerate(self._parameters)}
+        leaves = {p.node: number for number, (_, p) in enumerate(self._parameters)}
         try:
             with watching(leaves, complete, target):
                 yield
@@ -356,40 +343,30 @@ class MultiNodeOptimizer:
 
     def _finish(self, gradients: Gradients, ready: set[int]) -> None:
         """Reduce what is not on its way yet, wait, and give the parameters their gradients."""
-        last = len(self._parameters) - 1
         scale = self._scale(ready)
-        for index, (_, parameter) in enumerate(self._parameters):
-            number, grad = last - index, parameter.grad
+        for number, ((_, parameter), view) in enumerate(zip(self._parameters, gradients.views)):
             if number in ready:
                 continue
-            view = gradients.views[number]
-            if grad is None:
-                view[...] = 0
-            elif grad is not view:
-                view[...] = grad
+            if parameter.grad is not view:
+                view[...] = 0 if parameter.grad is None else parameter.grad
             gradients.ready(number)
         gradients.finish()
-        for index, (_, parameter) in enumerate(self._parameters):
-            parameter.grad = gradients.views[last - index]
+        for (_, parameter), view in zip(self._parameters, gradients.views):
+            parameter.grad = view
             # By which the step divides, also where only other ranks have used the parameter.
             parameter._loss_scale = scale
 
     def _scale(self, ready: set[int]) -> float | None:
         """Return by what the loss was multiplied, of which only parameters in use know."""
-        last = len(self._parameters) - 1
-        for number in ready:
-            scale: float | None = self._parameters[last - number][1]._loss_scale
-            return scale
-        for _, parameter in self._parameters:
-            if parameter.grad is not None:
-                scale = parameter._loss_scale
-                return scale
-        scale = self.actual_optimizer._loss_scale
+        used = [self._parameters[number][1] for number in ready]
+        used = used or [p for _, p in self._parameters if p.grad is not None]
+        scale: float | None = (used[0] if used else self.actual_optimizer)._loss_scale
         return scale
 
     def _untouched(self) -> bool:
         """Tell whether all gradients are as :meth:`reducing` has left them."""
-        found, gradients = self._parameters, self._gradients
+        gradients = self._gradients
         return gradients is not None and all(
-            parameter.grad is view for (_, parameter), view in zip(reversed(found), gradients.views)
+            parameter.grad is view
+            for (_, parameter), view in zip(self._parameters, gradients.views)
         )

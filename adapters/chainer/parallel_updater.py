@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,7 +13,7 @@ from chainer.dataset import convert
 
 from collective.errors import InvalidArgumentError
 
-__all__ = ["ParallelUpdater", "Replicas"]
+__all__ = ["ParallelUpdater", "Replicas", "call_with"]
 
 _Updater: Any = chainer.training.updaters.StandardUpdater
 
@@ -96,11 +96,15 @@ class Replicas:
             raise InvalidArgumentError("backward: no samples for the first replica; some.")
         shares = [count / total if self._op == "avg" else 1.0 for count in counts]
 
+        def loss_of(index: int) -> Any:
+            with chainer.force_backprop_mode():
+                return call_with(loss_func or self.links[index], batches[index])
+
         def run(index: int, loss: Any = None) -> Any:
             link, device = self.links[index], self.devices[index]
             with chainer.using_device(device):
                 if loss is None:
-                    loss = _call(loss_func or link, batches[index])
+                    loss = loss_of(index)
                 link.cleargrads()  # those too that have just been initialised
                 # In place of the one with which a backward pass begins.
                 loss.grad = device.xp.full_like(loss.array, shares[index] * (loss_scale or 1.0))
@@ -112,7 +116,7 @@ class Replicas:
         if any(not parameter.is_initialized for parameter in self.links[0].params()):
             # The copies have to start from the values that the link draws.
             with chainer.using_device(self.devices[0]):
-                first = _call(loss_func or self.links[0], batches[0])
+                first = loss_of(0)
             self.copy_params()
         for link in self.links:
             link.cleargrads()
@@ -176,13 +180,13 @@ class _Ambience:
             self._reporter.observation.update(observation)
 
 
-def _call(function: Callable[..., Any], arguments: Any) -> Any:
-    with chainer.force_backprop_mode():
-        if isinstance(arguments, tuple):
-            return function(*arguments)
-        if isinstance(arguments, Mapping):
-            return function(**arguments)
-        return function(arguments)
+def call_with(function: Callable[..., Any], arguments: Any) -> Any:
+    """Call ``function`` with a converted batch: a tuple, a dictionary, or the only argument."""
+    if isinstance(arguments, tuple):
+        return function(*arguments)
+    if isinstance(arguments, Mapping):
+        return function(**arguments)
+    return function(arguments)
 
 
 def _length(batch: Any) -> int:
@@ -231,12 +235,9 @@ class ParallelUpdater(_Updater):  # type: ignore[misc, unused-ignore]
 
     def connect_trainer(self, trainer: Any) -> None:
         """Have the replicas report under their names."""
-        for name, link in self._others():
+        for name, link in zip(self._names[1:], self.replicas.links[1:]):
             trainer.reporter.add_observer(name, link)
             trainer.reporter.add_observers(name, link.namedlinks(skipself=True))
-
-    def _others(self) -> Iterator[tuple[str, Any]]:
-        return zip(self._names[1:], self.replicas.links[1:])
 
     def update_core(self) -> None:
         """Make a step."""

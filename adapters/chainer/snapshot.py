@@ -58,7 +58,7 @@ def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         assert every is not None
         entries: dict[str, Any] = {**mine, f"{_OURS}size": np.array(comm.size)}
         for rank, theirs in enumerate(every):
-            entries.update((f"{_OURS}rank/{rank}/{n}", _unpacked(v)) for n, v in theirs.items())
+            entries.update((f"{_OURS}rank/{rank}/{n}", np.asarray(v)) for n, v in theirs.items())
         # Read without pickle, which Chainer needs for them.
         absent = sorted(name for name, value in entries.items() if value.dtype == object)
         entries[f"{_OURS}absent"] = np.array(absent, dtype=np.str_)
@@ -108,7 +108,7 @@ def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         raise kind(f"{problem[1]} [rank {comm.rank} of {comm.size}].")
     base = comm.broadcast_object(base)
     own = comm.scatter_object(parts)
-    entries = {name: _unpacked(value) for name, value in {**base, **own}.items()}
+    entries = {name: np.asarray(value) for name, value in {**base, **own}.items()}
     failed = None
     try:
         npz.NpzDeserializer(entries).load(target)
@@ -231,10 +231,6 @@ def _packed(name: str, value: Any) -> Any:
             "Have its serialize() make one of these of it."
         )
     return value
-
-
-def _unpacked(value: Any) -> Any:
-    return np.asarray(value)
 
 
 def _write(path: Path, entries: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from collective.errors import DtypeError, InvalidArgumentError
 from collective.ops import Op
 from collective.training.differentiable import CollectiveStep, check_op
 
+from .arrays import array_of
+
 __all__ = ["Tape", "bare", "module_of"]
 
 
@@ -124,11 +126,8 @@ class Tape:
                 f"{what}: {type(x).__name__}; a single variable or array. The communicator's own "
                 "calls take structures and other frameworks' arrays, without gradients."
             )
-        if isinstance(x, chainer.Variable) and x.array is None:
-            raise InvalidArgumentError(
-                f"{what}: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
-                "call its initialize(shape), or the link once, on every rank."
-            )
+        if isinstance(x, chainer.Variable):
+            array_of(x, what)
         check_op(what, op)
         if x.dtype.kind not in "biuf" or (op == "avg" and x.dtype.kind != "f"):
             of = "op avg of " if op == "avg" else ""
@@ -137,9 +136,7 @@ class Tape:
                 "without gradients. Convert with F.cast(x, ...)."
             )
 
-    @staticmethod
-    def bare(x: Any) -> Any:
-        return bare(x)
+    bare = staticmethod(bare)
 
     @staticmethod
     def room(x: Any, shape: Sequence[int]) -> Callable[[], Any]:

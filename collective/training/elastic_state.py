@@ -62,7 +62,7 @@ class StateDict(Protocol):
 
 _registered: dict[type, Keeper] = {}
 #: Adapters with kinds of their own, by the package whose classes those are for.
-_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic_trainer"}
+_ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
 
 
 def register(

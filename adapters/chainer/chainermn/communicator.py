@@ -17,8 +17,7 @@ from collective.memory.annotations import Framework
 
 from . import arrays as messages
 from .gradients import PackedGradients
-from .mpi_comm import MpiComm
-from .objects import ANY_TAG, OBJECT_TAG, Mailbox
+from .objects import ANY_TAG, OBJECT_TAG, Mailbox, MpiComm
 
 __all__ = ["CollectiveCommunicator", "opened"]
 
@@ -61,7 +60,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         self.comm = comm
         self._mpi_comm = mpi_comm
         self._own = own
-        self._mailbox = Mailbox(comm)
+        self._mailbox = Mailbox(comm, self._configs)
         self._packed: weakref.WeakKeyDictionary[chainer.Link, PackedGradients] = (
             weakref.WeakKeyDictionary()
         )
@@ -123,7 +122,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
     @property
     def mpi_comm(self) -> Any:
         """The ``MPI.Comm`` that this was made of, or else what stands for one."""
-        return MpiComm(self) if self._mpi_comm is None else self._mpi_comm
+        return MpiComm(self._mailbox) if self._mpi_comm is None else self._mpi_comm
 
     # -- configuration --------------------------------------------------------------------
 
@@ -276,7 +275,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
 
     def send_obj(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object to rank ``dest``."""
-        self._mailbox.send(obj, dest, tag, self.get_config("pickle"))
+        self._mailbox.send(obj, dest, tag)
 
     def recv_obj(self, source: int, status: Any = None, tag: int = ANY_TAG) -> Any:
         """Receive an object from rank ``source``, with any tag unless it is said.
@@ -286,10 +285,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
             status: gets the attributes ``source`` and ``tag``, as an ``MPI.Status`` has them.
             tag: the sender's; any if it is negative.
         """
-        letter = self._mailbox.recv(source, tag, self.get_config("pickle"))
-        if status is not None:
-            status.source, status.tag = letter.source, letter.tag
-        return letter.content
+        return self._mailbox.recv(source, status, tag)
 
     def bcast_obj(self, obj: Any, max_buf_len: int | None = None, root: int = 0) -> Any:
         """Give every rank the object of ``root``, which may be None; elsewhere it is ignored.
@@ -299,15 +295,15 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
             max_buf_len: of no meaning here: there is no limit that would need pieces.
             root: the rank whose object it is.
         """
-        return self.comm.broadcast_object(obj, root=root, pickle=self.get_config("pickle"))
+        return self.comm.broadcast_object(obj, root=root, pickle=self._mailbox.pickle)
 
     def gather_obj(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Give ``root`` the list of the ranks' objects; None elsewhere."""
-        return self.comm.gather_object(obj, root=root, pickle=self.get_config("pickle"))
+        return self.comm.gather_object(obj, root=root, pickle=self._mailbox.pickle)
 
     def allreduce_obj(self, obj: Any) -> Any:
         """Return the sum, by ``+`` in rank order, of the ranks' objects."""
-        every = self.comm.all_gather_object(obj, pickle=self.get_config("pickle"))
+        every = self.comm.all_gather_object(obj, pickle=self._mailbox.pickle)
         return functools.reduce(operator.add, every)
 
     # -- models ---------------------------------------------------------------------------

@@ -78,7 +78,8 @@ class CompatibilityFinder(importlib.abc.MetaPathFinder):
         edits = needed_edits(fullname)
         if not edits:
             return None
-        spec = self._behind(fullname, path, target)
+        behind = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+        spec = next((found for found in behind if found is not None), None)
         if spec is None:
             return None
         if spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
@@ -90,17 +91,6 @@ class CompatibilityFinder(importlib.abc.MetaPathFinder):
         spec.loader = _Loader(spec.loader, spec.origin, edits)
         spec.cached = None
         return spec
-
-    def _behind(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
-        return None
 
 
 def needed_edits(module: str) -> list[Edit]:

@@ -6,12 +6,18 @@ import importlib.metadata
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 __all__ = ["EDITS", "Edit"]
 
 Condition = Callable[[], bool]
+
+
+def always() -> bool:
+    """Tell that it fails everywhere."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,8 @@ class Edit:
     old: str
     new: str
     reason: str
-    needed: Condition
+    needed: Condition = always
     count: int = 1
-
-
-def always() -> bool:
-    """Tell that it fails everywhere."""
-    return True
 
 
 def numpy_from(*version: int) -> Condition:
@@ -70,32 +71,27 @@ _PURE_NCCL = Edit(
     old="from chainermn.communicators.pure_nccl_communicator \\\n",
     new="from collective.adapters.chainer.compatibility.nccl \\\n",
     reason="the module needs mpi4py, for an isinstance",
-    needed=always,
 )
 _MULTIPROCESSING = Edit(
     old="import multiprocessing\n",
     new="import collective.adapters.chainer.compatibility.processes as multiprocessing\n",
     reason="processes that are not forked import Chainer anew",
-    needed=always,
 )
+# What several edits of a module have in common.
+_DISTUTILS = partial(
+    Edit, reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12"
+)
+_SCTYPES = partial(Edit, reason="NumPy 2.0 has no sctypes", needed=numpy_from(2, 0))
+_SHAPES = partial(Edit, reason="NumPy 2.5 warns of shapes being set", needed=numpy_from(2, 5))
+_FETCHING = partial(Edit, reason="an error would end the thread, and the program wait for it")
 
 # By module, in the order of their names.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "chainer._environment_check": (
-        Edit(
-            old="import numpy.distutils.system_info\n",
-            new="\n",
-            reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12",
-            needed=always,
-        ),
-        Edit(
-            # Asked on macOS only, for the Accelerate of before macOS 13.3. NumPy 2 is built for
-            # the new one, and NumPy 1.2x wheels with OpenBLAS.
-            old="numpy.distutils.system_info.get_info('blas_opt')",
-            new="None",
-            reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12",
-            needed=always,
-        ),
+        _DISTUTILS(old="import numpy.distutils.system_info\n", new="\n"),
+        # Asked on macOS only, for the Accelerate of before macOS 13.3. NumPy 2 is built for
+        # the new one, and NumPy 1.2x wheels with OpenBLAS.
+        _DISTUTILS(old="numpy.distutils.system_info.get_info('blas_opt')", new="None"),
         _PKG_RESOURCES,
     ),
     "chainer.dataset.convert": (
@@ -116,17 +112,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "chainer.functions.array.as_strided": (
-        Edit(
-            old="np.sctypes['int']",
-            new="(np.int8, np.int16, np.int32, np.int64)",
-            reason="NumPy 2.0 has no sctypes",
-            needed=numpy_from(2, 0),
-        ),
-        Edit(
-            old="np.sctypes['float']",
-            new="(np.float16, np.float32, np.float64, np.longdouble)",
-            reason="NumPy 2.0 has no sctypes",
-            needed=numpy_from(2, 0),
+        _SCTYPES(old="np.sctypes['int']", new="(np.int8, np.int16, np.int32, np.int64)"),
+        _SCTYPES(
+            old="np.sctypes['float']", new="(np.float16, np.float32, np.float64, np.longdouble)"
         ),
     ),
     "chainer.functions.array.resize_images": (
@@ -143,7 +131,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="self._set_cover_all(x, W)",
             new="self._set_cover_all(x.shape, W.shape)",
             reason="shapes are expected, so that backward fails where x needs no gradient",
-            needed=always,
         ),
     ),
     "chainer.functions.math.fix": (
@@ -160,19 +147,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="if self._comm.is_terminated:",
             new="if self._pool.check() or self._comm.is_terminated:",
             reason="a worker that ended takes its part of the batch along",
-            needed=always,
         ),
-        Edit(
-            old="alive = self._task()",
-            new="alive = multiprocessing.fetch(self)",
-            reason="an error would end the thread, and the program wait for it",
-            needed=always,
-        ),
-        Edit(
+        _FETCHING(old="alive = self._task()", new="alive = multiprocessing.fetch(self)"),
+        _FETCHING(
             old="self._not_empty_cond.wait(_response_time)",
             new="multiprocessing.wait_for_batch(self, _response_time)",
-            reason="an error would end the thread, and the program wait for it",
-            needed=always,
         ),
         Edit(
             old="thread.setDaemon(True)",
@@ -182,30 +161,16 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "chainer.links.activation.maxout": (
-        Edit(
+        _SHAPES(
             old="array.shape = (out_size, pool_size, in_size)",
             new="array = array.reshape(out_size, pool_size, in_size)",
-            reason="NumPy 2.5 warns of shapes being set",
-            needed=numpy_from(2, 5),
         ),
-        Edit(
-            old="array.shape = (linear_out_size, in_size)",
-            new="pass",
-            reason="NumPy 2.5 warns of shapes being set",
-            needed=numpy_from(2, 5),
-        ),
-        Edit(
+        _SHAPES(old="array.shape = (linear_out_size, in_size)", new="pass"),
+        _SHAPES(
             old="array.shape = (out_size, pool_size)",
             new="array = array.reshape(out_size, pool_size)",
-            reason="NumPy 2.5 warns of shapes being set",
-            needed=numpy_from(2, 5),
         ),
-        Edit(
-            old="array.shape = linear_out_size,",
-            new="pass",
-            reason="NumPy 2.5 warns of shapes being set",
-            needed=numpy_from(2, 5),
-        ),
+        _SHAPES(old="array.shape = linear_out_size,", new="pass"),
     ),
     "chainer.testing.doctest_helper": (_PKG_RESOURCES,),
     "chainer.testing.helper": (_PKG_RESOURCES,),
@@ -214,7 +179,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="            iterator.finalize()",
             new="            iterator is None or iterator.finalize()",
             reason="an evaluator may have None for an iterator, as ChainerMN's seq2seq example has",
-            needed=always,
         ),
     ),
     "chainer.training.extensions.snapshot_writers": (
@@ -223,7 +187,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="self._queue.join()",
             new="multiprocessing.finish(self._queue, self._consumer)",
             reason="it waits for ever if what writes the snapshots has failed",
-            needed=always,
         ),
     ),
     "chainer.training.updaters.multiprocess_parallel_updater": (_MULTIPROCESSING,),
@@ -241,7 +204,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             new="__version__ = chainer.__version__; "
             "__import__('collective.adapters.chainer.chainermn')\n",
             reason="create_communicator is to know the name of ours",
-            needed=always,
         ),
     ),
     "chainermn.extensions.observation_aggregator": (
@@ -249,7 +211,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old='value.to_device("native")',
             new='value.to_device("native" if chx.is_available() else "@numpy")',
             reason='the device "native" is one of ChainerX',
-            needed=always,
         ),
     ),
     "chainermn.functions.batch_normalization": (_PURE_NCCL,),
