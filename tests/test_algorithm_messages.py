@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective.algorithms import binomial, pieces
-from collective.algorithms.tags import COLLECTIVE_TAG
+from collective.algorithms.messages import COLLECTIVE_TAG
 from collective.contract import backend as contract
 from collective.contract.backend import Backend
 from collective.errors import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.algorithms import arithmetic, pieces
-from collective.algorithms.folding import Folding
+from collective.algorithms.folds import Folding
 from collective.memory.buffer import Buffer
 
 from .tensors import as_bytes

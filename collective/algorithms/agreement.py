@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +38,7 @@ def agree(backend: PointToPoint, request: Request, timeout: float) -> None:
     mine = Buffer(np.frombuffer(header, np.uint8), _UINT8)
     every = Buffer.empty(sum(lengths), _UINT8)
     all_gather.collect(messages, mine, every, lengths)
-    limits = pieces.limits(lengths)
-    raise Disagreement([every.array[start:stop].tobytes() for start, stop in pairwise(limits)])
+    raise Disagreement([header.array.tobytes() for header in pieces.cut(every, lengths)])
 
 
 def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -31,13 +31,8 @@ def all_to_all(
     """
     messages = Messages(backend, timeout)
     rank, size = messages.rank, messages.size
-    outs, intos = pieces.limits(send_counts), pieces.limits(recv_counts)
-    pieces.copy(src.part(outs[rank], outs[rank + 1]), dst.part(intos[rank], intos[rank + 1]))
+    outs, intos = pieces.cut(src, send_counts), pieces.cut(dst, recv_counts)
+    pieces.copy(outs[rank], intos[rank])
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        messages.exchange(
-            src.part(outs[to], outs[to + 1]),
-            to,
-            dst.part(intos[source], intos[source + 1]),
-            source,
-        )
+        messages.exchange(outs[to], to, intos[source], source)

@@ -48,9 +48,7 @@ def linear(
     if dst is None:
         messages.send(src, root)
         return
-    limits = pieces.limits(counts)
-    for rank in range(messages.size):
-        piece = dst.part(limits[rank], limits[rank + 1])
+    for rank, piece in enumerate(pieces.cut(dst, counts)):
         if rank == root:
             pieces.copy(src, piece)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer
 
-__all__ = ["CHUNK_BYTES", "chunk", "copy", "even", "limits"]
+__all__ = ["CHUNK_BYTES", "chunk", "copy", "cut", "even", "limits"]
 
 #: Length of the pieces in which long messages are folded, and so of scratch memory: two
 #: of them fill a second-level cache of 1 MiB, and one is four times what could be
@@ -37,6 +37,11 @@ def even(count: int, size: int) -> list[int]:
 def limits(counts: Sequence[int]) -> list[int]:
     """Return where each piece starts, and after them where the last one ends."""
     return [0, *accumulate(counts)]
+
+
+def cut(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    """Return the pieces of ``buffer``, of so many elements each, as views."""
+    return [buffer.part(start, stop) for start, stop in pairwise(limits(counts))]
 
 
 def copy(src: Buffer, dst: Buffer) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from collective.memory.buffer import Buffer
 
 from . import binomial, costs, folds, gather, pieces
-from .folding import Folding
+from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
@@ -81,12 +81,11 @@ def _at_root(
     messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None, root: int
 ) -> None:
     """Gather the inputs, in scratch for all of them at the root, and fold them there."""
-    count, size = src.count, messages.size
-    every = None if dst is None else Buffer.empty(count * size, src.dtype)
-    gather.collect(messages, folding.enter(src), every, [count] * size, root)
+    counts = [src.count] * messages.size
+    every = None if dst is None else Buffer.empty(sum(counts), src.dtype)
+    gather.collect(messages, folding.enter(src), every, counts, root)
     if dst is not None and every is not None:
-        values = [every.part(count * rank, count * (rank + 1)) for rank in range(size)]
-        folding.in_order(values, Buffer.empty(count, src.dtype), dst)
+        folding.in_order(pieces.cut(every, counts), Buffer.empty(src.count, src.dtype), dst)
         folding.leave(dst)
 
 

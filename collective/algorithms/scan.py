@@ -9,7 +9,7 @@ import numpy as np
 from collective.memory.buffer import Buffer
 
 from . import costs, folds, pieces
-from .folding import Folding
+from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:

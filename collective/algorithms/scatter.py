@@ -39,9 +39,7 @@ def _linear(
     if src is None:
         messages.recv(dst, root)
         return
-    limits = pieces.limits(counts)
-    for rank in range(messages.size):
-        piece = src.part(limits[rank], limits[rank + 1])
+    for rank, piece in enumerate(pieces.cut(src, counts)):
         if rank == root:
             pieces.copy(piece, dst)
         else:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from collective.errors import RankError
 
 from . import pieces
-from .messages import PointToPoint
-from .tags import COLLECTIVE_TAG
+from .messages import COLLECTIVE_TAG, PointToPoint
 
 if TYPE_CHECKING:
     from collective.memory.buffer import Buffer

@@ -21,13 +21,9 @@ from typing import Any, NamedTuple
 
 from collective.contract.process import RankProcess
 from collective.contract.store import Store
-from collective.errors import (
-    CollectiveTimeoutError,
-    ConfigError,
-    ExcludedError,
-)
+from collective.errors import CollectiveTimeoutError, ConfigError, ExcludedError
 
-__all__ = ["Arrivals", "Joining", "Knock", "Offer"]
+__all__ = ["Arrivals", "Joining", "Knock"]
 
 #: Of what travels through the store between the ranks and those who join.
 _PROTOCOL = 1
@@ -143,25 +139,6 @@ class Arrivals:
         return found
 
 
-class Offer(NamedTuple):
-    """What a process is answered: where it is decided whether it is a member.
-
-    Attributes:
-        name, generation: of the lineage of the ranks, and of what is decided on.
-        origin: the members' numbers before that.
-        number: this process's from now on.
-        founders: how many ranks there were at first.
-        verdict: what was decided.
-    """
-
-    name: str
-    generation: int
-    origin: tuple[int, ...]
-    number: int
-    founders: int
-    verdict: dict[str, Any]
-
-
 class Knock:
     """A process that wants to join.
 
@@ -197,8 +174,11 @@ class Knock:
             )
         return str(roll["backend"])
 
-    def admitted(self, timeout: float) -> Offer:
+    def admitted(self, timeout: float) -> dict[str, Any]:
         """Wait until the ranks have decided on a generation with this process.
+
+        Returns:
+            What :meth:`Arrivals.claim` has offered it.
 
         Raises:
             CollectiveTimeoutError: they did not call ``grow()``. It waits no longer then.
@@ -225,13 +205,9 @@ class Knock:
                 if time.monotonic() >= end:
                     raise self._late(timeout, "the ranks there did not decide")
                 time.sleep(_POLL_S)
-            found = _parsed(verdict)
             # Otherwise a rank decided that had not seen this process: it asks once more.
-            if offer["number"] in found["members"]:
-                return Offer(
-                    offer["name"], offer["generation"], tuple(offer["origin"]), offer["number"],
-                    offer["founders"], found,
-                )  # fmt: skip
+            if offer["number"] in _parsed(verdict)["members"]:
+                return offer
 
     def _ticket(self) -> str:
         """Return the key of a ticket that is this process's."""

@@ -18,6 +18,7 @@ from collective.request import Disagreement, Request, call_site
 
 from .calls import Array
 from .deadline import Deadline
+from .gpu_calls import nearest
 from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
@@ -57,10 +58,9 @@ class Broadcasting(PieceCalls):
         return self._go("barrier", run, async_op)
 
     def _plan_of_barrier(self) -> Planned:
-        planned: Planned | None = self._plans.get("barrier")
-        if planned is None:
-            planned = self._remember("barrier", self._planned(Request("barrier")))
-        return planned
+        return self._plans.get("barrier") or self._remember(
+            "barrier", self._planned(Request("barrier"))
+        )
 
     def broadcast(
         self,
@@ -184,7 +184,7 @@ class Broadcasting(PieceCalls):
 
     def _plan_of_broadcast(self, array: Array, dtype: dtypes.DType, root: int) -> Planned:
         key = ("broadcast", dtype, array.shape, root, type(array) is np.ndarray)
-        planned: Planned | None = self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is None:
             device = self._where(array)
             request = Request("broadcast", dtype, array.shape, root=root, device=device)
@@ -345,17 +345,17 @@ class Broadcasting(PieceCalls):
                 )
             outs = [None] * len(leaves) if out is None else nested.flatten(out)
             outputs = [
-                Output("broadcast", given, leaf.adapter, leaf.shape, leaf.dtype, leaf.rows.array)
+                Output("broadcast", given, leaf.adapter, leaf.shape, leaf.dtype, leaf.array)
                 for given, leaf in zip(outs, leaves)
             ]
-        arrays = [leaf.rows.array for leaf in leaves]
+        arrays = [leaf.array for leaf in leaves]
         # Where no headers are compared, what None stands for has to travel with it.
         structure = {"leaves": shapes, "nesting": nesting}
         text = np.frombuffer(json.dumps(structure).encode() if self._heads else b"", np.uint8)
         nbytes = text.size + sum(array.nbytes for array in arrays)
         request = Request(
             "broadcast", UINT8, (nbytes,), root=root, leaves=shapes, nesting=nesting,
-            device=self._where(leaves[0].rows.array) if leaves else None,
+            device=self._where(leaves[0].array) if leaves else None,
         )  # fmt: skip
         planned = self._planned(request)
 
@@ -371,7 +371,7 @@ class Broadcasting(PieceCalls):
             unpack(packed.array[text.size :], [output.flat for output in outputs])
             return nested.rebuild(template, iter([output.finish() for output in outputs]))
 
-        return self._go("broadcast", run, async_op, *self._near(leaves))
+        return self._go("broadcast", run, async_op, *nearest(leaves))
 
 
 def _to_all(request: Request) -> Request:

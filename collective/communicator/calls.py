@@ -85,7 +85,7 @@ class Calls(GpuCalls):
         # Whether a broadcast tells what it brings in a message before it. Who passed None does
         # not know if the root's array is on a GPU.
         self._heads = self._agree_sizes and not self._agree_first and not apart
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[Any, Planned] = {}
         # This rank's GPU, once an array has been found to be there.
         self._gpu: Any = None
         self._lane_name = f"collective-{backend.name}-{backend.rank}"
@@ -176,12 +176,11 @@ class Calls(GpuCalls):
             self._backend.refuse_broken(what)
         return self._go(what, run, async_op)
 
-    def _transport(self, method: Callable[..., Work[Any] | None], *args: Any) -> None:
-        """Call the transport."""
+    def _transport(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the transport, and return what comes of it."""
         try:
-            work = method(*args)
-            if work is not None:
-                work.wait()
+            result = method(*args)
+            return result.wait() if isinstance(result, Work) else result
         except Disagreement:
             raise
         except BaseException as error:
@@ -335,7 +334,7 @@ class Calls(GpuCalls):
     ) -> Planned:  # fmt: skip
         """Return what carries the head of a call, the same on ranks that know less of it."""
         key = "about", what, request, root
-        about: Planned | None = self._plans.get(key)
+        about = self._plans.get(key)
         if about is None:
             known = Request(what, root=root) if request is None else request
             about = self._remember(key, self._planned(known.comparing(operation, elements)))
@@ -448,7 +447,7 @@ class Calls(GpuCalls):
             raise InvalidArgumentError(f"timeout: {timeout!r}; a positive number of seconds.")
         return float(timeout)
 
-    def _remember(self, key: Any, plan: T) -> T:
+    def _remember(self, key: Any, plan: Planned) -> Planned:
         if len(self._plans) >= _REMEMBERED:
             self._plans.clear()
         self._plans[key] = plan

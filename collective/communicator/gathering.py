@@ -1,4 +1,4 @@
-"""The calls gather and all_gather."""
+"""The calls that join pieces: gather, all_gather, all_to_all."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .deadline import Deadline
-from .gpu_calls import View
-from .pieces import Leaf, PieceCalls, bytes_of
+from .gpu_calls import View, nearest
+from .pieces import Header, Leaf, PieceCalls, bytes_of
 from .plan import Planned
-from .rows import check_counts
+from .rows import check_counts, split_sizes
 
 __all__ = ["Gathering"]
 
 
 class Gathering(PieceCalls):
-    """The part of a communicator that gathers."""
+    """The part of a communicator that gathers, and exchanges pieces."""
 
     def gather(
         self,
@@ -127,20 +127,21 @@ class Gathering(PieceCalls):
         view = self._view(what, x)
         planned = self._plan_of_collection(what, view, root, axis, lengths)
         leaf = Leaf(what, view, axis)
-        known = None if lengths is None else [lengths]
+        alike = [lengths or [leaf.rows.length] * self.size]
 
         def packed() -> Array:
-            return leaf.rows.array.ravel().view(np.uint8)
+            return leaf.array.ravel().view(np.uint8)
 
         def send(rows: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
             """Move the piece, knowing how many rows each rank has."""
             at = sum(agreed.request.elements[: self.rank])
             return self._move_one(what, agreed, leaf, sum(rows[0]), at, receives, out, seconds)
 
-        def run() -> Any:
-            deadline = Deadline(seconds)
-            return self._with_lengths(planned, [leaf], 0, known, packed, send, deadline, difference)
-
+        uneven = functools.partial(self._uneven_collection, planned.request, [leaf], 0, lengths)
+        run = functools.partial(
+            self._move, planned, alike, packed, _gathered, send, uneven, seconds,
+            difference=difference, compares=lengths is None or self._agree_first,
+        )  # fmt: skip
         return self._go(what, run, async_op, view.array, view.adapter)
 
     def _plan_of_collection(
@@ -149,7 +150,7 @@ class Gathering(PieceCalls):
         counts = None if lengths is None else tuple(lengths)
         on_host = type(view.array) is np.ndarray
         key = (what, view.dtype, view.array.shape, root, axis, counts, on_host)
-        planned: Planned | None = self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is None:
             leaf = Leaf(what, view, axis)
             self._check_lengths(what, [leaf], lengths)
@@ -178,13 +179,13 @@ class Gathering(PieceCalls):
             )
         receives = root is None or root == self.rank
         self._check_lengths(what, leaves, lengths)
-        known = None if lengths is None else [lengths] * len(leaves)
+        alike = [lengths or [leaf.rows.length] * self.size for leaf in leaves]
         planned = self._piece_plan(what, leaves, nesting, root, axis, lengths)
 
         @functools.cache
         def packed() -> Array:
             """Return this rank's pieces as bytes."""
-            return bytes_of([leaf.rows.array.ravel() for leaf in leaves])
+            return bytes_of([leaf.array.ravel() for leaf in leaves])
 
         def send(rows: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
             """Move the pieces, knowing how many rows of each leaf each rank has."""
@@ -195,11 +196,14 @@ class Gathering(PieceCalls):
             results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, rows)]
             return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
 
-        def run() -> Any:
-            deadline = Deadline(seconds)
-            return self._with_lengths(planned, leaves, nesting, known, packed, send, deadline)
-
-        return self._go(what, run, async_op, *self._near(leaves))
+        uneven = functools.partial(
+            self._uneven_collection, planned.request, leaves, nesting, lengths
+        )
+        run = functools.partial(
+            self._move, planned, alike, packed, _gathered, send, uneven, seconds,
+            compares=lengths is None or self._agree_first,
+        )  # fmt: skip
+        return self._go(what, run, async_op, *nearest(leaves))
 
     def _check_lengths(
         self, what: str, leaves: Sequence[Leaf], lengths: Sequence[int] | None
@@ -215,47 +219,186 @@ class Gathering(PieceCalls):
                     f"{leaf.rows.length} {self._who}."
                 )
 
-    def _with_lengths(
+    def _uneven_collection(
         self,
-        planned: Planned,
+        request: Request,
         leaves: Sequence[Leaf],
         nesting: Any,
-        known: Sequence[Sequence[int]] | None,
-        packed: Callable[[], Array],
-        send: Callable[[Sequence[Sequence[int]], Planned, float], Any],
-        deadline: Deadline,
-        difference: Disagreement | None = None,
-    ) -> Any:
-        """Find out how much each rank has, and move it.
+        lengths: Sequence[int] | None,
+        headers: Sequence[Header],
+    ) -> tuple[list[list[int]], Planned]:
+        """Return how many rows of each leaf each rank has, and the plan for that.
 
-        Args:
-            planned: the call, if all ranks have as much as this one or as is ``known``.
-            known: how many rows of each leaf each rank has, where all ranks know.
-            packed: returns what this rank has as bytes; as for :meth:`_compared`.
-            send: moves it, of the rows of each leaf and rank, a plan and seconds.
-            difference: what the ranks have found already.
+        Raises:
+            MismatchError: the calls differ in more than that, or in what all ranks are to know.
         """
-        request = planned.request
-        alike = known or [[leaf.rows.length] * self.size for leaf in leaves]
-        try:
-            if difference is not None:
-                raise difference
-            agreed = planned
-            if known is None or self._agree_first:
-                agreed = self._compared(planned, packed, _joined, deadline)
-            return send(alike, agreed, deadline.left())
-        except Disagreement as found:
-            found.__traceback__ = None  # whose frame knows it by name, and would never go
-            headers = found.headers
-        if known is not None:
+        if lengths is not None:
             self._mismatch(headers)
         rows = self._rows_of(headers, len(leaves))
         elements = self._lengths(rows, leaves, nesting)
         uneven = Request(request.operation, root=request.root, elements=elements, sizes=rows)
-        return send(rows, self._planned(uneven), deadline.left())
+        return rows, self._planned(uneven)
+
+    # -- all_to_all ------------------------------------------------------------------------
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+
+        Collective: every rank calls it, with one dtype and axis; shapes may differ along
+        the axis.
+
+        Args:
+            x: an array, or a nested list, tuple or dict of arrays, each of which is cut.
+            counts: lengths of the pieces that this rank sends; ranks may differ. By
+                default as ``numpy.array_split`` cuts.
+            axis: the axis to cut and to join along.
+            out: where the result goes; may not be ``x``.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            The pieces for this rank, in the order of their senders, as ``out`` or a new
+            array.
+
+        Raises:
+            ShapeError: the counts do not add up to the axis (before anything is sent), or
+                ``out`` does not fit (after the call; nothing is written).
+            MismatchError: dtypes, other axes or nestings differ.
+
+        See Also:
+            MPI_Alltoallv, ncclAlltoAll.
+        """
+        return self._exchange(x, counts, axis, out, timeout, async_op)
+
+    def _exchange(
+        self,
+        x: Any,
+        counts: Sequence[int] | None,
+        axis: int,
+        out: Any,
+        timeout: float | None,
+        async_op: bool,
+        difference: Disagreement | None = None,
+    ) -> Any:
+        """Make the call; see :meth:`all_to_all`.
+
+        Args:
+            difference: what the ranks have found already, if that is how they differ.
+        """
+        what = "all_to_all"
+        seconds = self._seconds(timeout)
+        nesting = nested.skeleton(x)
+        leaves = [Leaf(what, view, axis) for view in self._views(what, x)]
+        sends = [split_sizes(what, leaf.rows.length, self.size, counts) for leaf in leaves]
+        planned = self._piece_plan(what, leaves, nesting, None, axis, None, sends)
+        packed = functools.cache(functools.partial(_packed, leaves, sends, nesting))
+        joined = functools.partial(_exchanged, planned.request, self.rank)
+
+        def send(receives: Sequence[Sequence[int]], agreed: Planned, seconds: float) -> Any:
+            """Move the pieces, knowing how many rows of each leaf come from each rank."""
+            if nesting == 0:
+                total = sum(receives[0])
+                return self._move_one(what, agreed, leaves[0], total, None, True, out, seconds)
+            parts = self._move_packed(agreed, packed(), agreed.request.incoming, seconds)
+            results = [(leaf.rows, leaf.dtype, r) for leaf, r in zip(leaves, receives)]
+            return self._assemble(what, parts, results, nested.flatten(x), out, nesting, x)
+
+        # Every rank sends what this one does, unless their headers say otherwise.
+        even = [[s[self.rank]] * self.size for s in sends]
+        uneven = functools.partial(self._uneven_exchange, planned.request, leaves, nesting)
+        run = functools.partial(
+            self._move, planned, even, packed, joined, send, uneven, seconds, difference=difference
+        )
+        return self._go(what, run, async_op, *nearest(leaves))
+
+    def _uneven_exchange(
+        self, request: Request, leaves: Sequence[Leaf], nesting: Any, headers: Sequence[Header]
+    ) -> tuple[list[list[int]], Planned]:
+        """Return how many rows of each leaf come from each rank, and the plan for that.
+
+        Raises:
+            MismatchError: the calls differ in more than how much each rank sends to each.
+        """
+        self._rows_of(headers, len(leaves))
+        table = [header["options"]["sizes"] for header in headers]
+        receives = [
+            [table[rank][k][self.rank] for rank in range(self.size)] for k in range(len(leaves))
+        ]
+        agreed = Request(
+            request.operation, sizes=table, elements=request.elements,
+            incoming=self._lengths(receives, leaves, nesting),
+        )  # fmt: skip
+        return receives, self._planned(agreed)
+
+    # -- shared ----------------------------------------------------------------------------
+
+    def _move(
+        self,
+        planned: Planned,
+        alike: Sequence[Sequence[int]],
+        packed: Callable[[], Array],
+        joined: Callable[..., None],
+        send: Callable[[Sequence[Sequence[int]], Planned, float], Any],
+        uneven: Callable[[Sequence[Header]], tuple[Sequence[Sequence[int]], Planned]],
+        seconds: float,
+        *,
+        difference: Disagreement | None = None,
+        compares: bool = True,
+    ) -> Any:
+        """Find out how much each rank has, and move it.
+
+        Args:
+            planned: the call, if all ranks have as much as this one or as all know.
+            alike: how many rows of each leaf there are of each rank then.
+            packed, joined: as for :meth:`_compared`.
+            send: moves it, of the rows of each leaf and rank, a plan and seconds.
+            uneven: returns rows and plan where the calls' headers differ, or raises.
+            difference: what the ranks have found already, if that is how they differ.
+            compares: whether the calls are compared before, where the transport does not.
+        """
+        deadline = Deadline(seconds)
+        try:
+            if difference is not None:
+                raise difference
+            agreed = self._compared(planned, packed, joined, deadline) if compares else planned
+            return send(alike, agreed, deadline.left())
+        except Disagreement as found:
+            found.__traceback__ = None  # whose frame knows it by name, and would never go
+            headers = found.headers
+        rows, agreed = uneven(headers)
+        return send(rows, agreed, deadline.left())
 
 
-def _joined(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+def _gathered(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
     """Stand for the transport where the pieces have come already."""
     if dst is not None:
         np.concatenate(pieces, out=dst.array.view(np.uint8))
+
+
+def _packed(leaves: Sequence[Leaf], cuts: Sequence[Sequence[int]], nesting: Any) -> Array:
+    """Return the pieces as bytes, the one for rank 0 first."""
+    if nesting == 0:
+        return leaves[0].array.ravel().view(np.uint8)
+    size = len(cuts[0]) if cuts else 0
+    return bytes_of(
+        [leaf.rows.piece(cut, rank) for rank in range(size) for leaf, cut in zip(leaves, cuts)]
+    )
+
+
+def _exchanged(
+    request: Request, rank: int, sources: list[Array], src: Buffer, dst: Buffer, seconds: float
+) -> None:
+    """Stand for the transport where all ranks' pieces have come already."""
+    # The calls are the same, so everybody cuts as this rank does.
+    width, counts = src.dtype.itemsize, request.elements
+    start = width * sum(counts[:rank])
+    pieces = [source[start : start + width * counts[rank]] for source in sources]
+    np.concatenate(pieces, out=dst.array.view(np.uint8))

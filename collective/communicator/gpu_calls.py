@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from collective import cuda
 from collective import request as request_module
 from collective.contract.backend import Backend
 from collective.contract.work import Lane, Work
@@ -17,15 +18,15 @@ from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.dtypes import DType
 from collective.memory.through_host import Staged
 
-from .streams import StreamWork, joined, within
-
 if TYPE_CHECKING:
-    from collective.cuda import Stream
+    from collective.cuda import Event, Stream
 
-__all__ = ["GpuCalls", "View", "to_the_end", "with_site"]
+__all__ = ["GpuCalls", "View", "nearest", "to_the_end", "with_site", "within"]
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
+#: By what a call runs: an array on a GPU, its adapter, and the streams of its other arrays.
+Near = tuple[Any, "Adapter | None", "Sequence[Stream]"]
 _UINT8 = dtypes.BY_NAME["uint8"]
 
 
@@ -78,7 +79,7 @@ class GpuCalls:
         device, current = near.device, near.stream
         stream = self._backend.side_stream(device) if async_op else current
         if others:
-            run = joined(stream, others, run)
+            run = _joined(stream, others, run)
             if not async_op and self._lane.idle:
                 return run()
         enqueue = within(stream, run)
@@ -93,10 +94,12 @@ class GpuCalls:
             self._lane.submit(what, with_site(enqueue), work)
         return work
 
-    def _stream_work(self, what: str, side: Any, current: Any, adapter: Adapter) -> StreamWork[Any]:
+    def _stream_work(
+        self, what: str, side: Any, current: Any, adapter: Adapter
+    ) -> _StreamWork[Any]:
         now = functools.partial(adapter.current_stream, current.device, current)
         backend = self._backend
-        return StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
+        return _StreamWork(what, side, now, backend.synchronize_event, backend.keep_until)
 
     def _settle(self, what: str, array: Any, seconds: float) -> None:
         """In a lane's thread, wait on the host for what it has enqueued.
@@ -172,3 +175,107 @@ def with_site(run: Callable[[], T]) -> Callable[[], T]:
         return run()
 
     return runwith_site
+
+
+def nearest(views: Iterable[Any]) -> Near:
+    """Return by what a call runs, of views or of what else has an array and its adapter."""
+    found = [each for each in views if type(each.array) is not np.ndarray]
+    if not found:
+        return None, None, ()
+    near = found[0].array
+    return near, found[0].adapter, list({each.array.stream for each in found} - {near.stream})
+
+
+def within(stream: Stream, function: Callable[[], T]) -> Callable[[], T]:
+    """Return ``function`` with everything that it does to arrays of a GPU on ``stream``."""
+
+    def inside() -> T:
+        with cuda.on(stream):
+            return function()
+
+    return inside
+
+
+def _joined(stream: Stream, others: Sequence[Stream], function: Callable[[], T]) -> Callable[[], T]:
+    """Have what ``function`` puts on ``stream`` wait for others, and those wait for its end."""
+    for other in others:
+        stream.wait_for(other)
+
+    def inside() -> T:
+        result = function()
+        for other in others:
+            other.wait_for(stream)
+        return result
+
+    return inside
+
+
+class _StreamWork(Work[T]):
+    """An operation on arrays of a GPU, enqueued on a stream beside the caller's.
+
+    Args:
+        what: the operation, for errors.
+        side: the stream it runs on.
+        current: returns the stream on which the calling thread enqueues what it does next.
+        finish: waits on the host for an event, for some seconds, and raises what went wrong.
+        keep: keeps a reference until an event has come. Frameworks give memory to others when
+            nobody refers to it, whatever this stream still does with it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        side: Stream,
+        current: Callable[[], Stream],
+        finish: Callable[[Event, str, float | None], None],
+        keep: Callable[[Event, object], None],
+    ) -> None:
+        super().__init__(what)
+        self._side = side
+        self._current = current
+        self._finish = finish
+        self._keep = keep
+        self._event: Event | None = None
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Make the caller's current stream wait until the operation is over; return its result.
+
+        What is enqueued on that stream afterwards finds the result. The host waits only until
+        the operation has been enqueued.
+
+        Args:
+            timeout: seconds for that.
+
+        Raises:
+            CollectiveTimeoutError, CollectiveError: as :meth:`Work.wait`. What goes wrong on
+                the GPU is raised by :meth:`synchronize` and by later calls.
+        """
+        result = super().wait(timeout)
+        if self._event is not None:
+            self._current().wait(self._event)
+        return result
+
+    def synchronize(self, timeout: float | None = None) -> T:
+        """Wait, on the host, until the operation is over on the GPU; return its result.
+
+        Raises:
+            CollectiveTimeoutError: ``timeout`` passed, or the operation's own deadline.
+            CollectiveError: what went wrong, on the GPU too.
+        """
+        result = super().wait(timeout)
+        if self._event is not None:
+            self._finish(self._event, self._what, timeout)
+        return result
+
+    def done(self) -> bool:
+        """Tell whether the operation is over on the GPU, well or badly, without waiting."""
+        return super().done() and (self._event is None or self._event.query())
+
+    def _run(self, function: Callable[[], T]) -> None:
+        try:
+            self._result = result = function()
+            self._event = event = self._side.record()
+            self._keep(event, (function, result))
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._end()

@@ -7,7 +7,7 @@ import os
 import traceback
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
@@ -24,15 +24,41 @@ from collective.errors import (
 
 from .arrivals import Arrivals
 from .calls import Calls
-from .closed import CLOSED, Closed
 from .lineage import Lineage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from collective.request import Request
+
 __all__ = ["Life"]
 
 _alive: weakref.WeakSet[Life] = weakref.WeakSet()
+# Why there is no transport any more, where the program has closed it itself.
+_CLOSED = "this communicator is closed. Make another with collective.init()."
+
+
+class Closed:
+    """Stands where a transport was: every use says why it is there no more."""
+
+    exchange = None
+
+    def __init__(self, backend: Backend, why: str) -> None:
+        self.name = backend.name
+        self._why = why
+        # In a forked child it stays as it is: its end would be the parent's as well.
+        self._kept = backend if why is not _CLOSED else None
+
+    def refuse_broken(self, where: object) -> NoReturn:
+        """Raise why no call can be made."""
+        raise CommunicatorClosedError(f"{where}: {self._why}")
+
+    def plan(self, request: Request) -> NoReturn:
+        """Raise the same, of a call that would only be planned."""
+        self.refuse_broken(request.operation)
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise CommunicatorClosedError(f"{attribute}: {self._why}")
 
 
 class Life(Calls):
@@ -117,7 +143,7 @@ class Life(Calls):
         self._open_door()
         for listener in self._listeners:
             listener.close()
-        backend, self._backend = self._backend, Closed(self._backend, CLOSED)  # type: ignore[assignment]
+        backend, self._backend = self._backend, Closed(self._backend, _CLOSED)  # type: ignore[assignment]
         backend.close()
         self._end_arrivals()
         if self._store is not None:

@@ -104,7 +104,7 @@ class Output:
             self._target, array = array, np.empty(shape, dtype.storage)
             self._apart = False
         self._array = array
-        self.flat = _like(array, dtype) if self._apart else array.ravel()
+        self.flat = Buffer.empty(array.size, dtype, array).array if self._apart else array.ravel()
         if self._near is not None:
             self._near.effective_stream.wait_for(array.stream)
 
@@ -128,11 +128,6 @@ def _is_view(near: Any, out: Any, x: Any) -> bool:
     """Tell whether an array of the call's is known to be all of ``out``, where that is."""
     # A view of a framework's array belongs to that, and not to a copy that stands for it.
     return near is out or (out is x and type(near) is not np.ndarray and near.owner is x)
-
-
-def _like(array: Any, dtype: DType) -> Any:
-    """Return contiguous memory for as many elements, of the same kind."""
-    return Buffer.empty(array.size, dtype, array).array
 
 
 def same_memory(what: str, a: Any, b: Any) -> None:

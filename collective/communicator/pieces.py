@@ -23,7 +23,6 @@ from .output import Output
 from .plan import Planned
 from .rows import Rows
 from .straight import StraightCalls
-from .streams import Near, nearest
 
 __all__ = ["UINT8", "Header", "Leaf", "PieceCalls", "bytes_of", "pack",
            "unpack"]  # fmt: skip
@@ -35,12 +34,13 @@ UINT8 = dtypes.BY_NAME["uint8"]
 class Leaf:
     """One array of a call, as it is sent: its rows, and what its results are made with."""
 
-    __slots__ = ("adapter", "dtype", "rows", "shape")
+    __slots__ = ("adapter", "array", "dtype", "rows", "shape")
 
     def __init__(self, what: str, view: View, axis: int) -> None:
         self.adapter, array, self.dtype = view
         self.shape = array.shape
         self.rows = Rows(what, array, axis)
+        self.array = self.rows.array
 
 
 class PieceCalls(StraightCalls):
@@ -81,7 +81,7 @@ class PieceCalls(StraightCalls):
         if output is not None:
             target = rows.target(output.flat)
             if np.may_share_memory(src, target) and (
-                at is None or not _same(source, Buffer(target[at : at + src.size], dtype))
+                at is None or source.address != Buffer(target[at : at + src.size], dtype).address
             ):
                 source = Buffer(src.copy(), dtype)
             dst = Buffer(target, dtype)
@@ -108,10 +108,6 @@ class PieceCalls(StraightCalls):
         if lengths is None or dst is None:
             return []
         return np.split(dst.array, list(accumulate(lengths))[:-1])
-
-    def _near(self, leaves: Sequence[Leaf]) -> Near:
-        """Return what the call runs by."""
-        return nearest([(leaf.rows.array, leaf.adapter) for leaf in leaves])
 
     def _compared(
         self,
@@ -198,9 +194,9 @@ class PieceCalls(StraightCalls):
         fixed = counts is not None
         shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
                        for leaf in leaves)  # fmt: skip
-        where = self._where(leaves[0].rows.array) if leaves else None
+        where = self._where(leaves[0].array) if leaves else None
         key = (what, shapes, str(nesting), root, axis, str(counts), str(sizes), where)
-        planned: Planned | None = self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is not None:
             return planned
         incoming = None
@@ -327,7 +323,3 @@ def unpack(packed: Array, arrays: Sequence[Array]) -> None:
     for array in arrays:
         array.view(np.uint8)[:] = packed[start : start + array.nbytes]
         start += array.nbytes
-
-
-def _same(a: Buffer, b: Buffer) -> bool:
-    return a.address == b.address

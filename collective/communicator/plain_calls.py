@@ -16,7 +16,6 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NUMPY
 from collective.request import Disagreement
 
-from .exchanging import Exchanging
 from .foreign_names import explain_keyword, explained
 from .object_calls import ObjectCalls
 from .pieces import Leaf
@@ -41,7 +40,7 @@ else:
     _FUNCTIONS = (
         Reductions.all_reduce, Reductions.reduce, Reductions.scan, Reductions.reduce_scatter,
         ObjectCalls.broadcast, ObjectCalls.scatter, ObjectCalls.all_gather, ObjectCalls.gather,
-        Exchanging.all_to_all, ObjectCalls.barrier, ObjectCalls.send, ObjectCalls.recv,
+        ObjectCalls.all_to_all, ObjectCalls.barrier, ObjectCalls.send, ObjectCalls.recv,
         ObjectCalls.sendrecv,
     )  # fmt: skip
     _Methods = native.methods(*_FUNCTIONS) or type(
@@ -49,7 +48,7 @@ else:
     )
 
 
-class PlainCalls(_Methods, Reductions, Exchanging, ObjectCalls):
+class PlainCalls(_Methods, Reductions, ObjectCalls):
     """All calls on arrays and objects, with methods in C in front of those that it can make."""
 
     def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:

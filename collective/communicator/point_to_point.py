@@ -21,11 +21,10 @@ from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
 from .deadline import Deadline
-from .gpu_calls import with_site
+from .gpu_calls import with_site, within
 from .heads import Head
 from .listener import CallEvent
 from .message_contents import WORDS, MessageContents, arriving
-from .streams import within
 
 __all__ = ["NULL", "MessageCalls", "Status"]
 
@@ -173,7 +172,7 @@ class MessageCalls(MessageContents):
         def run() -> Any:
             deadline = Deadline(seconds)
             head = Head(WORDS)
-            source = self._receive(head.buffer, src, tag, deadline.left())
+            source = self._transport(self._backend.recv, head.buffer, src, tag, deadline.left())
             if status is not None:
                 status.source = source
             words = arriving("recv", head)
@@ -181,7 +180,7 @@ class MessageCalls(MessageContents):
                 head, words, out, like if out is None else out
             )
             if follows:
-                self._receive(payload, source, tag, deadline.left())
+                self._transport(self._backend.recv, payload, source, tag, deadline.left())
             result = out if direct else self._arrived(words, payload, out, like)
             if not near:
                 self._settle("recv", payload.array, seconds)
@@ -275,7 +274,7 @@ class MessageCalls(MessageContents):
         elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
             self._transport(self._backend.send, payload, dst, tag, rest)
         elif follows:
-            self._receive(received, src, tag, rest)
+            self._transport(self._backend.recv, received, src, tag, rest)
         return self._arrived(words, received, out, like)
 
     # -- with nobody ----------------------------------------------------------------------
@@ -413,15 +412,6 @@ class MessageCalls(MessageContents):
                     f"recv: ANY_SOURCE and a source by name, with tag {tag}, at once "
                     f"{self._who}. Wait for the first, or use another tag."
                 )
-
-    def _receive(self, buffer: Buffer, src: int, tag: int, seconds: float) -> int:
-        sources: list[int] = []
-
-        def receive() -> None:
-            sources.append(self._backend.recv(buffer, src, tag, seconds))
-
-        self._transport(receive)
-        return sources[0]
 
 
 def _is_null(rank: Any) -> bool:

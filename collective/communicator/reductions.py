@@ -18,13 +18,13 @@ from .calls import Array
 from .gpu_calls import View
 from .output import Output
 from .plan import Planned
+from .reduction_plans import ReductionPlans
 from .rows import Rows, split_sizes
-from .structures import StructureReductions
 
 __all__ = ["Reductions"]
 
 
-class Reductions(StructureReductions):
+class Reductions(ReductionPlans):
     """The computing part of a communicator."""
 
     def all_reduce(
@@ -78,25 +78,7 @@ class Reductions(StructureReductions):
             )
             if done is not NotImplemented:
                 return done
-        if type(x) is not np.ndarray and nested.is_tree(x):
-            return self._tree_reduction("all_reduce", x, op, out, order, timeout, None, async_op)
-        adapter, array, dtype = self._view("all_reduce", x)
-        if adapter is NUMBERS:
-            self._refuse_long("all_reduce", array, dtype, op)
-        shape = array.shape
-        planned = self._plan_of("all_reduce", array, dtype, op, order)
-        if not planned.takes_gpus:
-            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
-        seconds = self.timeout if timeout is None else self._seconds(timeout)
-        output = Output("all_reduce", out, adapter, shape, dtype, array, x)
-        src = self._input(array, dtype, output, out, x)
-        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-
-        def run() -> Any:
-            self._carry(planned, src, dst, seconds)
-            return output.finish()
-
-        return self._go("all_reduce", run, async_op, array, adapter)
+        return self._reduce("all_reduce", x, op, out, order, timeout, None, async_op)
 
     def reduce(
         self,
@@ -134,28 +116,7 @@ class Reductions(StructureReductions):
             done = self._straight_reduction("reduce", x, op, out, order, timeout, root, async_op)
             if done is not NotImplemented:
                 return done
-        if type(x) is not np.ndarray and nested.is_tree(x):
-            return self._tree_reduction("reduce", x, op, out, order, timeout, root, async_op)
-        adapter, array, dtype = self._view("reduce", x)
-        if adapter is NUMBERS:
-            self._refuse_long("reduce", array, dtype, op)
-        planned = self._plan_of("reduce", array, dtype, op, order, root)
-        if not planned.takes_gpus:
-            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
-        seconds = self._seconds(timeout)
-        output = None
-        dst = None
-        if self.rank == root:
-            output = Output("reduce", out, adapter, array.shape, dtype, array, x)
-        src = self._input(array, dtype, output, out, x)
-        if output is not None:
-            dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-
-        def run() -> Any:
-            self._carry(planned, src, dst, seconds)
-            return None if output is None else output.finish()
-
-        return self._go("reduce", run, async_op, array, adapter)
+        return self._reduce("reduce", x, op, out, order, timeout, root, async_op)
 
     def scan(
         self,
@@ -188,24 +149,7 @@ class Reductions(StructureReductions):
             raise InvalidArgumentError(
                 f"scan: op avg; any other {self._who}. Use op='sum' and divide by rank + 1."
             )
-        if type(x) is not np.ndarray and nested.is_tree(x):
-            return self._tree_reduction("scan", x, op, out, None, timeout, None, async_op)
-        adapter, array, dtype = self._view("scan", x)
-        if adapter is NUMBERS:
-            self._refuse_long("scan", array, dtype, op)
-        planned = self._plan_of("scan", array, dtype, op, None)
-        if not planned.takes_gpus:
-            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
-        output = Output("scan", out, adapter, array.shape, dtype, array, x)
-        src = self._input(array, dtype, output, out, x)
-        dst = src if src.array is output.flat else Buffer(output.flat, dtype)
-        seconds = self._seconds(timeout)
-
-        def run() -> Any:
-            self._carry(planned, src, dst, seconds)
-            return output.finish()
-
-        return self._go("scan", run, async_op, array, adapter)
+        return self._reduce("scan", x, op, out, None, timeout, None, async_op)
 
     def reduce_scatter(
         self,
@@ -265,6 +209,43 @@ class Reductions(StructureReductions):
 
     # -- shared ---------------------------------------------------------------------------
 
+    def _reduce(
+        self,
+        what: str,
+        x: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | None,
+        timeout: float | None,
+        root: int | None,
+        async_op: bool,
+    ) -> Any:
+        """Make a reduction whose result is like the input, at ``root`` or at all ranks."""
+        if type(x) is not np.ndarray and nested.is_tree(x):
+            return self._tree_reduction(what, x, op, out, order, timeout, root, async_op)
+        adapter, array, dtype = self._view(what, x)
+        if adapter is NUMBERS:
+            self._refuse_long(what, array, dtype, op)
+        # As _plan_of does it, without a call.
+        key = (what, dtype, array.shape, op, order, type(array) is np.ndarray, root)
+        planned = self._plans.get(key) or self._reduction(key, root)
+        if not planned.takes_gpus:
+            adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
+        seconds = self.timeout if timeout is None else self._seconds(timeout)
+        output: Output | None = None
+        if root is None or root == self.rank:
+            output = Output(what, out, adapter, array.shape, dtype, array, x)
+        src = self._input(array, dtype, output, out, x)
+        dst: Buffer | None = None
+        if output is not None:
+            dst = src if src.array is output.flat else Buffer(output.flat, dtype)
+
+        def run() -> Any:
+            self._carry(planned, src, dst, seconds)
+            return None if output is None else output.finish()
+
+        return self._go(what, run, async_op, array, adapter)
+
     def _straight_reduction(
         self,
         what: str,
@@ -312,7 +293,7 @@ class Reductions(StructureReductions):
             "reduce_scatter", dtype, array.shape, op, order, type(array) is np.ndarray, rows.axis,
             tuple(sizes),
         )  # fmt: skip
-        planned: Planned | None = self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is not None:
             return planned
         elements = [size * rows.inner for size in sizes]

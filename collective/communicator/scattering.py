@@ -16,8 +16,9 @@ from collective.request import Disagreement, Request
 
 from .calls import Array
 from .deadline import Deadline
+from .gpu_calls import nearest
 from .heads import Head
-from .pieces import UINT8, Leaf, PieceCalls, bytes_of
+from .pieces import UINT8, Header, Leaf, PieceCalls, bytes_of
 from .plan import Planned
 from .rows import Rows, split_sizes
 
@@ -103,7 +104,7 @@ class Scattering(PieceCalls):
             difference: what the ranks have found already, if that is how they differ.
         """
         run = functools.partial(self._scatter_now, call, seconds, difference)
-        return self._go("scatter", run, async_op, *self._near(call.leaves))
+        return self._go("scatter", run, async_op, *nearest(call.leaves))
 
     def _scatter_now(
         self, call: _ScatterCall, seconds: float, difference: Disagreement | None
@@ -112,7 +113,7 @@ class Scattering(PieceCalls):
         request, leaves = call.request, call.leaves
         mine = None
         if difference is not None:
-            options = self._options_in(difference, request.root)
+            options = self._options_in(difference.headers, request.root)
         elif not self._scatters_at_once:
             options = self._root_options(request, deadline)
         else:
@@ -125,7 +126,7 @@ class Scattering(PieceCalls):
             try:
                 mine = self._scatter_bytes(request, dtype, leaves, sizes, None, deadline.left())
             except Disagreement as found_out:
-                options = self._options_in(found_out, request.root)
+                options = self._options_in(found_out.headers, request.root)
         scattered = _Scattered(options)
         count = len(scattered.dtypes)
         likes = call.likes if len(call.likes) == count else [*call.likes, call.like][:1] * count
@@ -157,7 +158,7 @@ class Scattering(PieceCalls):
         room = None
         if scattered.on_gpu:
             model = likes[0] if likes else None
-            near = leaves[0].rows.array if leaves else self._seen(model)
+            near = leaves[0].array if leaves else self._seen(model)
             room = self._room(self._adapter(model, True), nbytes[self.rank], near)
         agreed = Request("scatter", root=root, elements=nbytes, sizes=nbytes)
         return self._scatter_bytes(agreed, UINT8, leaves, scattered.sizes, room, deadline.left())
@@ -171,7 +172,7 @@ class Scattering(PieceCalls):
         return Request(
             "scatter", root=root, axis=axis, nesting=nesting, sizes=sizes,
             leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
-            device=self._where(leaves[0].rows.array) if leaves else None,
+            device=self._where(leaves[0].array) if leaves else None,
             elements=[sum(s[r] * w for s, w in zip(sizes, widths)) for r in range(self.size)],
         )  # fmt: skip
 
@@ -207,7 +208,7 @@ class Scattering(PieceCalls):
     def _plan_of_scatter(self, leaf: Leaf, root: int, out: Any) -> Planned | None:
         """Return the plan of a plain scatter of an array, or of one that ``out`` is a piece of."""
         key = "scatter", leaf.dtype, leaf.shape, root
-        planned: Planned | None = self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is not None:
             return planned
         if self.rank == root:
@@ -239,11 +240,9 @@ class Scattering(PieceCalls):
         """Return the options of the root's call, which alone knows what is scattered."""
         root = request.root
         if not self._heads:
-            try:
-                self._agree(request, deadline.left())
-            except Disagreement as difference:
-                return self._options_in(difference, root)
-            return request.options  # the others have guessed it
+            headers = self._sizes(request, deadline.left())
+            # If they are alike the others have guessed it.
+            return request.options if headers is None else self._options_in(headers, root)
         head = Head(1)
         text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
         if self.rank == root:
@@ -262,9 +261,8 @@ class Scattering(PieceCalls):
             self._carry(plan, text_of_root, text_of_root, deadline.left(), alike=False)
         return dict(json.loads(received.tobytes()))
 
-    def _options_in(self, difference: Disagreement, root: int) -> dict[str, Any]:
+    def _options_in(self, headers: Sequence[Header], root: int) -> dict[str, Any]:
         """Return the options of the root's call, if the others' are only less of it."""
-        headers = difference.headers
         for header in headers:
             if header["operation"] != "scatter" or header["options"].get("root") != root:
                 self._mismatch(headers)

@@ -12,7 +12,7 @@ they were in generation 0: some may have gone on to the next already while other
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from collective.errors import (
 
 from .arrivals import Arrivals
 from .lineage import OF_PEERS, Lineage
-from .meeting import PrefixedStore
 
 __all__ = ["NextGeneration", "agreed"]
 
@@ -249,7 +248,7 @@ class NextGeneration:
 
     def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
         secret = self._root.secret
-        meeting = PrefixedStore(self._store, self._key(), self._look)
+        meeting = _GenerationStore(self._store, self._key(), self._look)
         world = replace(
             self._root,
             rank=members.index(self._root.rank),
@@ -311,6 +310,45 @@ class NextGeneration:
         if self._root.rank not in self._lineage.origin:
             return f"[a process that joins as number {self._root.rank}]"
         return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
+
+
+class _GenerationStore(Store):
+    """Where the ranks of one generation meet: keys of their own in the store of all.
+
+    Args:
+        store: of all generations.
+        prefix: no other generation's.
+        look: raises if those who are awaited will not all come.
+    """
+
+    def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._look = look
+
+    def release(self) -> None:
+        """Look no more: a transport keeps its world, which is not to keep the last transport."""
+        self._look = lambda: None
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}.{key}", value)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return self._store.put_if_absent(f"{self._prefix}.{key}", value)
+
+    def try_get(self, key: str) -> bytes | None:
+        self._look()
+        return self._store.try_get(f"{self._prefix}.{key}")
+
+    def delete(self, key: str) -> None:
+        self._store.delete(f"{self._prefix}.{key}")
+
+    def check(self) -> None:
+        self._store.check()
+        self._look()
 
 
 def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout: float) -> bool:

@@ -11,7 +11,6 @@ from collective.contract.work import Work
 from collective.memory.annotations import Arrays, Like, Nested
 from collective.ops import Op, ReduceOp
 
-from .exchanging import Exchanging
 from .object_calls import ObjectCalls
 from .point_to_point import Status
 from .reductions import Reductions
@@ -22,7 +21,7 @@ O = TypeVar("O", bound=Nested)
 N = TypeVar("N", bool, int, float, complex)
 V = TypeVar("V")
 
-class Signatures(Reductions, Exchanging, ObjectCalls):
+class Signatures(Reductions, ObjectCalls):
     @overload  # type: ignore[override]
     def all_reduce(self, x: T, *, op: Op | ReduceOp = ..., order: Literal["rank"] | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[False] = ...) -> T: ...

@@ -60,7 +60,7 @@ from collective.algorithms import (
     scatter,
     sendrecv,
 )
-from collective.algorithms.tags import COLLECTIVE_TAG
+from collective.algorithms.messages import COLLECTIVE_TAG
 from collective.errors import AllocationError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from collective.communicator import Communicator
-from collective.communicator.joining import Joiner
+from collective.communicator.generations import Joiner
 from collective.communicator.lineage import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from collective.algorithms.tags import GROUP_TAG
+from collective.algorithms.messages import GROUP_TAG
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
 
