@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collective.adapters.torch.applying import parallel_apply  # noqa: E402
+from collective.adapters.torch.replicas import parallel_apply  # noqa: E402
 from collective.errors import InvalidArgumentError  # noqa: E402
 
 

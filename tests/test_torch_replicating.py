@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations  # noqa: E402
 
 from collective.adapters.torch import (  # noqa: E402
     broadcast_coalesced,
-    coalescing,
     reduce_add_coalesced,
     replicate,
+    replicating,
 )
 from collective.errors import (  # noqa: E402
     DeviceError,
@@ -63,7 +63,7 @@ def test_copies_have_the_values_strides_and_layouts(buffer_bytes):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR")
         tensors = assorted()
-    copies = coalescing.copied(tensors, torch.device("cpu"), buffer_bytes)
+    copies = replicating._copied(tensors, torch.device("cpu"), buffer_bytes)
     for tensor, copied in zip(tensors, copies):
         assert copied.dtype == tensor.dtype
         assert copied.layout == tensor.layout
@@ -83,7 +83,7 @@ def test_copies_have_the_values_strides_and_layouts(buffer_bytes):
 )
 def test_buckets_hold_each_tensor_once_by_dtype_and_within_their_size(given, limit):
     tensors = [torch.zeros(n, dtype=getattr(torch, name)) for name, n in given]
-    buckets = coalescing._buckets(tensors, limit)
+    buckets = replicating._buckets(tensors, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
     for bucket in buckets:
         assert bucket
@@ -94,16 +94,16 @@ def test_buckets_hold_each_tensor_once_by_dtype_and_within_their_size(given, lim
 
 def test_copies_of_a_bucket_travel_as_one(monkeypatch):
     moved = []
-    before = coalescing.move
-    monkeypatch.setattr(coalescing, "move", lambda x, to: moved.append(x.shape) or before(x, to))
-    copies = coalescing.copied([torch.ones(2, 3), torch.ones(4)], torch.device("meta"), 1000)
+    before = replicating.move
+    monkeypatch.setattr(replicating, "move", lambda x, to: moved.append(x.shape) or before(x, to))
+    copies = replicating._copied([torch.ones(2, 3), torch.ones(4)], torch.device("meta"), 1000)
     assert moved == [(10,)]
     assert [(c.device.type, c.shape) for c in copies] == [("meta", (2, 3)), ("meta", (4,))]
 
 
 def test_copies_of_a_bucket_have_versions_of_their_own():
     weight = torch.ones(2, requires_grad=True)
-    first, second = coalescing.copied([torch.ones(2)] * 2, torch.device("cpu"), 1000)
+    first, second = replicating._copied([torch.ones(2)] * 2, torch.device("cpu"), 1000)
     saved = (first * weight).sum()
     second.add_(1)
     saved.backward()

@@ -14,18 +14,20 @@ from .autoload import autoload as _autoload
 
 if TYPE_CHECKING:
     from . import functional
-    from .applying import parallel_apply
     from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
-    from .coalescing import broadcast_coalesced, reduce_add_coalesced
     from .data import PrefetchLoader, ShardedSampler
-    from .distributed_data_parallel import DistributedDataParallel, broadcast_state
-    from .loops import sync_gradients, sync_initial_weights
-    from .replicas import DataParallel, data_parallel
-    from .replicating import replicate
+    from .distributed_data_parallel import DistributedDataParallel
+    from .replicas import DataParallel, data_parallel, parallel_apply
+    from .replicating import broadcast_coalesced, reduce_add_coalesced, replicate
     from .scattering import gather, scatter
     from .sharded_optimizer import ShardedOptimizer
-    from .sparse import all_reduce_sparse
     from .splits import Split
+    from .synchronous import (
+        all_reduce_sparse,
+        broadcast_state,
+        sync_gradients,
+        sync_initial_weights,
+    )
 else:  # to a type checker it would mean that there is any name
     __getattr__, __dir__ = _on_demand(
         __name__,
@@ -37,19 +39,19 @@ else:  # to a type checker it would mean that there is any name
             "ShardedSampler": "data",
             "Split": "splits",
             "SyncBatchNorm": "batch_norm",
-            "all_reduce_sparse": "sparse",
-            "broadcast_coalesced": "coalescing",
-            "broadcast_state": "distributed_data_parallel",
+            "all_reduce_sparse": "synchronous",
+            "broadcast_coalesced": "replicating",
+            "broadcast_state": "synchronous",
             "convert_sync_batchnorm": "batch_norm",
             "data_parallel": "replicas",
             "functional": "functional",
             "gather": "scattering",
-            "parallel_apply": "applying",
-            "reduce_add_coalesced": "coalescing",
+            "parallel_apply": "replicas",
+            "reduce_add_coalesced": "replicating",
             "replicate": "replicating",
             "scatter": "scattering",
-            "sync_gradients": "loops",
-            "sync_initial_weights": "loops",
+            "sync_gradients": "synchronous",
+            "sync_initial_weights": "synchronous",
         },
     )
 

@@ -7,6 +7,7 @@ the rest of the backward pass. What is not PyTorch's own is in :mod:`collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,17 +21,17 @@ from collective.training.rebinding import Rebindable
 
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
-from .names import with_prefix, without_prefix
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
-from .sparse import all_reduce_sparse, empty_sparse
+from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["DistributedDataParallel", "broadcast_state"]
+__all__ = ["DistributedDataParallel"]
 
 _MIB = 1 << 20
+_PREFIX = "module."
 
 
 class DistributedDataParallel(nn.Module):
@@ -109,15 +110,21 @@ class DistributedDataParallel(nn.Module):
         self._in_buckets = InBuckets(dense, weakly(self._target)) if dense else None
         self._written: set[int] = set()  # gradients in their place that have not arrived yet
         weak = weakref.ref(self)
+
+        def arrived(number: int, parameter: nn.Parameter) -> None:
+            found = weak()
+            if found is not None:
+                found._arrived(number, parameter)
+
         untyped: Any
         for number, untyped in enumerate(self._trained):
-            untyped.register_post_accumulate_grad_hook(_hook(weak, number))
+            untyped.register_post_accumulate_grad_hook(functools.partial(arrived, number))
         sparse_arrived = weakly(self._sparse_arrived)
         for untyped in self._sparse:
             untyped.register_post_accumulate_grad_hook(sparse_arrived)
         untyped = self
-        untyped.register_state_dict_post_hook(without_prefix)
-        untyped.register_load_state_dict_pre_hook(with_prefix)
+        untyped.register_state_dict_post_hook(_without_prefix)
+        untyped.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -137,7 +144,7 @@ class DistributedDataParallel(nn.Module):
                 self._attendance.forward()
                 root = self._attendance.root
             if self.broadcast_buffers:
-                _broadcast(list(self.module.buffers()), self.comm, root)
+                broadcast_tensors(list(self.module.buffers()), self.comm, root)
         with self._in_buckets or contextlib.nullcontext():
             outputs = self.module(*args, **kwargs)
         tensors = list(tensors_in(outputs))
@@ -219,7 +226,7 @@ class DistributedDataParallel(nn.Module):
             attendance.leave()
             for _ in attendance.rest():
                 if self.broadcast_buffers:
-                    _broadcast(list(self.module.buffers()), self.comm, attendance.root)
+                    broadcast_tensors(list(self.module.buffers()), self.comm, attendance.root)
                 self._gradients.shadow()
                 self._reduce_sparse(absent=True)
                 if self.find_unused_parameters:
@@ -374,27 +381,20 @@ def _trained_parameters(
     return dense, [parameter for _, parameter in named if parameter in sparse]
 
 
-def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
-    """Give every rank the parameters and buffers of ``root``.
-
-    Raises:
-        MismatchError: the ranks' modules have not the same.
-    """
-    _broadcast([p.detach() for p in module.parameters()] + list(module.buffers()), comm, root)
-
-
-def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -> None:
-    """Give every rank some tensors of ``root``, those of one type in one message."""
-    if tensors:
-        comm.broadcast(tensors, root=root, out=tensors)
+def _without_prefix(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Name what is in a state as the bare module does."""
+    inner = prefix + _PREFIX
+    for name in [name for name in state if name.startswith(inner)]:
+        state[prefix + name[len(inner) :]] = state.pop(name)
 
 
-def _hook(
-    weak: weakref.ref[DistributedDataParallel], number: int
-) -> Callable[[nn.Parameter], None]:
-    def hook(parameter: nn.Parameter) -> None:
-        found = weak()
-        if found is not None:
-            found._arrived(number, parameter)
-
-    return hook
+def _with_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Name what is in a state as the wrapper does, if it is not."""
+    inner = prefix + _PREFIX
+    bare = {prefix + name for name, _ in module.module.named_parameters()}
+    if not any(name in bare for name in state):
+        return
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[inner + name[len(prefix) :]] = state.pop(name)

@@ -19,6 +19,8 @@ from collective.errors import CollectiveTimeoutError, InvalidArgumentError, Unsu
 from collective.memory.dtypes import BY_NAME
 from collective.ops import ReduceOp, as_op, premul_sum, user_op
 
+from .synchronous import sum_sparse
+
 __all__ = [
     "all_gather",
     "all_gather_single",
@@ -185,10 +187,7 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: flo
             "sparse tensors, the sum and the average of those of coordinates (COO) [rank "
             f"{comm.rank} of {comm.size}]. Use to_dense() first."
         )
-    mine = tensor.detach().coalesce()
-    places = comm.all_gather(mine.indices(), axis=1, timeout=seconds)
-    values = comm.all_gather(mine.values(), timeout=seconds)
-    total = torch.sparse_coo_tensor(places, values, tensor.shape).coalesce()
+    total = sum_sparse(tensor, comm, seconds)
     if averages:
         whole = "trunc" if tensor.dtype in _WHOLE else None
         total = torch.div(total, comm.size, rounding_mode=whole)

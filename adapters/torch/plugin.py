@@ -12,7 +12,6 @@ transport is what ``COLLECTIVE_BACKEND`` says, as for :func:`collective.init`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
@@ -30,11 +29,11 @@ from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import RendezvousError
-from collective.start import certificates, choice, network, session
+from collective.start import certificates, choice, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
 from collective.start.rendezvous import from_environment
-from collective.start.resolver import name_libraries, options, warn_of_open
+from collective.start.resolver import address, name_libraries, options, warn_of_open
 from collective.start.sealed_store import seal
 
 if TYPE_CHECKING:
@@ -90,10 +89,12 @@ def _communicator(
     open_ = secret is None and local_size < size
     if open_:
         warn_of_open(config, str(meeting))
+    asked = local_size < size and not config.interface
+    endpoint = from_environment(os.environ, config.launched) if asked else None
     world = World(
         rank, size, local_rank, local_size, socket.gethostname(),
         config.launched.launcher if config.launched else "none",
-        job, meeting, {**options(config), **chosen.options}, _address(config),
+        job, meeting, {**options(config), **chosen.options}, address(config, endpoint),
         secret=secret, open=open_, tls=certificates.resolve(config),
     )  # fmt: skip
     if config.trace:
@@ -152,21 +153,6 @@ def _deadline(config: Config, timeout: timedelta) -> float:
     if timeout == default and config.origin("timeout") != "default":
         return config.timeout
     return timeout.total_seconds()
-
-
-def _address(config: Config) -> str:
-    """Return where ranks of other hosts reach this one."""
-    if config.local_size == config.size:
-        return "127.0.0.1"
-    if config.interface:
-        return network.address_of(config.interface)
-    endpoint = from_environment(os.environ, config.launched)
-    if endpoint is not None:
-        with contextlib.suppress(RendezvousError):
-            address = network.address_toward(endpoint.host, endpoint.port)
-            if network.is_loopback(endpoint.host) or not network.is_loopback(address):
-                return address
-    return network.own_address()
 
 
 class TorchStore(Store):

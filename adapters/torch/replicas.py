@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +16,9 @@ from torch import nn
 from collective.errors import DeviceError, InvalidArgumentError
 
 from . import scattering
-from .applying import parallel_apply
 from .replicating import check_replicable, replicate
 
-__all__ = ["DataParallel", "data_parallel", "imbalance"]
+__all__ = ["DataParallel", "data_parallel", "imbalance", "parallel_apply"]
 
 # Below this share of the largest device, the smallest one holds the others up.
 _BALANCED = 0.75
@@ -27,7 +29,7 @@ class DataParallel(nn.Module):
 
     Each forward pass cuts the arguments along ``dim`` (:func:`~.scattering.scatter`), copies
     the module to the devices (:func:`~.replicating.replicate`), calls the copies in a thread
-    each (:func:`~.parallel_apply.parallel_apply`) and concatenates what they return
+    each (:func:`parallel_apply`) and concatenates what they return
     (:func:`~.scattering.gather`). The backward pass adds up the copies' gradients in the
     parameters of ``module``, so that a training loop stays as it is. The four steps are methods
     that a subclass may replace.
@@ -209,3 +211,160 @@ def _all_devices(module: nn.Module) -> list[torch.device]:
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     tensors = itertools.chain(module.parameters(), module.buffers())
     return [next((tensor.device for tensor in tensors), torch.device("cpu"))]
+
+
+# -- the threads -------------------------------------------------------------------------------
+
+
+def parallel_apply(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any] | None] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Call each module with its own arguments, all at the same time.
+
+    The threads have the caller's grad mode, inference mode, autocast state, context variables
+    and current streams. One module alone is called in the caller's thread.
+
+    Args:
+        modules: modules, or other callables.
+        inputs: for each, a tuple or list of positional arguments, or the only one.
+        kwargs: for each, the arguments by keyword, or None.
+        devices: for each, the device that is current in its thread; by default that of its
+            first tensor.
+
+    Returns:
+        The results, in the modules' order.
+
+    Raises:
+        InvalidArgumentError: the lists have different lengths.
+        Exception: the first replica's that raised one, of its type and with its traceback,
+            after all have ended; its text begins with the replica's number and device.
+    """
+    count = len(modules)
+    for name, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
+        if given is not None and len(given) != count:
+            raise InvalidArgumentError(
+                f"parallel_apply: {len(given)} {name} for {count} modules; allowed is one each."
+            )
+    arguments = [tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in inputs]
+    keywords = [dict(given or {}) for given in kwargs or [{}] * count]
+    places = [
+        _device_of((args, named)) if device is None else scattering.as_device(device)
+        for device, args, named in zip(devices or [None] * count, arguments, keywords)
+    ]
+
+    def call(index: int) -> Any:
+        device = places[index]
+        on_gpu = device is not None and device.type == "cuda"
+        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+            return modules[index](*arguments[index], **keywords[index])
+
+    if count == 1:
+        return [call(0)]
+    results: list[Any] = [None] * count
+    errors: list[BaseException | None] = [None] * count
+    ambience = _Ambience(places)
+
+    def work(index: int) -> None:
+        try:
+            with ambience.entered(places[index]):
+                results[index] = call(index)
+        except BaseException as error:  # also SystemExit: it is the caller's to end
+            errors[index] = error
+
+    threads = [
+        threading.Thread(
+            # A context each: one cannot be entered twice at a time.
+            target=contextvars.copy_context().run,
+            args=(work, index),
+            name=f"replica-{index}",
+        )
+        for index in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _raise_first(errors, places)
+    return results
+
+
+def _device_of(tree: Any) -> torch.device | None:
+    first = next(scattering.tensors_in(tree), None)
+    return None if first is None else first.device
+
+
+class _Ambience:
+    """What torch keeps by thread, as it is where this is made."""
+
+    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._cached = torch.is_autocast_cache_enabled()
+        kinds = {"cpu", "cuda"} | {device.type for device in devices if device is not None}
+        self._autocast = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in sorted(kinds - {"meta"})
+            if torch.is_autocast_enabled(kind)
+        }
+        # A new thread starts on the default streams.
+        self._streams = {
+            device: torch.cuda.current_stream(device)
+            for device in devices
+            if device is not None and device.type == "cuda"
+        }
+
+    @contextlib.contextmanager
+    def entered(self, device: torch.device | None) -> Any:
+        """Make it this thread's as well."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
+            if device in self._streams:
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+
+def _raise_first(
+    errors: list[BaseException | None], devices: Sequence[torch.device | None]
+) -> None:
+    for index, error in enumerate(errors):
+        if error is not None:
+            on = "" if devices[index] is None else f" on {devices[index]}"
+            located = _located(error, f"replica {index} of {len(errors)}{on}")
+            try:
+                raise located.with_traceback(error.__traceback__)
+            finally:
+                # An exception holds this frame: held by it, it would keep the replicas' memory.
+                errors.clear()
+                del error, located
+
+
+def _located(error: BaseException, where: str) -> BaseException:
+    """Return an exception of the same type, and with the same attributes, that says where.
+
+    Only a plain text is changed, in a copy: modules may raise one object again and again, and
+    programs read the other arguments, as the number of an OSError.
+    """
+    args = error.args
+    if isinstance(error, Exception) and (not args or (len(args) == 1 and type(args[0]) is str)):
+        text = f"{where}: {args[0]}" if args else where
+        try:
+            located = type(error).__new__(type(error), text)
+            located.__dict__.update(error.__dict__)
+            located.args = (text,)
+            fits = where in str(located)
+        except Exception:  # a type with rules of its own
+            fits = False
+        if fits:
+            located.__cause__ = error.__cause__
+            located.__context__ = error.__context__
+            located.__suppress_context__ = error.__suppress_context__
+            return located
+    # What Python 3.11 shows below the message; earlier ones keep it.
+    error.__dict__.setdefault("__notes__", []).append(where)
+    return error

@@ -32,6 +32,7 @@ from .sealed_store import seal
 from .tcp_store import TcpStore
 
 __all__ = [
+    "address",
     "adopt",
     "build",
     "in_directory",
@@ -77,7 +78,7 @@ def build(config: Config) -> World:
         job,
         seal(store, secret),
         options(config),
-        _address(config, endpoint),
+        address(config, endpoint),
         secret=secret,
         open=secret is None and _is_open(config, endpoint),
         tls=ours.tls,
@@ -104,7 +105,7 @@ def adopt(comm: Any, config: Config, world: World) -> World:
     if secret is not None:
         secret = secret.within(world.job)
     return replace(
-        world, comm=comm, options=settings, address=_address(config, None),
+        world, comm=comm, options=settings, address=address(config, None),
         store=seal(world.store, secret), secret=secret, tls=certificates.resolve(config),
     )  # fmt: skip
 
@@ -308,8 +309,8 @@ def _tcp(ours: _Credentials, endpoint: Endpoint) -> Store:
     )
 
 
-def _address(config: Config, endpoint: Endpoint | None) -> str:
-    """Return where ranks of other hosts reach this one."""
+def address(config: Config, endpoint: Endpoint | None) -> str:
+    """Return where ranks of other hosts reach this one, which meet at ``endpoint``, if at one."""
     if config.local_size == config.size:
         return "127.0.0.1"
     if config.interface:
@@ -317,9 +318,9 @@ def _address(config: Config, endpoint: Endpoint | None) -> str:
     if endpoint is not None:
         # A name that does not resolve is told of when the store is opened.
         with contextlib.suppress(RendezvousError):
-            address = address_toward(endpoint.host, endpoint.port)
-            if is_loopback(endpoint.host) or not is_loopback(address):
-                return address
+            found = address_toward(endpoint.host, endpoint.port)
+            if is_loopback(endpoint.host) or not is_loopback(found):
+                return found
     return own_address()
 
 
