@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collective.tools.profile.events import RankTrace, Slice
-from collective.tools.profile.intervals import Intervals
-from collective.tools.profile.measure import bus_factor, profile
+from collective.tools.profile.measure import Intervals, bus_factor, profile
+from collective.tools.profile.predict import judge
 from collective.tools.profile.steps import find
-from collective.tools.profile.verdict import judge
 
 BACKGROUND = 2_000_000
 

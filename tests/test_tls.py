@@ -24,7 +24,7 @@ from collective.start.certificates import resolve
 from collective.start.config import load
 from collective.start.private_store import PrivateStore
 from collective.start.resolver import build
-from collective.tools.doctor.security import across_hosts
+from collective.tools.doctor import across_hosts
 from tests.test_monitor import FAR, KEY, start
 from tests.test_private_store import free_address
 

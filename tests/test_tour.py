@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from collective.tools.cli import tour
 from collective.tools.cli.main import main
-from collective.tools.tour import run
-from collective.tools.tour.programs import Lesson, lessons
+from collective.tools.tour import Lesson, lessons
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher reads /proc")
 
@@ -44,7 +44,7 @@ def test_a_lesson_shows_what_it_is_to_show(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLLECTIVE_BAKEND", "a setting of the user's, which would be refused")
     (lesson,) = [each for each in lessons() if each.file == file]
-    assert re.match(conclusion, run.perform(lesson, tmp_path))
+    assert re.match(conclusion, tour.perform(lesson, tmp_path))
     out = capsys.readouterr().out
     assert out.count("$ collective run -n 3 ") == len(lesson.runs)
     assert out.count("\n[0] ") >= len(lesson.runs)
@@ -113,7 +113,7 @@ def test_the_program_is_shown_before_it_runs_and_a_failure_is_told(
         errors.append(error)
         return len(shown) < 2
 
-    assert run.lead(wait, [lesson, lesson, lesson]) == 1
+    assert tour.lead(wait, [lesson, lesson, lesson]) == 1
     assert capfd.readouterr() == ("", "")  # it was left before the second
     assert errors == ["", "collective tour: A title: exit code 3.\n\n"]
     assert shown[0] == "1 of 3: A title\n\nA text.\n\n    import sys\n    sys.exit(3)\n\n"
@@ -141,7 +141,7 @@ def test_enter_is_waited_for_on_a_terminal_alone(
     options: list[str], terminal: bool, typed: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(run, "lead", lambda wait: asked.append(wait("Enter: ")) or 0)
+    monkeypatch.setattr(tour, "lead", lambda wait: asked.append(wait("Enter: ")) or 0)
     monkeypatch.setattr(sys, "stdin", (_Terminal if terminal else io.StringIO)(typed))
     monkeypatch.setattr(sys, "stdout", _Terminal())
     assert main(["tour", *options]) == 0

@@ -24,8 +24,6 @@ from collective.tools.show import (
 from .outputs import check_file, written
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from collective.tools.bench.run import Benchmark, Results
 
 __all__ = ["add_parser"]
@@ -39,7 +37,7 @@ _SIZES = "4,1K,16K,256K,4M,64M"
 _QUICK = "4,16K,1M,16M"
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     # Here and not above: a listing of the commands needs no NumPy.
     parser = subparsers.add_parser(

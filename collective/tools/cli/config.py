@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from collective.start.config import load, not_read
 from collective.start.keys import KEYS
 from collective.tools.show import aligned
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 __all__ = ["add_parser"]
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "config",

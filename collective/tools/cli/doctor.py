@@ -7,12 +7,9 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collective.tools.show import Progress, size_name, time_name
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 __all__ = ["add_parser", "text"]
 
@@ -22,7 +19,7 @@ the transport that it takes does not work), or if a trial fails; else 0, whateve
 """
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "doctor",

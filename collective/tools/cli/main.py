@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
 
-from collective.errors import CollectiveError
+from collective.errors import BackendUnavailableError, CollectiveError
 
 from . import bench, config, doctor, parity, profile, run, tour, trace
 from .ending import Ended, explain, have_descriptors, raise_on_signals
@@ -56,10 +57,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version(options: argparse.Namespace) -> int:
-    # Here and not above: it brings NumPy along.
-    from .version import text
+    """Print the version; if ``-v`` is given the transports and the native core, too.
 
-    print(text(options.verbose))
+    Nothing is imported or tried to find that out; ``collective doctor`` does.
+    """
+    # Here and not above: they bring NumPy along.
+    import numpy as np
+
+    import collective
+    from collective import native
+    from collective.contract import registry
+    from collective.start.choice import gpus
+
+    version = f"collective {collective.__version__}"
+    if not options.verbose:
+        print(version)
+        return 0
+    here, missing = [], []
+    for name in registry.names():
+        try:
+            registry.require(name)
+            here.append(name)
+        except BackendUnavailableError:
+            missing.append(name)
+    if "nccl" in here and not gpus():
+        here.remove("nccl")
+        missing.append("nccl (no GPU)")
+    transports = f"transports: {', '.join(here)}"
+    if missing:
+        transports += f"; not here: {', '.join(missing)}"
+    print(f"{version}, Python {platform.python_version()}, NumPy {np.__version__}")
+    print(f"{transports}\nnative core: {native.status()}")
     return 0
 
 

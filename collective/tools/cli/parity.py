@@ -18,8 +18,6 @@ from collective.tools.show import Progress, check_known, console, counts, names,
 from .outputs import check_file, written
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from collective.tools.parity.report import Report
     from collective.tools.parity.runner import Comparison
 
@@ -33,7 +31,7 @@ here, and what a transport declares not to support, is no failure.
 """
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "parity",

@@ -17,14 +17,11 @@ from collective.start.config import settings
 from collective.start.keys import by_device
 from collective.tools.show import console, count, counts, write
 
-from . import size
 from .ending import Ended
 from .outputs import check_directory, check_file, written
-from .run import refuse_transports
+from .run import absent_script, add_program, add_ranks, program_of, refuse_transports, say_size
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from collective.algorithms.model import Measured
     from collective.tools.profile.events import RankTrace
     from collective.tools.profile.measure import Profile
@@ -39,7 +36,7 @@ exit code: that of the program; 2 if it could not be started, or left nothing to
 """
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "profile",
@@ -52,9 +49,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "hidden by computing, T_comp and T_sync of a training step, and whether the ranks pay.",
         epilog=_EPILOG,
     )
-    size.add_option(parser)
-    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
-    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    add_ranks(parser)
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     parser.add_argument(
         "--trace", type=Path, metavar="DIR",
@@ -79,16 +74,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "the transport",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
-    # Everything from here on is the program's own, whatever it looks like.
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
-    )
+    add_program(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Run the program, report; return the exit code."""
-    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    program = program_of(options)
     refusal = _refusal(options, program)
     if refusal:
         print(f"collective profile: {refusal}", file=sys.stderr)
@@ -108,8 +100,8 @@ def execute(options: argparse.Namespace) -> int:
 def _refusal(options: argparse.Namespace, program: list[str]) -> str:
     if not program and options.trace is None:
         return "no program given; name a script, -m and a module, or --trace and a directory"
-    if program and not options.module and not os.path.exists(program[0]):
-        return f"script {program[0]!r}: no such file"
+    if absent := absent_script(options, program):
+        return absent
     if options.link is None and options.per_host is not None:
         return "--per-host without --link; give what connects the hosts, too"
     if options.predict is None and (options.link or options.figures):
@@ -134,14 +126,8 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     from collective.launch.processes import die_with_parent
 
     refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
-    command = [
-        sys.executable,
-        "-m",
-        "collective",
-        "run",
-        "-n",
-        str(options.n or size.say("profile")),
-    ]
+    ranks = str(options.n or say_size("profile"))
+    command = [sys.executable, "-m", "collective", "run", "-n", ranks]
     command += ["--backend", options.backend] if options.backend else []
     command += ["--timeout", options.timeout] if options.timeout else []
     command += ["-m"] if options.module else []

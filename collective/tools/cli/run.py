@@ -6,25 +6,34 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from collective import install
+from collective.errors import ConfigError
 from collective.launch import cores_for_each, launch, restart_with
 from collective.start.config import Setting, settings
 from collective.start.keys import by_device
+from collective.start.launchers import allocation, detect
+from collective.tools.show import count
 
-from . import size
 from .outputs import check_directory
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+__all__ = [
+    "absent_script",
+    "add_parser",
+    "add_program",
+    "add_ranks",
+    "default_size",
+    "program_of",
+    "refuse_transports",
+    "say_size",
+]
 
-__all__ = ["add_parser", "refuse_transports"]
+_FEWEST = 2  # ranks that are worth a launch
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "run",
@@ -37,9 +46,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "as long as so many are left, with --replace others join in place of the lost, and with "
         "--max-restarts all are started again.",
     )
-    size.add_option(parser)
-    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
-    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    add_ranks(parser)
     parser.add_argument(
         "--min-ranks", metavar="M", help="let the others go on when ranks are lost, down to M"
     )
@@ -56,21 +63,35 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="start a process in place of each lost rank, which joins the others",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
+    add_program(parser)
+    parser.set_defaults(execute=execute)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ranks; where ``-n`` is not given, :func:`say_size` has the number."""
+    # -np is what mpiexec calls it.
+    parser.add_argument("-n", "-np", type=count, dest="n", metavar="N",
+        help="how many ranks (default: what Slurm or torchrun's environment says, or "
+        f"{_FEWEST})")  # fmt: skip
+    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
+    parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the program and its arguments, as the last of all."""
     # Everything from here on is the program's own, whatever it looks like.
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
     )
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Run the program; return the exit code."""
-    # A first -- ends our own options, as everywhere; later ones are the program's.
-    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    program = program_of(options)
     if not program:
         return _refuse("no program given; name a script, or -m and a module")
-    if not options.module and not os.path.exists(program[0]):
-        return _refuse(f"script {program[0]!r}: no such file")
+    if absent := absent_script(options, program):
+        return _refuse(absent)
     if "COLLECTIVE_RANK" in os.environ:  # a launch within a rank, whose floor is not this one's
         os.environ.pop("COLLECTIVE_MIN_RANKS", None)
     given = {
@@ -79,7 +100,7 @@ def execute(options: argparse.Namespace) -> int:
         "min_ranks": options.min_ranks,
     }
     if options.n is None:
-        options.n = size.say("run")
+        options.n = say_size("run")
     # A misspelt setting is one error here instead of one a rank.
     found = settings(given)
     refuse_transports(found)
@@ -116,6 +137,20 @@ def execute(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         replace=options.replace,
     )
+
+
+def program_of(options: argparse.Namespace) -> list[str]:
+    """Return the program and its arguments."""
+    # A first -- ends our own options, as everywhere; later ones are the program's.
+    program: list[str] = options.program
+    return program[1:] if program[:1] == ["--"] else program
+
+
+def absent_script(options: argparse.Namespace, program: Sequence[str]) -> str:
+    """Return that there is no such script; nothing where there is, or none is given."""
+    if program and not options.module and not os.path.exists(program[0]):
+        return f"script {program[0]!r}: no such file"
+    return ""
 
 
 def _say_sources(program: str, is_module: bool) -> None:
@@ -192,6 +227,42 @@ def refuse_transports(found: Mapping[str, Setting]) -> None:
         for name in by_device(value).values() or [value]:
             if name not in ("auto", "mpi"):  # the launcher looks for mpiexec itself
                 require(name)
+
+
+def default_size(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return how many ranks to start on this host, and in a line why.
+
+    Args:
+        environ: environment variables, such as ``os.environ``.
+
+    Raises:
+        ConfigError: this process is one of several that a launcher has started, each of which
+            would start as many; or a launcher's variables contradict each other.
+    """
+    launched = detect(environ)
+    if launched is not None and launched.size > 1:
+        raise ConfigError(
+            f"run: -n is not given, and this is process {launched.rank} of {launched.size} that "
+            f"{launched.launcher} has started, each of which would start ranks of its own; start "
+            f"the program itself under {launched.launcher}, or give -n."
+        )
+    found = allocation(environ)
+    if found is not None:
+        what = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks"
+        more = f"; on this host of {found.hosts} only" if found.hosts > 1 else ""
+        return found.ranks, f"{what}, as {found.variable} says{more}; -n N for another number"
+    return _FEWEST, f"{_FEWEST} ranks; -n N for another number"
+
+
+def say_size(command: str) -> int:
+    """Return how many ranks to start on this host, and tell the user that on standard error.
+
+    Raises:
+        ConfigError: as :func:`default_size`.
+    """
+    size, reason = default_size(os.environ)
+    print(f"collective {command}: {reason}", file=sys.stderr)
+    return size
 
 
 def _restarts(text: str) -> int:

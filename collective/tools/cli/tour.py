@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+from collective.launch.processes import die_with_parent
+from collective.tools.tour import READ_ON, Lesson, lessons
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "lead", "perform"]
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "tour",
@@ -31,9 +36,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Show it; return the exit code."""
-    # Here and not above: it brings more of the package along.
-    from collective.tools.tour.run import lead
-
     if options.no_wait or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return lead(lambda prompt: True)
     return lead(_ask)
@@ -45,3 +47,87 @@ def _ask(prompt: str) -> bool:
     except EOFError:
         print()
         return False
+
+
+def lead(wait: Callable[[str], bool], chosen: Sequence[Lesson] | None = None) -> int:
+    """Show all lessons; return the exit code: 1 if one did not show what it is to show.
+
+    Args:
+        wait: asks whether to go on, with a prompt.
+        chosen: those of :func:`~collective.tools.tour.lessons`.
+    """
+    shown = lessons() if chosen is None else chosen
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="collective-tour-") as directory:
+        for number, lesson in enumerate(shown, 1):
+            print(f"{number} of {len(shown)}: {lesson.title}\n\n{lesson.text}\n")
+            print("".join(f"    {line}".rstrip() + "\n" for line in lesson.program.splitlines()))
+            if not wait("Enter runs it, q ends the tour: "):
+                return failed
+            try:
+                print(f"{perform(lesson, Path(directory))}\n", flush=True)
+            except ValueError as error:
+                failed = 1
+                print(f"collective tour: {lesson.title}: {error}.\n", file=sys.stderr, flush=True)
+    print(READ_ON, end="")
+    return failed
+
+
+def perform(lesson: Lesson, directory: Path) -> str:
+    """Run a lesson's program as it is to be run, and return what follows from what it prints.
+
+    What it prints is shown meanwhile.
+
+    Args:
+        directory: where the program is written to.
+
+    Raises:
+        ValueError: it did not show what it is to show.
+    """
+    (directory / lesson.file).write_text(lesson.program, encoding="utf-8")
+    printed = []
+    for options in lesson.runs:
+        arguments = ["run", *options, lesson.file]
+        print(f"$ {shlex.join(['collective', *arguments])}", flush=True)
+        code, text = _run([sys.executable, "-m", "collective", *arguments], directory)
+        printed.append(text)
+        print(flush=True)
+        if code:
+            raise ValueError(f"exit code {code}")
+    return lesson.conclude("".join(printed))
+
+
+def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
+    """Run a command, show what it prints, and return its exit code and that."""
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env=_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+    assert process.stdout is not None
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    except KeyboardInterrupt:  # or a signal that was sent to us alone; it ends its ranks
+        process.terminate()
+        raise
+    finally:
+        process.wait()
+        process.stdout.close()
+    return process.returncode, "".join(lines)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without settings, so that the tour is the same for everybody."""
+    kept = {name: text for name, text in environ.items() if not name.startswith("COLLECTIVE_")}
+    home = str(Path(__file__).resolve().parents[3])
+    # The package that is running, also from a clone that is not installed.
+    path = [each for each in kept.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return {**kept, "PYTHONPATH": os.pathsep.join([*path, home])}

@@ -24,9 +24,9 @@ import numpy as np
 import collective
 from collective import native
 from collective.contract import registry
-from collective.errors import CollectiveError
+from collective.errors import CollectiveError, ConfigError
 from collective.install import anew
-from collective.start import choice
+from collective.start import certificates, choice
 from collective.start.choice import installed
 from collective.start.config import Config, load
 from collective.start.keys import KEYS
@@ -36,9 +36,8 @@ from . import host
 from .mpi import starter_for, starters
 from .probe import Answer, ask
 from .problems import problems
-from .security import across_hosts
 
-__all__ = ["examine", "is_spokesman"]
+__all__ = ["across_hosts", "examine", "is_spokesman"]
 
 #: Until the questions to libraries have to be answered, in seconds.
 ANSWERS_S = 8.0
@@ -211,6 +210,30 @@ def _choices(config: Config) -> list[dict[str, str]]:
         )
         for when, launcher, size, hosts in situations
     ]
+
+
+def across_hosts(config: Config | None) -> dict[str, Any]:
+    """Return what the settings come to, as ``docs/doctor.md`` lists it; SECURITY.md says why.
+
+    Args:
+        config: None where the settings contradict each other.
+    """
+    error, known, encrypted, ours = "", False, False, True
+    if config is not None:
+        try:
+            known = config.resolved_secret() is not None
+            encrypted = certificates.resolve(config) is not None
+        except ConfigError as refused:
+            error = str(refused)
+        # torchrun's agent serves a store of torch's, which knows no TLS.
+        agents = config.launched is not None and config.launched.launcher == "torchrun"
+        ours = config.store is not None or not agents
+    return {
+        "joining": {"authenticated": known, "encrypted": encrypted and ours},
+        "control": {"authenticated": known, "encrypted": encrypted},
+        "data": {"authenticated": known, "encrypted": False},
+        "error": error,
+    }
 
 
 # -- libraries --------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
-"""The GPUs that NVIDIA's driver shows, asked without any other library."""
+"""The GPUs that NVIDIA's driver shows, asked without any other library; and NCCL for them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import time
 from typing import Any
 
-__all__ = ["facts"]
+from collective.errors import BackendUnavailableError, CollectiveTimeoutError
 
+__all__ = ["facts", "nccl_facts", "try_nccl"]
+
+_START_S = 6.0  # for what takes a fraction of a second
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
 
 
@@ -71,3 +75,56 @@ def _driver() -> str:
         return ""
     nvml.nvmlShutdown()
     return version.value.decode(errors="replace")
+
+
+# -- NCCL -------------------------------------------------------------------------------------
+
+
+def nccl_facts() -> dict[str, Any]:
+    """Return which NCCL is here.
+
+    Returns:
+        ``path`` and ``version`` of the library; ``features``, whether this version has each;
+        ``error``, why there is none, and ``install``, the command that brings one.
+    """
+    # Here and not above: the GPUs are asked for without it.
+    from collective.backends.nccl import library
+
+    found = {"path": "", "version": "", "features": {}, "error": ""}
+    try:
+        loaded = library.load()
+    except BackendUnavailableError as error:
+        return {**found, "error": str(error), "install": library.install_command()}
+    return {
+        "path": loaded.path,
+        "version": loaded.text,
+        "features": loaded.features(),
+        "error": "",
+        "install": "",
+    }
+
+
+def try_nccl() -> None:
+    """Make NCCL's communicator of this process alone, on its first GPU, and end it.
+
+    Raises:
+        CollectiveError: there is no library, no driver or no GPU, or NCCL fails.
+    """
+    # Here and not above: they bring the reductions along.
+    from collective import cuda
+    from collective.backends.nccl import library
+    from collective.backends.nccl.engine import NcclComm
+
+    found = library.load()
+    cuda.driver()
+    device = cuda.device(0)
+    end = time.monotonic() + _START_S
+
+    def poll() -> None:
+        if time.monotonic() > end:
+            raise CollectiveTimeoutError(
+                f"nccl: timed out: NCCL {found.text} does not start within {_START_S:g} s. "
+                "NCCL_DEBUG=INFO has it say on standard error what it waits for."
+            )
+
+    NcclComm.create(found, found.unique_id(), 0, 1, device, poll).destroy(poll)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .probe import environment
+
 __all__ = ["mates", "starter_for", "starters"]
 
 _ANSWER_S = 4.0
@@ -58,8 +60,6 @@ def mates(library: str, starter: str) -> bool:
 
 
 def _version(path: str) -> dict[str, str]:
-    from .probe import environment
-
     try:
         done = subprocess.run(
             [path, "--version"],

@@ -16,6 +16,7 @@ import re
 import secrets
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +30,7 @@ from collective.start.choice import installed
 from collective.start.config import load
 from collective.start.resolver import name_libraries, options
 
-from .command import LEFT_BEHIND, command
+from . import gpus
 
 __all__ = ["Answer", "ask", "environment", "main"]
 
@@ -50,6 +51,8 @@ _OF_TRANSPORTS = {
     "COLLECTIVE_NCCL_LIBRARY",
     "COLLECTIVE_SHM_SINGLE_COPY",
 }
+# Where Open MPI keeps what a process that no mpiexec started leaves behind.
+_LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 # How long a process may take to leave when it is asked to.
 _LEAVE_S = 0.5
 # How often it is looked at whether there is still somebody who waits for an answer.
@@ -114,8 +117,8 @@ def _ask(
 ) -> dict[str, Answer]:
     """Answer as many of ``questions`` as one process does, the first one in any case."""
     process = subprocess.Popen(
-        command("probe", *questions, str(left)),
-        env=environment(TMPDIR=scratch, **dict.fromkeys(LEFT_BEHIND, scratch)),
+        _command(*questions, str(left)),
+        env=environment(TMPDIR=scratch, **dict.fromkeys(_LEFT_BEHIND, scratch)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -143,6 +146,16 @@ def _ask(
                 answers[question] = Answer({}, _how_it_ended(process.returncode, noise))
             break
     return answers
+
+
+def _command(*arguments: str) -> list[str]:
+    """Return the command that calls :func:`main` in a process that finds this one's modules."""
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    code = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from {__name__} import main; main(*sys.argv[2:])"
+    )
+    return [sys.executable, "-c", code, path, *arguments]
 
 
 def _hear(
@@ -232,9 +245,7 @@ def _connect(name: str) -> dict[str, Any]:
 
     kind = registry.find(name)
     if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU
-        from . import nccl
-
-        nccl.try_alone()
+        gpus.try_nccl()
     with tempfile.TemporaryDirectory() as meeting:
         opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
         world = dataclasses.replace(opening.world(0), options=_options())
@@ -259,9 +270,13 @@ def _options() -> dict[str, str]:
 
 
 def _trial(name: str) -> dict[str, Any]:
+    # Here and not above: it brings the communicator and the launcher along.
     from . import trial
 
     name, _, mpiexec = name.partition(" ")
+    if mpiexec:  # whose ranks share memory: it is no good on a disk, and does not stay
+        for variable in _LEFT_BEHIND:
+            os.environ.pop(variable, None)
     return trial.run(name, mpiexec)
 
 
@@ -271,18 +286,6 @@ def _mpi(_: str) -> dict[str, Any]:
 
     library.start(_START_S)
     return dataclasses.asdict(library.describe())
-
-
-def _gpus(_: str) -> dict[str, Any]:
-    from . import gpus
-
-    return gpus.facts()
-
-
-def _nccl(_: str) -> dict[str, Any]:
-    from . import nccl
-
-    return nccl.facts()
 
 
 def _single_copy(_: str) -> dict[str, Any]:
@@ -304,10 +307,10 @@ def _single_copy(_: str) -> dict[str, Any]:
 
 _TOPICS: dict[str, Callable[[str], dict[str, Any]]] = {
     "connect": _connect,
-    "gpus": _gpus,
+    "gpus": lambda _: gpus.facts(),
     "import": _import,
     "mpi": _mpi,
-    "nccl": _nccl,
+    "nccl": lambda _: gpus.nccl_facts(),
     "single-copy": _single_copy,
     "trial": _trial,
 }

@@ -19,8 +19,6 @@ from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedE
 from collective.launch.ranks import FunctionJob, Participant, Ranks
 from collective.start.session import init
 
-from .command import LEFT_BEHIND
-
 __all__ = ["exercise", "run"]
 
 Array = np.ndarray[Any, Any]
@@ -170,9 +168,6 @@ def _try(_: Participant, name: str) -> dict[str, Any]:
 
 
 def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
-    for variable in LEFT_BEHIND:
-        # Those that mpiexec starts share memory; it is no good on a disk, and does not stay.
-        os.environ.pop(variable, None)
     # In this process's session, so that whoever ends this process ends them, too.
     starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
     with Ranks(2, starter) as ranks:

@@ -17,7 +17,7 @@ from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import Gloo
 from collective.tools.parity import weights
 
-__all__ = ["LeNet", "Perceptron", "initial", "model_of", "step_of", "steps", "train"]
+__all__ = ["LeNet", "Perceptron", "model_of", "step_of", "steps", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -138,11 +138,6 @@ def step_of(model: nn.Module, x: torch.Tensor, after: Call = lambda: None) -> Ca
         optimizer.step()
 
     return step
-
-
-def initial(model: Any) -> dict[str, Array]:
-    """Return a module's weights in double precision."""
-    return weights.taken(weights.torch_parameters(model.double()))
 
 
 def train(

@@ -1,4 +1,10 @@
-"""How long a step would take on other numbers of ranks, by the model of costs."""
+"""Whether more ranks pay: the criterion of synchronous SGD, and what the model of costs says.
+
+With R ranks, each with mini-batches of its own, an epoch takes ``N / (R B) (T_comp + T_sync)``,
+on one rank ``N / B T_comp``: R ranks are faster if ``T_sync / T_comp < R - 1`` (A. Das, "Deep
+Learning at scale: The torch.distributed API", 2018, equation 5). How long a step would take on
+other numbers of ranks is the model's to say.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +25,44 @@ from collective.algorithms.model import (
 
 from .measure import StepTimes
 
-__all__ = ["Outlook", "Prediction", "predict", "to_link"]
+__all__ = ["Outlook", "Payoff", "Prediction", "judge", "predict", "to_link"]
 
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _RATE = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
          "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
          "bit": 0.125, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Payoff:
+    """What the criterion says of the ranks that there were.
+
+    Attributes:
+        ranks: R.
+        ratio: T_sync / T_comp; infinite if nothing is computed.
+        pays: whether that is below R - 1. With one rank there is nothing to judge: False.
+        speedup: R T_comp / (T_comp + T_sync): over one rank that computes a step as fast.
+        efficiency: speedup / R.
+        doubled_limit: seconds below which T_sync has to stay with 2 R ranks for these to be
+            faster than R.
+    """
+
+    ranks: int
+    ratio: float
+    pays: bool
+    speedup: float
+    efficiency: float
+    doubled_limit: float
+
+
+def judge(steps: StepTimes, ranks: int) -> Payoff:
+    """Apply the criterion to what was measured."""
+    comp, sync = steps.comp, steps.sync
+    ratio = sync / comp if comp > 0 else float("inf")
+    efficiency = comp / (comp + sync) if comp + sync > 0 else 1.0
+    # (T_comp + T_sync(2R)) / 2R < (T_comp + T_sync(R)) / R
+    limit = comp + 2 * sync
+    return Payoff(ranks, ratio, ratio < ranks - 1, ranks * efficiency, efficiency, limit)
 
 
 @dataclass(frozen=True, slots=True)

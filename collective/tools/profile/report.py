@@ -13,8 +13,7 @@ from collective.algorithms.model import ALGORITHMS
 from collective.tools.show import rate_name, size_name, table, time_name
 
 from .measure import OperationCost, Profile, StepTimes
-from .predict import Outlook
-from .verdict import Payoff, judge
+from .predict import Outlook, Payoff, judge
 
 __all__ = ["as_json", "show"]
 

@@ -1,4 +1,4 @@
-"""The programs of the tour, as a user would write them.
+"""The programs of ``collective tour``, as a user would write them.
 
 Texts and not modules of the package: whoever looks into an error is to see a place in a program.
 """

@@ -1,1 +1,0 @@
-"""What ``collective tour`` shows: programs, and how they are run."""
