@@ -37,6 +37,7 @@ __all__ = [
     "Check",
     "RankFactory",
     "check",
+    "on_each_rank",
     "registered",
     "roots",
 ]
@@ -164,7 +165,10 @@ class Check:
         at_least: the smallest number of ranks with which it says anything.
         transport: whether it gets as far as the transport.
         own_arrays: whether the arrays of its calls are of kinds that it chooses itself.
+        part: what each rank calls, if that is all of the check.
     """
+
+    part: Callable[..., None]
 
     def __init__(
         self,
@@ -222,10 +226,18 @@ class Check:
                 cause = f"{type(failure.cause).__name__}: {failure.cause}"
                 raise AssertionError(f"{what}: {cause}\n{failure}") from failure
 
+    def do_part(self, comm: Communicator, case: Case) -> None:
+        """Do one rank's part of a check that is made :func:`on_each_rank`."""
+        __tracebackhide__ = True
+        self.part(comm, **case)
+
     def title(self, case: Case) -> str:
         """Return ``check_broadcast[root=1]``."""
         arguments = ",".join(f"{key}={value}" for key, value in case.items())
         return f"{self.name}[{arguments}]" if arguments else self.name
+
+    def __reduce__(self) -> str:
+        return self.name  # it stands in its module, where ranks that are processes find it
 
     def __repr__(self) -> str:
         return f"<Check {self.name}>"
@@ -258,6 +270,34 @@ def check(
         given = cases if callable(cases) else lambda size: cases
         found = Check(function, given, at_least, needs, transport, own_arrays)
         _registered[found.name] = found
+        return found
+
+    return make
+
+
+def on_each_rank(
+    cases: Callable[[int], Sequence[Case]] | Sequence[Case] = ({},),
+    *,
+    fresh: bool = False,
+    compare: bool = False,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Check]:
+    """Make what each rank does, ``check_*(comm, **case)``, a :class:`Check` of the suite.
+
+    Args:
+        fresh: as of :meth:`RankFactory.run`.
+        compare: whether the ranks' calls are compared on any transport.
+        cases, options: as of :func:`check`.
+    """
+
+    def make(part: Callable[..., None]) -> Check:
+        @functools.wraps(part)
+        def run(factory: RankFactory, size: int, **case: Any) -> None:
+            compared = "always" if compare else "auto"
+            factory.run(size, found.do_part, case, fresh=fresh, check=compared)
+
+        found = check(cases, **options)(run)
+        found.part = part
         return found
 
     return make

@@ -12,7 +12,7 @@ from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 from collective.errors import MismatchError
 
-from .checks import Case, RankFactory, check
+from .checks import Case, RankFactory, check, on_each_rank
 from .samples import assert_same
 
 _Call = Callable[[Communicator], Any]
@@ -162,13 +162,9 @@ def _names(comm: Communicator) -> tuple[str, list[str]]:
     return text, ["a_users_program.py:2", "a_users_program.py:6"]
 
 
-@check(at_least=2)
-def check_mismatch_writes_nothing(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, compare=True)
+def check_mismatch_writes_nothing(comm: Communicator) -> None:
     """After a mismatch the arrays of the call are as they were."""
-    factory.run(size, _writes_nothing, check=_ALWAYS)
-
-
-def _writes_nothing(comm: Communicator) -> None:
     for count in (6, 30_000):
         x = np.full(count, comm.rank, np.float64)
         out = np.full(count, -1.0)
@@ -193,13 +189,9 @@ def check_mismatch_by_itself(factory: RankFactory, size: int, *, what: str) -> N
     factory.run(size, _mismatch, what)
 
 
-@check(at_least=2)
-def check_mismatch_in_background(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, compare=True)
+def check_mismatch_in_background(comm: Communicator) -> None:
     """A mismatch of calls in the background is raised by wait(), and those after it go on."""
-    factory.run(size, _in_background, check=_ALWAYS)
-
-
-def _in_background(comm: Communicator) -> None:
     good = comm.all_reduce(np.array([1]), async_op=True)
     bad = comm.all_reduce(_x(), op="max" if comm.rank == 0 else "sum", async_op=True)
     after = comm.all_reduce(np.array([2]), async_op=True)

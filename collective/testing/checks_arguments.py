@@ -19,7 +19,7 @@ from collective.errors import (
 )
 from collective.ops import premul_sum
 
-from .checks import RankFactory, check
+from .checks import on_each_rank
 from .samples import assert_same
 
 # Of a communicator, whose types would refuse most of these calls.
@@ -111,13 +111,9 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
 }  # fmt: skip
 
 
-@check([{"what": what} for what in _BAD], at_least=2, transport=False)
-def check_bad_argument(factory: RankFactory, size: int, *, what: str) -> None:
+@on_each_rank([{"what": what} for what in _BAD], at_least=2, transport=False)
+def check_bad_argument(comm: Communicator, what: str) -> None:
     """A bad argument is refused before anything is sent; the communicator stays usable."""
-    factory.run(size, _bad_argument, what)
-
-
-def _bad_argument(comm: Communicator, what: str) -> None:
     call, kind = _BAD[what]
     # One rank alone is wrong: the others would notice whatever it had begun.
     if comm.rank == comm.size - 1:
@@ -148,25 +144,17 @@ _BAD_AT_ROOT: dict[str, _Call] = {
 }
 
 
-@check([{"what": what} for what in _BAD_AT_ROOT], at_least=2, transport=False)
-def check_bad_argument_at_root(factory: RankFactory, size: int, *, what: str) -> None:
+@on_each_rank([{"what": what} for what in _BAD_AT_ROOT], at_least=2, transport=False)
+def check_bad_argument_at_root(comm: Communicator, what: str) -> None:
     """What only the root can get wrong is refused at the root, before anything is sent."""
-    factory.run(size, _bad_argument_at_root, what)
-
-
-def _bad_argument_at_root(comm: Communicator, what: str) -> None:
     _expect(comm, _BAD_AT_ROOT[what], InvalidArgumentError, f"{what} of the root")
     total = comm.all_reduce(np.array([1]))
     assert_same(total, np.array([comm.size]), f"the call after a refusal ({what})")
 
 
-@check()
-def check_any_source_is_refused(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_any_source_is_refused(comm: Communicator) -> None:
     """ANY_SOURCE raises UnsupportedError where the capabilities do not have it."""
-    factory.run(size, _any_source_is_refused)
-
-
-def _any_source_is_refused(comm: Communicator) -> None:
     if not comm.capabilities.any_source:
         text = _expect(
             comm, lambda c: c.recv(None, ANY_SOURCE), UnsupportedError, "recv from ANY_SOURCE"
@@ -174,13 +162,9 @@ def _any_source_is_refused(comm: Communicator) -> None:
         assert comm.backend in text, f"the error does not name the transport: {text}"
 
 
-@check(at_least=2)
-def check_out_that_does_not_fit(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_out_that_does_not_fit(comm: Communicator) -> None:
     """An out that turns out not to fit raises at its own rank, after the call, unharmed."""
-    factory.run(size, _out_that_does_not_fit)
-
-
-def _out_that_does_not_fit(comm: Communicator) -> None:
     last = comm.rank == comm.size - 1
     out = np.full(comm.size + 1, -1.0)
     if last:
@@ -200,13 +184,9 @@ def _out_that_does_not_fit(comm: Communicator) -> None:
     assert_same(total, np.array([comm.size]), "the call after an out that does not fit")
 
 
-@check()
-def check_use_after_close(factory: RankFactory, size: int) -> None:
+@on_each_rank(fresh=True)
+def check_use_after_close(comm: Communicator) -> None:
     """A closed communicator raises CommunicatorClosedError; closing again does nothing."""
-    factory.run(size, _use_after_close, fresh=True)
-
-
-def _use_after_close(comm: Communicator) -> None:
     comm.barrier()
     comm.close()
     comm.close()

@@ -14,17 +14,13 @@ from collective.communicator import Communicator
 from collective.contract.work import Work
 from collective.errors import CollectiveTimeoutError
 
-from .checks import RankFactory, check
+from .checks import RankFactory, check, on_each_rank
 from .samples import LARGE, assert_same, expected, values
 
 
-@check()
-def check_async(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_async(comm: Communicator) -> None:
     """async_op=True gives the same results, waited for in any order, several in flight."""
-    factory.run(size, _async)
-
-
-def _async(comm: Communicator) -> None:
     for count in (6, 6000, LARGE):
         count -= count % comm.size
         inputs = [values("float32", count, rank, 70) for rank in range(comm.size)]
@@ -56,13 +52,9 @@ def _async(comm: Communicator) -> None:
             assert work.exception() is None, f"{name}: {work.exception()!r} after it went well"
 
 
-@check()
-def check_async_many(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_async_many(comm: Communicator) -> None:
     """Fifty calls in flight are made in the order in which they were asked for."""
-    factory.run(size, _async_many)
-
-
-def _async_many(comm: Communicator) -> None:
     works = [comm.all_reduce(np.array([turn * comm.size]), async_op=True) for turn in range(50)]
     found = [int(work.wait()[0]) for work in works]
     assert found == [turn * comm.size**2 for turn in range(50)], f"results in order: {found}"

@@ -11,7 +11,7 @@ from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 from collective.memory.annotations import Framework
 
-from .checks import Case, RankFactory, check
+from .checks import Case, on_each_rank
 from .kinds import Exporter
 from .samples import LARGE, Array, assert_same, expected, has, values
 
@@ -61,13 +61,9 @@ def _hold_all(found: dict[str, Any], wanted: dict[str, Any], when: str) -> None:
             assert_same(found[call], result, f"{call} {when}")
 
 
-@check(_COUNTS, at_least=2)
-def check_inputs_untouched(factory: RankFactory, size: int, *, count: int) -> None:
+@on_each_rank(_COUNTS, at_least=2)
+def check_inputs_untouched(comm: Communicator, count: int) -> None:
     """No call changes its input, here or on a peer."""
-    factory.run(size, _inputs_untouched, count)
-
-
-def _inputs_untouched(comm: Communicator, count: int) -> None:
     count -= count % comm.size
     for root in {0, comm.size - 1}:
         mine = values("float32", count, comm.rank, 50)
@@ -77,13 +73,9 @@ def _inputs_untouched(comm: Communicator, count: int) -> None:
         assert_same(mine, before, f"the input of {count} elements after every call")
 
 
-@check(_COUNTS, at_least=2)
-def check_results_alias_nothing(factory: RankFactory, size: int, *, count: int) -> None:
+@on_each_rank(_COUNTS, at_least=2)
+def check_results_alias_nothing(comm: Communicator, count: int) -> None:
     """A result is the caller's own: writing to it changes no input and no peer's result."""
-    factory.run(size, _results_alias_nothing, count)
-
-
-def _results_alias_nothing(comm: Communicator, count: int) -> None:
     count -= count % comm.size
     root = comm.size - 1
     inputs = [values("float32", count, rank, 51) for rank in range(comm.size)]
@@ -104,13 +96,9 @@ def _results_alias_nothing(comm: Communicator, count: int) -> None:
             _hold_all(found, wanted, f"after rank {victim} wrote to its results")
 
 
-@check([{"count": 12}, {"count": 24_000}])
-def check_repeated(factory: RankFactory, size: int, *, count: int) -> None:
+@on_each_rank([{"count": 12}, {"count": 24_000}])
+def check_repeated(comm: Communicator, count: int) -> None:
     """The same calls with other data, many times, give the other data's results each time."""
-    factory.run(size, _repeated, count)
-
-
-def _repeated(comm: Communicator, count: int) -> None:
     count -= count % comm.size
     turns = 50 if count < 1000 else 8
     mine = np.empty(count, np.float32)
@@ -124,13 +112,9 @@ def _repeated(comm: Communicator, count: int) -> None:
         _hold_all(found, _wanted(comm.size, comm.rank, inputs, root), f"in turn {turn}")
 
 
-@check(at_least=2)
-def check_sender_may_overwrite(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_sender_may_overwrite(comm: Communicator) -> None:
     """When a call has returned, its input may be changed, whatever the peers still do."""
-    factory.run(size, _sender_may_overwrite)
-
-
-def _sender_may_overwrite(comm: Communicator) -> None:
     for turn, count in enumerate((1, 100, 9000, 120_000) * 3):
         root = turn % comm.size
         mine = np.full(count, turn, np.int64)
@@ -146,12 +130,6 @@ def _sender_may_overwrite(comm: Communicator) -> None:
         assert_same(found, wanted, f"all_gather of {count} in a row")
 
 
-@check()
-def check_structures(factory: RankFactory, size: int) -> None:
-    """Nested lists, tuples and dicts of several dtypes go through every call."""
-    factory.run(size, _structures)
-
-
 def _structure(size: int, rank: int) -> dict[str, Any]:
     return {
         "w": values("float32", (2 * size, 3), rank, 52),
@@ -164,7 +142,9 @@ def _leaves(tree: dict[str, Any]) -> list[Array]:
     return [tree["w"], tree["b"][0], tree["b"][1][0], tree["empty"]]
 
 
-def _structures(comm: Communicator) -> None:
+@on_each_rank()
+def check_structures(comm: Communicator) -> None:
+    """Nested lists, tuples and dicts of several dtypes go through every call."""
     size, rank, root = comm.size, comm.rank, comm.size - 1
     trees = [_structure(size, r) for r in range(size)]
     mine = trees[rank]
@@ -197,13 +177,9 @@ def _structures(comm: Communicator) -> None:
                 assert_same(leaf, _leaves(whole)[k], f"leaf {k} of a broadcast, None elsewhere")
 
 
-@check(at_least=2, needs=_needs_torch, own_arrays=True)
-def check_frameworks(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
+def check_frameworks(comm: Communicator) -> None:
     """PyTorch and NumPy ranks take part in one call, and each gets its own kind back."""
-    factory.run(size, _frameworks)
-
-
-def _frameworks(comm: Communicator) -> None:
     # Only odd ranks import PyTorch, which takes seconds.
     torch = importlib.import_module("torch") if comm.rank % 2 else None
     kind = np.ndarray if torch is None else torch.Tensor
@@ -228,13 +204,9 @@ def _frameworks(comm: Communicator) -> None:
     assert_same(x, total, "all_reduce of empty() of PyTorch and NumPy")
 
 
-@check(at_least=2, needs=_needs_torch, own_arrays=True)
-def check_torch_bfloat16(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
+def check_torch_bfloat16(comm: Communicator) -> None:
     """PyTorch's bfloat16, which NumPy does not have, travels and folds."""
-    factory.run(size, _torch_bfloat16)
-
-
-def _torch_bfloat16(comm: Communicator) -> None:
     pair = comm.split(comm.rank // 2 if comm.rank < 2 else None)
     if pair is None or "bfloat16" not in comm.capabilities.dtypes:
         return
@@ -253,13 +225,9 @@ def _torch_bfloat16(comm: Communicator) -> None:
     pair.close()
 
 
-@check(own_arrays=True)
-def check_dlpack(factory: RankFactory, size: int) -> None:
+@on_each_rank(own_arrays=True)
+def check_dlpack(comm: Communicator) -> None:
     """Any CPU array that speaks DLPack is taken."""
-    factory.run(size, _dlpack)
-
-
-def _dlpack(comm: Communicator) -> None:
     inputs = [values("float32", 6 * comm.size, rank, 57) for rank in range(comm.size)]
     foreign: Any = Exporter(inputs[comm.rank].copy())
     found = _every_call(comm, foreign, 0)

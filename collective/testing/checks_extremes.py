@@ -9,7 +9,7 @@ from collective.contract.capabilities import Capabilities
 from collective.memory.dtypes import BY_NAME
 from collective.ops import Op
 
-from .checks import Case, RankFactory, check
+from .checks import Case, on_each_rank
 from .samples import LARGE, Array, assert_bits, dtypes_of, of_bits, regions
 
 _BY_OP: list[Case] = [{"op": "min"}, {"op": "max"}]
@@ -32,13 +32,9 @@ def _on_the_host(capabilities: Capabilities) -> str | None:
     return None
 
 
-@check(_BY_OP, needs=_on_the_host)
-def check_extremes(factory: RankFactory, size: int, *, op: Op) -> None:
+@on_each_rank(_BY_OP, needs=_on_the_host)
+def check_extremes(comm: Communicator, op: Op) -> None:
     """Of two zeros -0 is the less, and of any NaN comes the same one, bit by bit."""
-    factory.run(size, _extremes, op)
-
-
-def _extremes(comm: Communicator, op: Op) -> None:
     if op not in comm.capabilities.ops:
         return
     for dtype in dtypes_of(comm.capabilities.dtypes, "f"):

@@ -9,7 +9,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import MismatchError
 
-from .checks import RankFactory, check
+from .checks import RankFactory, check, on_each_rank
 from .samples import assert_same, expected, values
 
 
@@ -34,13 +34,9 @@ def _hold(
     assert_same(found, np.array([members[left]]), f"sendrecv in {what}")
 
 
-@check()
-def check_split(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_split(comm: Communicator) -> None:
     """A split parts ranks by colour, orders them by key, and leaves out those of none."""
-    factory.run(size, _split)
-
-
-def _split(comm: Communicator) -> None:
     everyone = range(comm.size)
     half = comm.split(comm.rank % 2)
     assert half is not None
@@ -64,13 +60,9 @@ def _split(comm: Communicator) -> None:
     _hold(comm, comm, list(everyone), "the communicator that was split", 95)
 
 
-@check(at_least=2)
-def check_groups_side_by_side(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_groups_side_by_side(comm: Communicator) -> None:
     """Disjoint and overlapping groups work at once, made by their members alone."""
-    factory.run(size, _groups_side_by_side)
-
-
-def _groups_side_by_side(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     low, high = list(range(size // 2)), list(range(size // 2, size))
     mine = low if rank in low else high
@@ -126,13 +118,9 @@ def _group_mismatch(comm: Communicator, what: str) -> str:
     raise AssertionError(f"rank {comm.rank} got a group although another names {what}")
 
 
-@check()
-def check_dup(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_dup(comm: Communicator) -> None:
     """Calls of a dup do not mix with those of its original, with several in flight."""
-    factory.run(size, _dup)
-
-
-def _dup(comm: Communicator) -> None:
     everyone = list(range(comm.size))
     first, second = comm.dup(), comm.dup()
     works = []
@@ -162,13 +150,9 @@ def _dup(comm: Communicator) -> None:
     _hold(comm, comm, everyone, "a communicator whose dups are closed", 97)
 
 
-@check()
-def check_split_by_host(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_split_by_host(comm: Communicator) -> None:
     """split_by_host gives the ranks of this host, of one host all of them."""
-    factory.run(size, _split_by_host)
-
-
-def _split_by_host(comm: Communicator) -> None:
     with comm.split_by_host() as local:
         hosts = comm.all_gather_object(comm.host)
         members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]

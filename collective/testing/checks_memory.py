@@ -7,19 +7,15 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import AllocationError
 
-from .checks import Case, RankFactory, check
+from .checks import Case, RankFactory, check, on_each_rank
 from .samples import LARGE, assert_same, dtypes_of, expected, has, regions, values
 
 _COUNTS: list[Case] = [{"count": count} for count in (60, 24_000, LARGE)]
 
 
-@check(_COUNTS)
-def check_empty(factory: RankFactory, size: int, *, count: int) -> None:
+@on_each_rank(_COUNTS)
+def check_empty(comm: Communicator, count: int) -> None:
     """Collectives on arrays of empty(): in place, into each other, and from views of them."""
-    factory.run(size, _empty, count)
-
-
-def _empty(comm: Communicator, count: int) -> None:
     count -= count % comm.size
     inputs = [values("float32", count, rank, 110) for rank in range(comm.size)]
     mine, total = inputs[comm.rank], expected("sum", inputs)
@@ -61,13 +57,9 @@ def _empty(comm: Communicator, count: int) -> None:
     assert close, f"all_reduce(avg) {what}"
 
 
-@check()
-def check_empty_views(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_empty_views(comm: Communicator) -> None:
     """Views of empty() at any offset reduce like any array, and touch nothing beside them."""
-    factory.run(size, _empty_views)
-
-
-def _empty_views(comm: Communicator) -> None:
     whole = comm.empty(90_001, "int32")
     for start, stop in ((0, 90_001), (1, 2), (17, 50_000), (40_000, 90_001), (5, 5)):
         count = stop - start
@@ -98,13 +90,9 @@ def _empty_views(comm: Communicator) -> None:
     assert_same(found, wanted.astype(np.int32), "all_reduce of views at different offsets")
 
 
-@check(at_least=2)
-def check_empty_mixed(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_empty_mixed(comm: Communicator) -> None:
     """Ranks with memory of empty() and ranks without take part in one call."""
-    factory.run(size, _empty_mixed)
-
-
-def _empty_mixed(comm: Communicator) -> None:
     for count in (50, 24_000, LARGE):
         special = comm.empty(count)
         other = comm.empty(count + 5)[5:]
@@ -124,13 +112,9 @@ def _empty_mixed(comm: Communicator) -> None:
             assert_same(found, wanted, f"all_gather of mixed memory, {count}")
 
 
-@check()
-def check_empty_kinds(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_empty_kinds(comm: Communicator) -> None:
     """empty() gives every dtype and shape, over and over."""
-    factory.run(size, _empty_kinds)
-
-
-def _empty_kinds(comm: Communicator) -> None:
     for dtype in dtypes_of(comm.capabilities.dtypes, "iuf"):
         if dtype == "bfloat16" and not has("ml_dtypes"):
             continue
@@ -151,13 +135,9 @@ def _empty_kinds(comm: Communicator) -> None:
         del x
 
 
-@check()
-def check_empty_refused(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_empty_refused(comm: Communicator) -> None:
     """empty() of more than there is raises AllocationError on every rank and breaks nothing."""
-    factory.run(size, _empty_refused)
-
-
-def _empty_refused(comm: Communicator) -> None:
     # More than memory has, and more than an address can tell.
     for count in (1 << 59, (1 << 61) - 1):
         text = _refusal(comm, count)

@@ -10,7 +10,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 
-from .checks import Case, RankFactory, check, roots
+from .checks import Case, RankFactory, check, on_each_rank, roots
 from .samples import (
     LARGE,
     LAYOUTS,
@@ -38,13 +38,9 @@ def _joined(arrays: list[Array], axis: int = 0) -> Array:
     return np.concatenate([np.atleast_1d(array) for array in arrays], axis)
 
 
-@check(roots)
-def check_broadcast(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_broadcast(comm: Communicator, root: int) -> None:
     """A broadcast gives every rank the root's array, into a new one, into out, and to None."""
-    factory.run(size, _broadcast, root)
-
-
-def _broadcast(comm: Communicator, root: int) -> None:
     for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in SHAPES:
             wanted = values(dtype, shape, root, 30)
@@ -60,13 +56,9 @@ def _broadcast(comm: Communicator, root: int) -> None:
         assert_same(mine, wanted, f"broadcast(root={root}) of {count} elements in place")
 
 
-@check(roots)
-def check_scatter(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_scatter(comm: Communicator, root: int) -> None:
     """A scatter gives rank r piece r of the root's array, cut as numpy.array_split cuts."""
-    factory.run(size, _scatter, root)
-
-
-def _scatter(comm: Communicator, root: int) -> None:
     for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in _ROWS:
             whole = values(dtype, shape, root, 33)
@@ -96,13 +88,10 @@ def _scatter(comm: Communicator, root: int) -> None:
         assert_same(out, large[part], f"a large scatter(root={root})")
 
 
-@check(roots)
-def check_gather(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_gather(comm: Communicator, root: int) -> None:
     """A gather joins the ranks' arrays at the root in rank order; the others get None."""
-    factory.run(size, _gather, root)
 
-
-def _gather(comm: Communicator, root: int) -> None:
     def hold(
         inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
     ) -> None:
@@ -126,13 +115,10 @@ def _gather(comm: Communicator, root: int) -> None:
     hold(large, "of large arrays")
 
 
-@check()
-def check_all_gather(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_all_gather(comm: Communicator) -> None:
     """all_gather joins the ranks' arrays at every rank, even and uneven, along any axis."""
-    factory.run(size, _all_gather)
 
-
-def _all_gather(comm: Communicator) -> None:
     def hold(
         inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
     ) -> None:
@@ -159,13 +145,9 @@ def _all_gather(comm: Communicator) -> None:
     assert_same(whole, wanted, "all_gather in place: the input is its part of the output")
 
 
-@check()
-def check_all_to_all(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_all_to_all(comm: Communicator) -> None:
     """all_to_all sends piece j to rank j: even, as array_split cuts, by counts, along an axis."""
-    factory.run(size, _all_to_all)
-
-
-def _all_to_all(comm: Communicator) -> None:
     ranks = range(comm.size)
 
     def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: Any) -> None:
@@ -193,13 +175,9 @@ def _all_to_all(comm: Communicator) -> None:
     assert_same(turned, np.concatenate(pieces, 1), "all_to_all by counts along axis 1")
 
 
-@check(_BY_LAYOUT)
-def check_moves_of_layouts(factory: RankFactory, size: int, *, layout: str) -> None:
+@on_each_rank(_BY_LAYOUT)
+def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
     """Moving calls take arrays that are not contiguous, and write to such arrays."""
-    factory.run(size, _moves_of_layouts, layout)
-
-
-def _moves_of_layouts(comm: Communicator, layout: str) -> None:
     shape = (2 * comm.size, 3)
     inputs = [values("float64", shape, rank, 47) for rank in range(comm.size)]
     mine = laid_out(layout, inputs[comm.rank])

@@ -10,7 +10,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 
-from .checks import RankFactory, check, roots
+from .checks import on_each_rank, roots
 from .samples import assert_same, values
 
 
@@ -34,13 +34,9 @@ def _hold(found: Any, rank: int, what: str) -> None:
         raise AssertionError(f"{what}: got {found!r}; expected {wanted!r}")
 
 
-@check(roots)
-def check_objects(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_objects(comm: Communicator, root: int) -> None:
     """Plain data and arrays go through every object call as they are."""
-    factory.run(size, _objects, root)
-
-
-def _objects(comm: Communicator, root: int) -> None:
     mine = _thing(comm.rank)
     found = comm.broadcast_object(mine if comm.rank == root else None, root=root)
     _hold(found, root, f"broadcast_object(root={root})")
@@ -58,13 +54,9 @@ def _objects(comm: Communicator, root: int) -> None:
     _hold(comm.scatter_object(things, root=root), comm.rank, f"scatter_object(root={root})")
 
 
-@check(at_least=2)
-def check_send_object(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_send_object(comm: Communicator) -> None:
     """send_object and recv_object carry plain data, among arrays and tags."""
-    factory.run(size, _send_object)
-
-
-def _send_object(comm: Communicator) -> None:
     if comm.rank == 0:
         for dst in range(1, comm.size):
             comm.send_object(_thing(dst), dst, tag=4)
@@ -76,13 +68,9 @@ def _send_object(comm: Communicator) -> None:
         assert comm.recv_object(0, tag=4) == [None]
 
 
-@check()
-def check_pickle_is_refused(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_pickle_is_refused(comm: Communicator) -> None:
     """Other objects are refused unless pickle=True is said, by whoever reads them too."""
-    factory.run(size, _pickle_is_refused)
-
-
-def _pickle_is_refused(comm: Communicator) -> None:
     thing = fractions.Fraction(comm.rank, 7)
     for call in (comm.all_gather_object, comm.gather_object):
         try:

@@ -10,7 +10,7 @@ from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
 from collective.ops import user_op
 
-from .checks import Case, RankFactory, check
+from .checks import Case, on_each_rank
 from .samples import LARGE, Array, assert_same, bfloat16, dtypes_of, plain, regions, values
 
 _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
@@ -34,13 +34,9 @@ def _smaller(a: Array, b: Array) -> Array:
     return np.where(a < b, a, b)
 
 
-@check(needs=_needs_user_ops)
-def check_user_op(factory: RankFactory, size: int) -> None:
+@on_each_rank(needs=_needs_user_ops)
+def check_user_op(comm: Communicator) -> None:
     """A user's commutative operator folds every rank's elements."""
-    factory.run(size, _user_op)
-
-
-def _user_op(comm: Communicator) -> None:
     op = user_op(_smaller, commutative=True)
     for dtype in ("int64", "float32"):
         for count in (0, 1, 7, 1001, LARGE):
@@ -50,13 +46,9 @@ def _user_op(comm: Communicator) -> None:
             assert_same(found, wanted, f"all_reduce(user_op) of {dtype}[{count}]")
 
 
-@check(at_least=2, needs=_needs_user_ops)
-def check_user_op_order(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, needs=_needs_user_ops)
+def check_user_op_order(comm: Communicator) -> None:
     """An operator that does not commute sees lower ranks on the left, in every reduction."""
-    factory.run(size, _user_op_order)
-
-
-def _user_op_order(comm: Communicator) -> None:
     op = user_op(_last)
     for count in (1, 7, 1001, LARGE):
         inputs = [values("int64", count, rank, 21) for rank in range(comm.size)]
@@ -75,13 +67,9 @@ def _user_op_order(comm: Communicator) -> None:
     assert digits[0] == wanted, f"all_reduce in rank order: {digits[0]:x}; expected {wanted:x}"
 
 
-@check(_DTYPES)
-def check_order_rank(factory: RankFactory, size: int, *, dtype: str) -> None:
+@on_each_rank(_DTYPES)
+def check_order_rank(comm: Communicator, dtype: str) -> None:
     """order="rank" has the bits of a fold from rank 0 up, whatever the size."""
-    factory.run(size, _order_rank, dtype)
-
-
-def _order_rank(comm: Communicator, dtype: str) -> None:
     if dtype not in dtypes_of(comm.capabilities.dtypes):
         return
     for count in (1, 5, 1001, LARGE):
@@ -100,13 +88,9 @@ def _order_rank(comm: Communicator, dtype: str) -> None:
         _bits(piece, total[part], f"reduce_scatter {what}")
 
 
-@check()
-def check_order_rank_bfloat16(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_order_rank_bfloat16(comm: Communicator) -> None:
     """order="rank" rounds bfloat16 to nearest even at every step."""
-    factory.run(size, _order_rank_bfloat16)
-
-
-def _order_rank_bfloat16(comm: Communicator) -> None:
     if "bfloat16" not in dtypes_of(comm.capabilities.dtypes):
         return
     inputs = [bfloat16(_rough("float32", 5001, rank)) for rank in range(comm.size)]

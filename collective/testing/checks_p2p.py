@@ -12,7 +12,7 @@ from collective.communicator import NULL, Communicator, Status
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.capabilities import Capabilities
 
-from .checks import RankFactory, check
+from .checks import on_each_rank
 from .samples import LARGE, LAYOUTS, SHAPES, assert_same, dtypes_of, has, laid_out, values
 
 
@@ -20,13 +20,9 @@ def _needs_any_source(capabilities: Capabilities) -> str | None:
     return None if capabilities.any_source else "does not support ANY_SOURCE"
 
 
-@check(at_least=2)
-def check_send_recv(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_send_recv(comm: Communicator) -> None:
     """What is sent arrives, between every two ranks: every dtype and size, large too."""
-    factory.run(size, _send_recv)
-
-
-def _send_recv(comm: Communicator) -> None:
     for src in range(comm.size):
         for dst in range(comm.size):
             if src == dst or comm.rank not in (src, dst):
@@ -48,13 +44,9 @@ def _send_recv(comm: Communicator) -> None:
                 assert_same(out, x, f"a large array from {src} to {dst}")
 
 
-@check(at_least=2)
-def check_send_recv_layouts(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_send_recv_layouts(comm: Communicator) -> None:
     """Arrays of any strides are sent, and received into."""
-    factory.run(size, _send_recv_layouts)
-
-
-def _send_recv_layouts(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for layout in LAYOUTS:
         x = laid_out(layout, values("float32", (5, 7), comm.rank, 62))
@@ -65,13 +57,9 @@ def _send_recv_layouts(comm: Communicator) -> None:
         assert_same(out, values("float32", (5, 7), left, 62), f"{layout} to {layout}")
 
 
-@check(at_least=2)
-def check_message_order(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_message_order(comm: Communicator) -> None:
     """Messages of one tag arrive in the order in which they were sent, of any sizes."""
-    factory.run(size, _message_order)
-
-
-def _message_order(comm: Communicator) -> None:
     lengths = [1, 5000, 0, 3, 40_000, 2, 2, 100_000, 1] * 2
     if comm.rank == 0:
         for dst in range(1, comm.size):
@@ -83,13 +71,9 @@ def _message_order(comm: Communicator) -> None:
             assert_same(found, np.full(length, turn + comm.rank), f"message {turn} of a row")
 
 
-@check(at_least=2)
-def check_tags(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_tags(comm: Communicator) -> None:
     """A receive takes the message of its tag, whatever came before it."""
-    factory.run(size, _tags)
-
-
-def _tags(comm: Communicator) -> None:
     tags = [0, 1, 7, 2**31 - 1]
     for length in (1, 50_000):
         if comm.rank == 0:
@@ -106,13 +90,9 @@ def _tags(comm: Communicator) -> None:
                 assert_same(found, np.full(length, tag), f"the message with tag {tag}")
 
 
-@check(at_least=2)
-def check_messages_among_collectives(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_messages_among_collectives(comm: Communicator) -> None:
     """Messages that are under way do not get mixed up with collective calls."""
-    factory.run(size, _messages_among_collectives)
-
-
-def _messages_among_collectives(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for length in (3, 70_000):
         sent = [comm.send(np.full(length, turn), right, async_op=True) for turn in range(3)]
@@ -127,13 +107,9 @@ def _messages_among_collectives(comm: Communicator) -> None:
             work.wait()
 
 
-@check()
-def check_sendrecv(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_sendrecv(comm: Communicator) -> None:
     """A sendrecv goes round a ring of ranks without waiting, in any sizes; with oneself too."""
-    factory.run(size, _sendrecv)
-
-
-def _sendrecv(comm: Communicator) -> None:
     for step in range(comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         for length in (0, 1, 1001, LARGE):
@@ -148,13 +124,9 @@ def _sendrecv(comm: Communicator) -> None:
         assert_same(uneven, values("int64", 100 * source, source, 64), "sendrecv of other lengths")
 
 
-@check(at_least=2)
-def check_sendrecv_with_nobody(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_sendrecv_with_nobody(comm: Communicator) -> None:
     """Along a line of ranks that ends in NULL rows are exchanged, and no rank waits."""
-    factory.run(size, _sendrecv_with_nobody)
-
-
-def _sendrecv_with_nobody(comm: Communicator) -> None:
     before = comm.rank - 1 if comm.rank else NULL
     after = comm.rank + 1 if comm.rank + 1 < comm.size else NULL
     for length in (1, 1001, LARGE):
@@ -177,13 +149,9 @@ def _sendrecv_with_nobody(comm: Communicator) -> None:
             assert_same(out, wanted, f"sendrecv of {what} in the background")
 
 
-@check(transport=False)
-def check_messages_with_nobody(factory: RankFactory, size: int) -> None:
+@on_each_rank(transport=False)
+def check_messages_with_nobody(comm: Communicator) -> None:
     """What is sent to NULL is gone at once; a receive from it leaves ``out`` as it is."""
-    factory.run(size, _messages_with_nobody)
-
-
-def _messages_with_nobody(comm: Communicator) -> None:
     x, out, status = np.ones(3), np.arange(3.0), Status()
     of_numpy: Any = np.int64(NULL)
     assert comm.send(x, NULL) is None
@@ -200,13 +168,9 @@ def _messages_with_nobody(comm: Communicator) -> None:
     assert comm.recv_object(NULL) is None
 
 
-@check(at_least=2, needs=_needs_any_source)
-def check_any_source(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, needs=_needs_any_source)
+def check_any_source(comm: Communicator) -> None:
     """ANY_SOURCE takes a message of everybody, each of them once and whole."""
-    factory.run(size, _any_source)
-
-
-def _any_source(comm: Communicator) -> None:
     for length in (2, 60_000):
         if comm.rank:
             time.sleep(0.005 * (comm.size - comm.rank))
@@ -226,13 +190,9 @@ def _any_source(comm: Communicator) -> None:
         comm.barrier()
 
 
-@check(at_least=2)
-def check_send_structures(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2)
+def check_send_structures(comm: Communicator) -> None:
     """A nested structure is one message."""
-    factory.run(size, _send_structures)
-
-
-def _send_structures(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
     def tree(rank: int) -> dict[str, object]:
@@ -258,17 +218,13 @@ def _send_structures(comm: Communicator) -> None:
     work.wait()
 
 
-@check(
+@on_each_rank(
     at_least=2,
     needs=lambda c: None if has("torch") else "torch is not installed",
     own_arrays=True,
 )
-def check_send_between_frameworks(factory: RankFactory, size: int) -> None:
+def check_send_between_frameworks(comm: Communicator) -> None:
     """A PyTorch rank sends to a NumPy rank and back."""
-    factory.run(size, _send_between_frameworks)
-
-
-def _send_between_frameworks(comm: Communicator) -> None:
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
     if comm.rank == 1:
         torch = importlib.import_module("torch")

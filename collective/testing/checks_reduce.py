@@ -9,7 +9,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.ops import Op, premul_sum
 
-from .checks import Case, RankFactory, check, roots
+from .checks import Case, on_each_rank, roots
 from .samples import (
     LARGE,
     LAYOUTS,
@@ -61,13 +61,9 @@ def _can(comm: Communicator, op: Op) -> list[str]:
     return dtypes_of(known.dtypes, OPS[op]) if op in known.ops else []
 
 
-@check(_BY_OP)
-def check_all_reduce(factory: RankFactory, size: int, *, op: Op) -> None:
+@on_each_rank(_BY_OP)
+def check_all_reduce(comm: Communicator, op: Op) -> None:
     """all_reduce folds every rank's elements: every dtype, no, one and odd many elements."""
-    factory.run(size, _all_reduce, op)
-
-
-def _all_reduce(comm: Communicator, op: Op) -> None:
     for dtype in _can(comm, op):
         for shape in SHAPES:
             inputs = [values(dtype, shape, rank, 1, op) for rank in range(comm.size)]
@@ -75,13 +71,9 @@ def _all_reduce(comm: Communicator, op: Op) -> None:
             _hold(found, op, inputs, dtype, f"all_reduce({op}) of {dtype}{list(shape)}")
 
 
-@check(_LARGE)
-def check_all_reduce_large(factory: RankFactory, size: int, *, op: Op, dtype: str) -> None:
+@on_each_rank(_LARGE)
+def check_all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
     """all_reduce of more than a mebibyte, in place too, whose length no piece divides."""
-    factory.run(size, _all_reduce_large, op, dtype)
-
-
-def _all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
     if dtype not in _can(comm, op):
         return
     count = LARGE * 4 // np.dtype(dtype).itemsize + comm.size - 1
@@ -95,13 +87,9 @@ def _all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
     _hold(mine, op, inputs, dtype, f"{what} in place")
 
 
-@check(_BY_LAYOUT)
-def check_reductions_of_layouts(factory: RankFactory, size: int, *, layout: str) -> None:
+@on_each_rank(_BY_LAYOUT)
+def check_reductions_of_layouts(comm: Communicator, layout: str) -> None:
     """Reductions of arrays that are not contiguous, to such arrays, and in place."""
-    factory.run(size, _layouts, layout)
-
-
-def _layouts(comm: Communicator, layout: str) -> None:
     shape = (6 * comm.size, 5)
     inputs = [values("float32", shape, rank, 3) for rank in range(comm.size)]
     total = expected("sum", inputs)
@@ -127,13 +115,9 @@ def _layouts(comm: Communicator, layout: str) -> None:
     assert_same(comm.all_reduce(row), expected("sum", rows), "all_reduce of an expanded array")
 
 
-@check()
-def check_all_reduce_in_place(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_all_reduce_in_place(comm: Communicator) -> None:
     """all_reduce(x, out=x) of every dtype, and of overlapping parts of one array."""
-    factory.run(size, _in_place)
-
-
-def _in_place(comm: Communicator) -> None:
     for dtype in _can(comm, "sum"):
         for count in (0, 1, 13, 9001):
             inputs = [values(dtype, count, rank, 5) for rank in range(comm.size)]
@@ -147,16 +131,12 @@ def _in_place(comm: Communicator) -> None:
     assert_same(mine[10:], total, "all_reduce to memory that overlaps its input")
 
 
-@check(roots)
-def check_reduce(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_reduce(comm: Communicator, root: int) -> None:
     """A reduce gives the root the fold and the others nothing: every op and size, of some dtypes.
 
     Each dtype is reduced to some root.
     """
-    factory.run(size, _reduce, root)
-
-
-def _reduce(comm: Communicator, root: int) -> None:
     for op in OPS:
         for dtype in dtypes_at(root, comm, _can(comm, op)):
             for shape in ((0,), (), (7,), (1001,)):
@@ -169,13 +149,9 @@ def _reduce(comm: Communicator, root: int) -> None:
                     assert found is None, f"{what}: rank {comm.rank} got {found!r}"
 
 
-@check(roots)
-def check_reduce_large(factory: RankFactory, size: int, *, root: int) -> None:
+@on_each_rank(roots)
+def check_reduce_large(comm: Communicator, root: int) -> None:
     """A reduce of more than a mebibyte, also in place at the root, leaves inputs alone."""
-    factory.run(size, _reduce_large, root)
-
-
-def _reduce_large(comm: Communicator, root: int) -> None:
     inputs = [values("float32", LARGE, rank, 9) for rank in range(comm.size)]
     total = expected("sum", inputs)
     mine = inputs[comm.rank].copy()
@@ -190,13 +166,9 @@ def _reduce_large(comm: Communicator, root: int) -> None:
         assert_same(mine, inputs[comm.rank], "the input of a large reduce, off the root")
 
 
-@check(_BY_OP)
-def check_reduce_scatter(factory: RankFactory, size: int, *, op: Op) -> None:
+@on_each_rank(_BY_OP)
+def check_reduce_scatter(comm: Communicator, op: Op) -> None:
     """reduce_scatter gives each rank its piece of the fold, cut as numpy.array_split cuts."""
-    factory.run(size, _reduce_scatter, op)
-
-
-def _reduce_scatter(comm: Communicator, op: Op) -> None:
     for dtype in _can(comm, op):
         for shape in ((0,), (1,), (4 * comm.size,), (4 * comm.size + 1, 3), (1001,)):
             inputs = [values(dtype, shape, rank, 10, op) for rank in range(comm.size)]
@@ -211,13 +183,9 @@ def _hold_part(found: Any, op: Op, inputs: list[Any], part: slice, what: str, dt
     _assert_right(plain(found), wanted.astype(plain(found).dtype), what, op, dtype)
 
 
-@check()
-def check_reduce_scatter_counts(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_reduce_scatter_counts(comm: Communicator) -> None:
     """reduce_scatter by counts, along another axis, and of more than a mebibyte."""
-    factory.run(size, _reduce_scatter_counts)
-
-
-def _reduce_scatter_counts(comm: Communicator) -> None:
     counts = [(3 * rank) % 5 for rank in range(comm.size)]
     stops = np.cumsum([0, *counts])
     mine = slice(stops[comm.rank], stops[comm.rank + 1])
@@ -236,13 +204,9 @@ def _reduce_scatter_counts(comm: Communicator) -> None:
     assert_same(found, expected("sum", large)[part], "a large reduce_scatter")
 
 
-@check()
-def check_scan(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_scan(comm: Communicator) -> None:
     """A scan gives each rank the fold of the ranks up to it: every op and dtype, and large."""
-    factory.run(size, _scan)
-
-
-def _scan(comm: Communicator) -> None:
     for op in OPS:
         if op == "avg":
             continue
@@ -258,13 +222,9 @@ def _scan(comm: Communicator) -> None:
     assert_same(mine, expected("sum", inputs), "a large scan in place")
 
 
-@check()
-def check_premul_sum(factory: RankFactory, size: int) -> None:
+@on_each_rank()
+def check_premul_sum(comm: Communicator) -> None:
     """premul_sum multiplies before it sums, each rank by a factor of its own."""
-    factory.run(size, _premul_sum)
-
-
-def _premul_sum(comm: Communicator) -> None:
     if "premul_sum" not in comm.capabilities.ops:
         return
     for dtype in dtypes_of(comm.capabilities.dtypes, "fc"):
