@@ -35,7 +35,7 @@ from collective.launch.mpiexec import Mpiexec
 from collective.start.choice import installed
 from collective.start.connecting import connect
 from collective.testing import RankPool, RanksFailedError, preload
-from collective.testing.opening import backend_class
+from collective.testing.ranks import backend_class
 from collective.tools.bench.machine import measured
 from collective.tools.show import Progress, add_outputs, count, print_table
 

@@ -74,6 +74,17 @@ SLOW = """
 """.split()
 
 
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Leave no source of settings: no variables, and below a directory without files."""
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    monkeypatch.setattr(os, "environ", kept)
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    return inner
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="what changes break first, in 2 minutes")
 

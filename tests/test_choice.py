@@ -18,12 +18,7 @@ from tests.interpreter import run_python
 
 Installed = Callable[..., None]
 
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
-    monkeypatch.setattr(os, "environ", kept)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("nowhere")
 
 
 @pytest.fixture

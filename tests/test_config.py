@@ -15,16 +15,7 @@ from collective.errors import ConfigError
 from collective.start.config import load
 from collective.start.keys import KEYS
 
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Start each test without any source: no variables, and a directory without files."""
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
-    monkeypatch.setattr(os, "environ", kept)
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    monkeypatch.chdir(inner)
-    return inner
+pytestmark = pytest.mark.usefixtures("nowhere")
 
 
 def test_world_of_one_by_default() -> None:
@@ -124,13 +115,6 @@ def test_library_is_a_file_or_a_name_that_the_linker_knows(nowhere: Path, key: s
     assert getattr(load({key: "libown.so.2"}), key) == "libown.so.2"
 
 
-def test_device_is_left_open_or_a_number() -> None:
-    assert load({}).device is None
-    os.environ["COLLECTIVE_DEVICE"] = "3"
-    assert load({}).device == 3
-    assert load({"device": 0}).device == 0
-
-
 @pytest.mark.parametrize(
     "address", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
 )
@@ -140,11 +124,17 @@ def test_store_by_address(nowhere: Path, address: str) -> None:
     assert load({}).store == address
 
 
-def test_signal_that_dumps_is_by_name_or_none() -> None:
-    assert load({}).dump_signal == "SIGUSR2"
-    os.environ["COLLECTIVE_DUMP_SIGNAL"] = "none"
-    assert load({}).dump_signal == "none"
-    assert load({"dump_signal": "SIGUSR1"}).dump_signal == "SIGUSR1"
+@pytest.mark.parametrize(
+    ("key", "default", "variable", "read", "argument"),
+    [("device", None, "3", 3, 0), ("dump_signal", "SIGUSR2", "none", "none", "SIGUSR1")],
+)
+def test_a_setting_by_default_by_variable_and_by_argument(
+    key: str, default: object, variable: str, read: object, argument: object
+) -> None:
+    assert getattr(load({}), key) == default
+    os.environ[f"COLLECTIVE_{key.upper()}"] = variable
+    assert getattr(load({}), key) == read
+    assert getattr(load({key: argument}), key) == argument
 
 
 def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
@@ -159,27 +149,19 @@ def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
 # -- refusals ----------------------------------------------------------------------------
 
 
-def test_misspelt_argument() -> None:
-    with pytest.raises(ConfigError, match=r"timeot \(argument\): no .* nearest is timeout,"):
-        load({"timeot": 3})
-
-
-def test_misspelt_variable() -> None:
-    os.environ["COLLECTIVE_BAKEND"] = "shm"
-    with pytest.raises(ConfigError, match=r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND,"):
-        load({})
-
-
-def test_misspelt_key_in_a_file(nowhere: Path) -> None:
-    (nowhere / "collective.toml").write_text("time_out = 3")
-    with pytest.raises(ConfigError, match=r"time_out \(file .*collective.toml\).* timeout,"):
-        load({})
-
-
-def test_variable_in_small_letters_is_another_name() -> None:
-    os.environ["COLLECTIVE_timeout"] = "3"
-    with pytest.raises(ConfigError, match="nearest is COLLECTIVE_TIMEOUT"):
-        load({})
+@pytest.mark.parametrize(
+    ("variable", "why"),
+    [
+        ("", r"timeot \(argument\): no .* nearest is timeout,"),
+        ("COLLECTIVE_BAKEND", r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND,"),
+        ("COLLECTIVE_timeout", "nearest is COLLECTIVE_TIMEOUT"),  # another name
+    ],
+)
+def test_misspelt_name(variable: str, why: str) -> None:
+    if variable:
+        os.environ[variable] = "3"
+    with pytest.raises(ConfigError, match=why):
+        load({} if variable else {"timeot": 3})
 
 
 BAD: list[tuple[str, Any]] = [
@@ -257,15 +239,17 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(config.timeout) is float
 
 
-def test_file_that_is_no_toml(nowhere: Path) -> None:
-    (nowhere / "collective.toml").write_text("timeout = = 3")
-    with pytest.raises(ConfigError, match=r"collective.toml: not valid TOML"):
-        load({})
-
-
-def test_file_that_is_no_text(nowhere: Path) -> None:
-    (nowhere / "collective.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"collective.toml: cannot be read"):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"time_out = 3", r"time_out \(file .*collective.toml\).* timeout,"),
+        (b"timeout = = 3", r"collective.toml: not valid TOML"),
+        (b"\xff\xfe", r"collective.toml: cannot be read"),
+    ],
+)
+def test_file_that_is_wrong(nowhere: Path, content: bytes, why: str) -> None:
+    (nowhere / "collective.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
         load({})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -33,6 +34,15 @@ def outer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(inner)
     yield found
     shutil.rmtree(found)
+
+
+@contextlib.contextmanager
+def being_somebody() -> Iterator[None]:
+    os.seteuid(SOMEBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def written(file: Path, text: str = "timeout = 5", mode: int = 0o644) -> Path:
@@ -67,21 +77,15 @@ def test_a_file_of_somebody_elses_is_not_read(outer: Path) -> None:
 @as_root
 def test_a_file_of_roots_is_read_by_others(outer: Path) -> None:
     written(outer / "collective.toml")
-    os.seteuid(SOMEBODY)
-    try:
+    with being_somebody():
         assert load({}).timeout == 5
-    finally:
-        os.seteuid(0)
 
 
 @as_root
 def test_a_file_that_may_not_be_opened_is_told(outer: Path) -> None:
     written(outer / "collective.toml", mode=0o600)
-    os.seteuid(SOMEBODY)
-    try:
+    with being_somebody():
         assert the_reason().endswith("cannot be opened: Permission denied")
-    finally:
-        os.seteuid(0)
 
 
 def test_a_file_that_everybody_can_write_to_is_not_read(outer: Path) -> None:
@@ -173,18 +177,13 @@ def test_a_refused_file_does_not_hide_one_further_up(outer: Path) -> None:
     assert list(load({}).refused) == [nearer]
 
 
-@pytest.mark.parametrize("root", ["pyproject.toml", ".git", ".hg", ".svn", ".jj"])
-def test_the_search_ends_with_the_project(outer: Path, root: str) -> None:
+@pytest.mark.parametrize("root", ["pyproject.toml", ".git", ".hg", ".svn", ".jj", "home"])
+def test_the_search_ends_with_the_project_or_at_home(outer: Path, root: str) -> None:
     written(outer / "collective.toml")
-    (outer / "middle" / root).touch()
-    assert load({}).timeout == 300
-    written(outer / "middle" / "collective.toml", "timeout = 6")
-    assert load({}).timeout == 6
-
-
-def test_the_search_ends_at_home(outer: Path) -> None:
-    written(outer / "collective.toml")
-    os.environ["HOME"] = str(outer / "middle")
+    if root == "home":
+        os.environ["HOME"] = str(outer / "middle")
+    else:
+        (outer / "middle" / root).touch()
     assert load({}).timeout == 300
     written(outer / "middle" / "collective.toml", "timeout = 6")
     assert load({}).timeout == 6
@@ -222,14 +221,12 @@ def test_what_loads_code_or_writes_files_is_not_taken_from_every_file(
 
 
 @pytest.mark.parametrize(("key", "value"), HAZARDS)
-def test_it_is_taken_from_the_users_own_private_file(outer: Path, key: str, value: str) -> None:
-    written(outer / "collective.toml", f'{key} = "{value}"', mode=0o600)
+def test_it_is_taken_from_the_users_own_private_file_and_from_the_environment(
+    outer: Path, key: str, value: str
+) -> None:
+    file = written(outer / "collective.toml", f'{key} = "{value}"', mode=0o600)
     assert load({}).origin(key).startswith("file ")
-
-
-@pytest.mark.parametrize(("key", "value"), HAZARDS)
-def test_it_is_taken_from_the_environment(outer: Path, key: str, value: str) -> None:
-    written(outer / "collective.toml", f'{key} = "{value}"')
+    file.chmod(0o644)
     os.environ[f"COLLECTIVE_{key.upper()}"] = value
     assert load({}).origin(key).startswith("environment ")
 
@@ -246,12 +243,8 @@ def test_what_only_names_is_taken_from_every_file(outer: Path, key: str, value: 
 @as_root
 def test_what_loads_code_is_not_taken_from_roots_file_by_others(outer: Path) -> None:
     written(outer / "collective.toml", 'nccl_library = "libnccl.so"', mode=0o644)
-    os.seteuid(SOMEBODY)
-    try:
-        with pytest.raises(ConfigError, match=r"nccl_library: .* belongs to uid 0"):
-            load({})
-    finally:
-        os.seteuid(0)
+    with being_somebody(), pytest.raises(ConfigError, match=r"nccl_library: .* belongs to uid 0"):
+        load({})
 
 
 # -- nothing of this is silent ------------------------------------------------------------------
@@ -277,10 +270,6 @@ def test_the_command_shows_what_is_not_read_and_why(
     assert main(["config"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "is not read" in line]
     assert line.startswith(f"{file} is not read: others can write to {file} (mode 0666)")
-
-
-def test_the_commands_json_has_it_too(outer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(outer / "collective.toml", mode=0o666)
     assert main(["config", "--json"]) == 0
     assert f'"{file}": "others can write to {file} (mode 0666)"' in capsys.readouterr().out
 

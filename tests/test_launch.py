@@ -10,13 +10,7 @@ import time
 import pytest
 
 from tests.interpreter import run_python
-from tests.launches import (
-    DEADLINE_S,
-    NOISE_S,
-    PROMISED_S,
-    Launches,
-    launches,
-)
+from tests.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, launches
 
 __all__ = ["launches"]  # the fixture
 
@@ -94,6 +88,13 @@ def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
         (["-n", "two", "x.py"], "'two'; it must be an integer >= 1"),
         (["-n", "2"], "no program given"),
         (["-n", "2", "--timeout", "-1", "script.py"], "a number of seconds > 0"),
+        (["-n", "2", "--min-ranks", "3", "script.py"], "min_ranks: 3 (argument) with 2 ranks"),
+        (["-n", "2", "--min-ranks", "0", "script.py"], "min_ranks: '0' (argument); it must be an "),
+        (["-n", "2", "--max-restarts", "-1", "script.py"], "'-1'; it must be an integer >= 0"),
+        (
+            ["-n", "2", "--backend", "threads", "--max-restarts", "1", "script.py"],
+            "Use --backend shm",
+        ),
     ],
 )
 def test_wrong_use_is_refused(launches: Launches, arguments: list[str], words: str) -> None:

@@ -271,21 +271,6 @@ def test_what_ends_a_pause(sent: list[signal.Signals | None], result: int | None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-n", "2", "--min-ranks", "3"], "min_ranks: 3 (argument) with 2 ranks"),
-        (["-n", "2", "--min-ranks", "0"], "min_ranks: '0' (argument); it must be an integer >= 1"),
-        (["-n", "2", "--max-restarts", "-1"], "'-1'; it must be an integer >= 0"),
-        (["-n", "2", "--backend", "threads", "--max-restarts", "1"], "Use --backend shm"),
-    ],
-)
-def test_wrong_use_is_refused(launches: Launches, arguments: list[str], said: str) -> None:
-    done = launches.run(*arguments, launches.script("print('started')"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-
-
-@pytest.mark.parametrize(
     ("version", "shrinks"),
     [
         ("HYDRA build details:\n    Version: 5.0.2", False),

@@ -13,7 +13,7 @@ import pytest
 from collective.backends.mpi import MpiBackend
 from collective.backends.mpi import library as mpi_library
 from collective.errors import BackendUnavailableError
-from collective.testing.opening import Opening
+from collective.testing.ranks import Opening
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs, run_alone
 
 by_vendor = pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])

@@ -51,10 +51,6 @@ def holds_its_value(where: Endpoint) -> bool:
         return another.get("key", time.monotonic() + FAR) == b"value"
 
 
-def test_ranks_read_what_others_publish(where: Endpoint) -> None:
-    assert holds_its_value(where)
-
-
 def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Endpoint) -> None:
     with contextlib.closing(store(where, serve=True)) as again:
         assert again.try_get("key") == b"value"

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,16 @@ from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
 from collective.start.config import load
 from collective.start.connecting import connect
 from collective.start.file_store import FileStore
-from collective.start.private_store import PrivateStore
 from collective.start.resolver import build
 from collective.start.sealed_store import SealedStore, seal
 from collective.tools.cli.main import main
 from tests.interpreter import ROOT, printed
 from tests.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
 from tests.test_monitor import FAR, world
-from tests.test_private_store import free_address
 
+pytestmark = pytest.mark.usefixtures("nowhere")
 SECRET = Secret(bytes(range(32)))
 TEXT = "5ca1ab1e" * 8
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Start each test without any setting."""
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
-    monkeypatch.setattr(os, "environ", kept)
-    inner = tmp_path / "here"
-    inner.mkdir()
-    monkeypatch.chdir(inner)
-    return inner
 
 
 # -- keys ---------------------------------------------------------------------------------
@@ -97,51 +85,9 @@ class Recording(FileStore):
         super().set(key, value)
 
 
-def tcp(directory: Path) -> Store:
-    pytest.importorskip("torch")
-    from collective.start.tcp_store import TcpStore
-
-    return TcpStore(free_address(), "job/", serve=True, spans_hosts=False, timeout=FAR)
-
-
-def torchs(directory: Path) -> Store:
-    dist = pytest.importorskip("torch.distributed")
-    from collective.adapters.torch.plugin import TorchStore
-
-    return TorchStore(dist.HashStore())
-
-
-def private(directory: Path) -> Store:
-    return PrivateStore(free_address(), SECRET, serve=True, spans_hosts=False, timeout=FAR)
-
-
-@pytest.fixture(
-    params=[FileStore, tcp, torchs, private], ids=["file", "tcp", "torch.distributed", "private"]
-)
-def below(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """The store to be sealed, as a stranger has it who reaches it."""
-    store: Store = request.param(tmp_path / "store")
-    yield store
-    store.close()
-
-
-def test_a_sealed_store_is_a_store(below: Store) -> None:
-    one, other = SealedStore(below, SECRET), SealedStore(below, SECRET)
-    assert other.try_get("key") is None
-    for value in (b"value", b"", b"\0\xff" * 1000, b"again"):
-        one.set("key", value)
-        assert other.try_get("key") == value
-        assert other.get("key", time.monotonic()) == value
-    one.set("another", b"")
-    one.delete("key")
-    one.delete("key")
-    assert other.try_get("key") is None
-    assert other.try_get("another") == b""
-
-
-def test_what_nobody_publishes_is_missed_by_its_own_name(below: Store) -> None:
+def test_what_nobody_publishes_may_be_of_a_rank_with_another_secret(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match=r"'key'.*a rank with another secret, or none"):
-        SealedStore(below, SECRET).get("key", time.monotonic())
+        SealedStore(FileStore(tmp_path), SECRET).get("key", time.monotonic())
 
 
 def test_a_stranger_sees_neither_the_names_of_keys_nor_the_secret(tmp_path: Path) -> None:

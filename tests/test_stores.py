@@ -1,10 +1,11 @@
-"""What every store has in common: of several values put under one key, the first stays."""
+"""What every store has in common: what is set is read, and of what is put the first stays."""
 
 from __future__ import annotations
 
 import contextlib
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
             first = store(at, serve=True, timeout=FAR_S)
             yield lambda: store(at, serve=False, timeout=FAR_S)
             del first
+
+
+def test_what_one_publishes_the_others_read(opener: Opener) -> None:
+    one, other = opener(), opener()
+    assert other.try_get("key") is None
+    for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
+        one.set("key", value)
+        assert other.get("key", time.monotonic()) == value
+        assert other.try_get("key") == value
+    one.set("another", b"")
+    other.delete("key")
+    other.delete("key")
+    assert one.try_get("key") is None
+    assert one.try_get("another") == b""
+
+
+def test_what_nobody_publishes_is_missed_by_its_name(opener: Opener) -> None:
+    with pytest.raises(RendezvousError, match="'key'"):
+        opener().get("key", time.monotonic())
 
 
 def test_one_value_wins_and_everybody_reads_it(opener: Opener) -> None:

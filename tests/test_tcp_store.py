@@ -69,19 +69,6 @@ def soon() -> float:
 # -- what it keeps -------------------------------------------------------------------------
 
 
-def test_ranks_read_what_others_publish() -> None:
-    where = endpoint()
-    one, other = store(where, serve=True), store(where, serve=False)
-    assert other.try_get("key") is None
-    for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
-        one.set("key", value)
-        assert other.get("key", time.monotonic()) == value
-        assert other.try_get("key") == value
-    other.delete("key")
-    other.delete("key")
-    assert one.try_get("key") is None
-
-
 def test_jobs_that_share_a_server_do_not_see_each_other() -> None:
     where = endpoint()
     mine = store(where, serve=True)

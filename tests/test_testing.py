@@ -125,7 +125,7 @@ def test_the_cause_comes_first_with_its_traceback(backend: str) -> None:
     text = str(failure)
     assert text.startswith("rank 1 of 3 failed, then ranks ")
     assert text.index("in raising\n") < text.index("PeerFailedError")
-    assert "opening.py" not in failure.tracebacks[1]
+    assert "testing/ranks.py" not in failure.tracebacks[1]
 
 
 @BOTH

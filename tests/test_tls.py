@@ -28,6 +28,7 @@ from collective.tools.doctor import across_hosts
 from tests.test_monitor import FAR, KEY, start
 from tests.test_private_store import free_address
 
+pytestmark = pytest.mark.usefixtures("nowhere")
 TEXT = "5ca1ab1e" * 8
 LOOPBACK = "127.0.0.1"
 
@@ -68,14 +69,6 @@ def settings(directory: Path, name: str = "ours", **changes: str) -> dict[str, s
         "secret": TEXT,
         **changes,
     }
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start each test without any setting."""
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
-    monkeypatch.setattr(os, "environ", kept)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from collective.launch.process_starter import preload
 
 from . import faults
 from .checks import Check, RankFactory, check
-from .conformance import Result, all_checks, run_checks
+from .conformance import Result, all_checks, parametrize_with_checks, run_checks
 from .faults import FaultyBackend
 from .kinds import NAMES as KINDS
 from .kinds import Kind
-from .parametrize import parametrize_with_checks
 from .ranks import RankPool, run_ranks
 
 __all__ = [

@@ -23,8 +23,7 @@ from collective.launch.outcome import RanksFailedError
 
 from .faults import Fault
 from .kinds import Kind, kind_of, require
-from .opening import GRACE_S
-from .ranks import RankPool, capabilities_of
+from .ranks import GRACE_S, RankPool, capabilities_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +35,9 @@ __all__ = [
     "Case",
     "Check",
     "RankFactory",
+    "able",
     "check",
+    "folds_for_users",
     "on_each_rank",
     "registered",
     "roots",
@@ -273,6 +274,16 @@ def check(
         return found
 
     return make
+
+
+def able(capability: str, why_not: str) -> Needs:
+    """Return that a check needs a transport with a capability; else it is skipped, and says so."""
+    return lambda capabilities: None if getattr(capabilities, capability) else why_not
+
+
+def folds_for_users(capabilities: Capabilities) -> str | None:
+    """Tell why a check of operators of the user's does not apply, or None if it does."""
+    return None if "user" in capabilities.ops else "folds no user-defined operators"
 
 
 def on_each_rank(

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
 from collective.errors import MismatchError
 
-from .checks import Case, RankFactory, check, on_each_rank
+from .checks import Case, RankFactory, able, check, on_each_rank
 from .samples import assert_same
 
 _Call = Callable[[Communicator], Any]
@@ -179,8 +178,7 @@ def _all_reduce(comm: Communicator, **options: Any) -> Any:
     return comm.all_reduce(options.pop("x"), **options)
 
 
-def _needs_checks(capabilities: Capabilities) -> str | None:
-    return None if capabilities.checks_calls else "compares calls only when asked to"
+_needs_checks = able("checks_calls", "compares calls only when asked to")
 
 
 @check(_CASES[:3], at_least=2, needs=_needs_checks)

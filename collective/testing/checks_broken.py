@@ -100,6 +100,17 @@ CALLS: dict[str, dict[str, _Call]] = {
     },
 }  # fmt: skip
 
+
+def calls_of(comm: Communicator, x: Any) -> dict[str, Callable[[], Any]]:
+    """Return every call that the transport has, by name, given an array of few elements."""
+    return {
+        name: partial(call, comm, x)
+        for kind in CALLS.values()
+        for name, call in kind.items()
+        if comm.capabilities.any_source or name != "recv from anybody"
+    }
+
+
 # What a transport has to refuse by itself, on a rank whose communicator has not met the failure.
 _BY_TRANSPORTS = ("send", "recv", "recv a long one", "sendrecv", "barrier", "all_reduce")
 
@@ -179,12 +190,7 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     for work in waiting:
         _outcome(work.wait)
     long[:] = 99.0  # its owner has it back
-    known = {name: call for kind in CALLS.values() for name, call in kind.items()}
-    return {
-        name: _outcome(partial(known[name], comm, x))
-        for name in calls
-        if comm.capabilities.any_source or name != "recv from anybody"
-    }
+    return {name: _outcome(call) for name, call in calls_of(comm, x).items() if name in calls}
 
 
 def _outcome(call: Callable[[], Any]) -> CollectiveError | str:

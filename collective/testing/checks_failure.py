@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -23,9 +22,10 @@ from collective.errors import (
 from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
 
 from . import faults
-from .checks import Case, RankFactory, check
+from .checks import Case, RankFactory, able, check
 from .heard import Heard, Trouble, hold, listen
 from .samples import LARGE, assert_same
+from .survivors import run_fresh
 
 _Call = Callable[[Communicator, Any], Any]
 
@@ -44,8 +44,7 @@ def _survivors(
     raise AssertionError(f"rank {victim} was to die and did not")
 
 
-def _detects(capabilities: Capabilities) -> str | None:
-    return None if capabilities.detects_lost_peers else "does not detect lost peers"
+_detects = able("detects_lost_peers", "does not detect lost peers")
 
 
 _CALLS: dict[str, _Call] = {
@@ -171,6 +170,13 @@ def _unheard(outcome: Any) -> bool:
     return any(isinstance(each, Heard) and each.seconds > 0.9 * _UNHEARD_S for each in heard)
 
 
+def _listen_and_tell(comm: Communicator, heard: str, call: Callable[[], Any]) -> Heard:
+    """Return what this rank hears in ``call``, and leave a file in ``heard``."""
+    outcome = listen(call)
+    Path(heard, str(comm.rank)).touch()
+    return outcome
+
+
 def _until_heard(heard: str, count: int) -> None:
     """Wait until ``count`` ranks have left a file in ``heard``, or none will any more."""
     end = time.monotonic() + _UNHEARD_S
@@ -254,8 +260,7 @@ def _abort_group(comm: Communicator) -> Heard | None:
 def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     """A late rank is CollectiveTimeoutError, which names it; it hears of it when it comes."""
     late = size - 1
-    with tempfile.TemporaryDirectory() as heard:
-        outcomes = factory.run(size, _late_peer, call, heard, fresh=True, call_timeout=0.25)
+    outcomes = run_fresh(factory, size, _late_peer, call, call_timeout=0.25)
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
     timed_out = [rank for rank in range(size) if isinstance(outcomes[rank].error, TimeoutError)]
     assert timed_out, f"nobody's call timed out: {kinds}"
@@ -272,25 +277,21 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
             hold(outcome, CommunicatorAbortedError, f"rank {rank}, after the timeout")
 
 
-def _late_peer(comm: Communicator, call: str, heard: str) -> Heard:
+def _late_peer(comm: Communicator, heard: str, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         _until_heard(heard, comm.size - 1)
         # Whatever it calls: the others are gone.
         return listen(comm.barrier)
-    outcome = listen(lambda: _CALLS[call](comm, np.ones(3)))
-    Path(heard, str(comm.rank)).touch()
-    return outcome
+    return _listen_and_tell(comm, heard, lambda: _CALLS[call](comm, np.ones(3)))
 
 
-def _compares(capabilities: Capabilities) -> str | None:
-    return None if capabilities.checks_calls else "does not know the ranks' last calls"
+_compares = able("checks_calls", "does not know the ranks' last calls")
 
 
 @check(at_least=2, needs=_compares)
 def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
     """The error of a timeout says what the absent rank did last."""
-    with tempfile.TemporaryDirectory() as heard:
-        outcomes = factory.run(size, _last_call, heard, fresh=True, call_timeout=0.2)
+    outcomes = run_fresh(factory, size, _last_call, call_timeout=0.2)
     for rank, outcome in enumerate(outcomes):
         if rank != size - 1 and isinstance(outcome.error, CollectiveTimeoutError):
             hold(outcome, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
@@ -300,16 +301,13 @@ def _last_call(comm: Communicator, heard: str) -> Heard:
     comm.broadcast(np.ones(3, np.int16), root=0)
     if comm.rank == comm.size - 1:
         _until_heard(heard, comm.size - 1)
-    outcome = listen(comm.barrier)
-    Path(heard, str(comm.rank)).touch()
-    return outcome
+    return _listen_and_tell(comm, heard, comm.barrier)
 
 
 @check(at_least=2)
 def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
     """timeout= of a call counts instead of the communicator's."""
-    with tempfile.TemporaryDirectory() as heard:
-        outcomes = factory.run(size, _one_call, heard, fresh=True)[1:]
+    outcomes = run_fresh(factory, size, _one_call)[1:]
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
     assert any(isinstance(outcome.error, TimeoutError) for outcome in outcomes), (
         f"rank 0 left without the call; nobody's call timed out before: {kinds}"
@@ -321,9 +319,7 @@ def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
 def _one_call(comm: Communicator, heard: str) -> Heard | None:
     comm.barrier()
     if comm.rank:
-        outcome = listen(lambda: comm.barrier(timeout=0.2))
-        Path(heard, str(comm.rank)).touch()
-        return outcome
+        return _listen_and_tell(comm, heard, lambda: comm.barrier(timeout=0.2))
     # Who waits for the communicator's timeout until then hears that rank 0 is gone.
     _until_heard(heard, comm.size - 1)
     return None

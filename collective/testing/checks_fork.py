@@ -7,7 +7,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from collective.errors import CollectiveError
 from collective.start import session
 
 from .checks import RankFactory, check
-from .checks_broken import CALLS
+from .checks_broken import calls_of
 from .samples import assert_same
 
 _PARTNER = 11  # the tag of a message that is awaited meanwhile
@@ -28,12 +27,7 @@ _DOES: dict[str, Callable[[Communicator, Communicator, Any], list[str]]] = {
     "nothing": lambda comm, group, work: [],
     "calls": lambda comm, group, work: _accepted(
         {
-            **{
-                name: partial(call, comm, np.ones(4))
-                for kind in CALLS.values()
-                for name, call in kind.items()
-                if comm.capabilities.any_source or name != "recv from anybody"
-            },
+            **calls_of(comm, np.ones(4)),
             "all_reduce of a group": lambda: group.all_reduce(np.ones(4)),
             "wait": work.wait,
             "abort": comm.abort,

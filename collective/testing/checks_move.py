@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -91,57 +93,47 @@ def check_scatter(comm: Communicator, root: int) -> None:
 @on_each_rank(roots)
 def check_gather(comm: Communicator, root: int) -> None:
     """A gather joins the ranks' arrays at the root in rank order; the others get None."""
+    dtypes = dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes))
+    _hold_joined(comm, partial(comm.gather, root=root), f"gather(root={root})", dtypes, root)
 
-    def hold(
-        inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
-    ) -> None:
-        what = f"gather(root={root}) {what}"
-        found = comm.gather(inputs[comm.rank], root=root, axis=axis, counts=counts)
-        if comm.rank == root:
-            assert_same(plain(found), _joined([plain(x) for x in inputs], axis), what)
-        else:
-            assert found is None, f"{what}: rank {comm.rank} got {found!r}"
 
+def _hold_joined(
+    comm: Communicator, gather: Callable[..., Any], call: str, dtypes: Sequence[str], root: int
+) -> None:
+    """Hold that ``root`` gets the ranks' arrays, joined, and ranks that are no root nothing."""
     ranks = range(comm.size)
-    for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
+
+    def hold(inputs: list[Array], what: str, axis: int = 0, **options: Any) -> None:
+        found = gather(inputs[comm.rank], axis=axis, **options)
+        if comm.rank == root:
+            wanted = _joined([plain(x) for x in inputs], axis)
+            assert_same(plain(found), wanted, f"{call} {what}")
+        else:
+            assert found is None, f"{call} {what}: rank {comm.rank} got {found!r}"
+
+    for dtype in dtypes:
         for shape in SHAPES:
             hold([values(dtype, shape, r, 36) for r in ranks], f"of {dtype}{list(shape)}")
     sizes = _sizes(comm.size)
     uneven = [values("int64", (sizes[r], 3), r, 37) for r in ranks]
     hold(uneven, f"of lengths {sizes}")
     hold(uneven, f"of lengths {sizes}, given as counts", counts=sizes)
-    hold([x.T for x in uneven], f"of lengths {sizes} along axis 1", axis=1)
-    large = [values("float32", LARGE + r, r, 38) for r in ranks]
-    hold(large, "of large arrays")
+    for axis in (1, -1):
+        hold([x.T for x in uneven], f"of lengths {sizes} along axis {axis}", axis=axis)
+    hold([values("float32", LARGE, r, 41) for r in ranks], "of large arrays")
+    hold([values("float32", LARGE + r, r, 38) for r in ranks], "of large uneven arrays")
 
 
 @on_each_rank()
 def check_all_gather(comm: Communicator) -> None:
     """all_gather joins the ranks' arrays at every rank, even and uneven, along any axis."""
-
-    def hold(
-        inputs: list[Array], what: str, axis: int = 0, counts: list[int] | None = None
-    ) -> None:
-        wanted = _joined([plain(x) for x in inputs], axis)
-        found = comm.all_gather(inputs[comm.rank], axis=axis, counts=counts)
-        assert_same(plain(found), wanted, f"all_gather {what}")
-
-    ranks = range(comm.size)
-    for dtype in dtypes_of(comm.capabilities.dtypes):
-        for shape in SHAPES:
-            hold([values(dtype, shape, r, 39) for r in ranks], f"of {dtype}{list(shape)}")
-    sizes = _sizes(comm.size)
-    uneven = [values("int64", (sizes[r], 3), r, 40) for r in ranks]
-    hold(uneven, f"of lengths {sizes}")
-    hold(uneven, f"of lengths {sizes}, given as counts", counts=sizes)
-    hold([x.T for x in uneven], f"of lengths {sizes} along axis -1", axis=-1)
-    hold([values("float32", LARGE, r, 41) for r in ranks], "of large arrays")
-    hold([values("float32", LARGE + r, r, 42) for r in ranks], "of large uneven arrays")
+    dtypes = dtypes_of(comm.capabilities.dtypes)
+    _hold_joined(comm, comm.all_gather, "all_gather", dtypes, comm.rank)
     whole = np.zeros(comm.size * 9, np.float32)
     own = whole[9 * comm.rank : 9 * comm.rank + 9]
     own[:] = values("float32", 9, comm.rank, 43)
     comm.all_gather(own, out=whole)
-    wanted = _joined([values("float32", 9, r, 43) for r in ranks])
+    wanted = _joined([values("float32", 9, r, 43) for r in range(comm.size)])
     assert_same(whole, wanted, "all_gather in place: the input is its part of the output")
 
 

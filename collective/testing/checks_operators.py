@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
 from collective.errors import CollectiveError, InvalidArgumentError, PeerFailedError
 from collective.ops import ReduceOp, user_op
 
-from .checks import RankFactory, check
+from .checks import RankFactory, check, folds_for_users
 from .heard import Heard, hold
 from .samples import LARGE, assert_same, expected, regions, values
 
@@ -29,10 +28,6 @@ _FOLDING: dict[str, Callable[[Communicator, Any, ReduceOp, bool], Any]] = {
 }
 
 
-def _folds_for_users(capabilities: Capabilities) -> str | None:
-    return None if "user" in capabilities.ops else "folds no user-defined operators"
-
-
 class _Operator(NamedTuple):
     """What a user's operator does on one rank, where elsewhere it adds.
 
@@ -47,7 +42,7 @@ class _Operator(NamedTuple):
     later: bool
 
 
-@check([{"call": call} for call in _FOLDING], at_least=2, needs=_folds_for_users)
+@check([{"call": call} for call in _FOLDING], at_least=2, needs=folds_for_users)
 def check_failed_operator(factory: RankFactory, size: int, *, call: str) -> None:
     """An operator that fails on one rank is an error of that same call on every rank."""
     operators = [

@@ -7,17 +7,12 @@ import functools
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.contract.capabilities import Capabilities
 from collective.ops import user_op
 
-from .checks import Case, on_each_rank
+from .checks import Case, folds_for_users, on_each_rank
 from .samples import LARGE, Array, assert_same, bfloat16, dtypes_of, plain, regions, values
 
 _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
-
-
-def _needs_user_ops(capabilities: Capabilities) -> str | None:
-    return None if "user" in capabilities.ops else "folds no user-defined operators"
 
 
 def _affine(a: Array, b: Array) -> Array:
@@ -34,7 +29,7 @@ def _smaller(a: Array, b: Array) -> Array:
     return np.where(a < b, a, b)
 
 
-@on_each_rank(needs=_needs_user_ops)
+@on_each_rank(needs=folds_for_users)
 def check_user_op(comm: Communicator) -> None:
     """A user's commutative operator folds every rank's elements."""
     op = user_op(_smaller, commutative=True)
@@ -46,7 +41,7 @@ def check_user_op(comm: Communicator) -> None:
             assert_same(found, wanted, f"all_reduce(user_op) of {dtype}[{count}]")
 
 
-@on_each_rank(at_least=2, needs=_needs_user_ops)
+@on_each_rank(at_least=2, needs=folds_for_users)
 def check_user_op_order(comm: Communicator) -> None:
     """An operator that does not commute sees lower ranks on the left, in every reduction."""
     op = user_op(_last)

@@ -10,14 +10,11 @@ import numpy as np
 
 from collective.communicator import NULL, Communicator, Status
 from collective.contract.backend import ANY_SOURCE
-from collective.contract.capabilities import Capabilities
 
-from .checks import on_each_rank
+from .checks import able, on_each_rank
 from .samples import LARGE, LAYOUTS, SHAPES, assert_same, dtypes_of, has, laid_out, values
 
-
-def _needs_any_source(capabilities: Capabilities) -> str | None:
-    return None if capabilities.any_source else "does not support ANY_SOURCE"
+_needs_any_source = able("any_source", "does not support ANY_SOURCE")
 
 
 @on_each_rank(at_least=2)

@@ -15,7 +15,6 @@ from .samples import (
     LAYOUTS,
     OPS,
     SHAPES,
-    Array,
     assert_close,
     assert_same,
     dtypes_at,
@@ -40,16 +39,12 @@ _ROUNDING = {"float16": 4e-3, "bfloat16": 2e-2}
 _BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
 
 
-def _hold(found: Any, op: Op, inputs: list[Any], dtype: str, what: str) -> None:
-    wanted = expected(op, inputs)
-    found_plain = plain(found)
+def _hold(found: Any, op: Op, inputs: list[Any], dtype: str, what: str, part: Any = ...) -> None:
+    """Hold that a result is right: only a division is not exact on these values."""
     if str(found.dtype).rpartition(".")[2] != dtype:
         raise AssertionError(f"{what}: dtype {found.dtype}; expected {dtype}")
-    _assert_right(found_plain, wanted.astype(found_plain.dtype), what, op, dtype)
-
-
-def _assert_right(found: Array, wanted: Array, what: str, op: Op, dtype: str) -> None:
-    """Hold that a result is right: only a division is not exact on these values."""
+    found = plain(found)
+    wanted = expected(op, inputs)[part].astype(found.dtype)
     if op == "avg":
         assert_close(found, wanted, what, _ROUNDING.get(dtype, 1e-6))
     else:
@@ -175,12 +170,7 @@ def check_reduce_scatter(comm: Communicator, op: Op) -> None:
             found = comm.reduce_scatter(inputs[comm.rank], op=op)
             part = list(regions(shape[0], comm.size))[comm.rank]
             what = f"reduce_scatter({op}) of {dtype}{list(shape)}"
-            _hold_part(found, op, inputs, part, what, dtype)
-
-
-def _hold_part(found: Any, op: Op, inputs: list[Any], part: slice, what: str, dtype: str) -> None:
-    wanted = expected(op, inputs)[part]
-    _assert_right(plain(found), wanted.astype(plain(found).dtype), what, op, dtype)
+            _hold(found, op, inputs, dtype, what, part)
 
 
 @on_each_rank()

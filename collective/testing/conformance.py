@@ -1,11 +1,16 @@
-"""The suite: all checks, and what a run of them gave."""
+"""The suite: all checks, what a run of them gave, and the same as pytest's tests."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import itertools
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from collective.contract.backend import Backend
 from collective.launch.mpiexec import Mpiexec
@@ -13,7 +18,10 @@ from collective.launch.mpiexec import Mpiexec
 from .checks import Case, Check, RankFactory, registered
 from .kinds import Kind
 
-__all__ = ["Result", "all_checks", "run_checks"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
 
 _THEMES = (
     "reduce", "extremes", "order", "operators", "move", "data", "p2p", "async", "objects",
@@ -144,12 +152,110 @@ def stale(found: Check, case: Case, reason: str) -> str:
     )
 
 
-def cases_of(
-    factory: RankFactory, sizes: Sequence[int], checks: Sequence[Check]
-) -> Iterator[tuple[int, Check, Case]]:
-    """Yield every case that applies, size after size so that ranks can be kept."""
-    for size in sizes:
-        for found in checks:
-            if found.skip_reason(factory.capabilities, size, factory.kind) is None:
-                for case in found.cases(size):
-                    yield size, found, case
+# -- as tests of pytest --------------------------------------------------------------------------
+
+
+class BoundCheck:
+    """One case of a check on one transport with one number of ranks; call it."""
+
+    def __init__(
+        self,
+        check: Check,
+        factory: RankFactory,
+        size: int,
+        case: Case,
+        expected: Mapping[str, str],
+    ) -> None:
+        self.check = check
+        self.size = size
+        self.case = case
+        self._factory = factory
+        self._expected = expected
+        self.last = False
+
+    @property
+    def id(self) -> str:
+        """The name of the test: ``shm-3-check_broadcast[root=1]``."""
+        return f"{self._factory.name}-{self.size}-{self.check.title(self.case)}"
+
+    def __call__(self) -> None:
+        """Run it.
+
+        Raises:
+            AssertionError: the property does not hold, or an expected failure is stale.
+        """
+        import pytest
+
+        __tracebackhide__ = True
+        why = reason_for(self.check, self.case, self._expected)
+        try:
+            problem = problem_of(self.check, self._factory, self.size, self.case)
+        finally:
+            if self.last:
+                self._factory.close()
+        if why is not None:
+            if problem is not None:
+                pytest.xfail(f"{why}: {problem.splitlines()[0]}")
+            pytest.fail(stale(self.check, self.case, why), pytrace=False)
+        if problem is not None:
+            pytest.fail(problem, pytrace=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.id}>"
+
+
+def parametrize_with_checks(
+    backend: str | type[Backend],
+    *,
+    sizes: Sequence[int] = (1, 2, 3, 4),
+    kind: str | Kind = "numpy",
+    checks: Sequence[str] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    timeout: float = 30.0,
+    mpiexec: Mpiexec | None = None,
+) -> pytest.MarkDecorator:
+    """Return a decorator that gives a test every case of the suite as ``check``.
+
+    ::
+
+        @parametrize_with_checks("shm", sizes=(1, 2, 3, 4))
+        def test_conformance(check):
+            check()
+
+    The ranks are kept from one test to the next; those of a size end when the tests of
+    the next begin.
+
+    Args:
+        backend: a registered name, ``module:Class``, or a ``Backend`` class.
+        sizes: numbers of ranks; 1 alone tests no communication.
+        kind: of which kind the arrays of calls are: ``"torch"``, ``"chainer"``, ``"dlpack"``,
+            ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
+        checks: names of checks; all by default.
+        expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
+            why it fails. One that passes fails the test: its declaration is stale.
+        timeout: seconds after which a case counts as hung.
+        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
+
+    Raises:
+        ValueError: no check has a name that is given.
+        InvalidArgumentError: no kind has that name.
+        BackendNotFoundError, BackendUnavailableError: no such transport, or it or the kind's
+            framework is not here.
+    """
+    import pytest
+
+    expected = dict(expected_failures or {})
+    factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec)
+    # If the last test does not run, nobody else would end the ranks.
+    atexit.register(factory.close)
+    # They are not a forked child's to end.
+    os.register_at_fork(after_in_child=partial(atexit.unregister, factory.close))
+    # Size after size, so that ranks can be kept.
+    bound = [
+        BoundCheck(found, factory, size, case, expected)
+        for size, found in itertools.product(sizes, chosen_checks(checks, expected))
+        if found.skip_reason(factory.capabilities, size, factory.kind) is None
+        for case in found.cases(size)
+    ]
+    bound[-1].last = True
+    return pytest.mark.parametrize("check", bound, ids=[each.id for each in bound])

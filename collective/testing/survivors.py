@@ -23,7 +23,7 @@ from .faults import Fault
 
 __all__ = [
     "FAR_S", "Survivor", "await_files", "gather", "hold_generation", "hold_refused", "run_fresh",
-    "sum_of", "survivors",
+    "seen_of", "sum_of", "survivors",
 ]  # fmt: skip
 
 #: How long a rank waits for a file of another's, at most.
@@ -64,6 +64,12 @@ def run_fresh(
 def sum_of(comm: Communicator, first: int) -> float:
     """Return the sum of two to the power of each rank's first number."""
     return float(comm.all_reduce(np.full(3, 2.0**first))[0])
+
+
+def seen_of(comm: Communicator, first: int) -> Survivor:
+    """Return what a rank sees that had this number at first."""
+    total = sum_of(comm, first)
+    return Survivor(comm.rank, comm.size, comm.generation, comm.origin, comm.lost, total)
 
 
 def survivors(

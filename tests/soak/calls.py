@@ -247,43 +247,27 @@ def _reduction(name: str) -> Callable[[_Soak, _Turn], None]:
     return make
 
 
-def _broadcast(soak: _Soak, turn: _Turn) -> None:
-    comm, inputs = turn.among.comm, soak.inputs(turn)
-    root = turn.root % comm.size
-    x = soak.mine(turn, inputs)
-    out = np.empty_like(inputs[0]) if turn.where == "out" else None
-    wanted = inputs[root]
-    soak.hold(turn, lambda **more: comm.broadcast(x, root=root, out=out, **more), wanted)
+def _movement(name: str) -> Callable[[_Soak, _Turn], None]:
+    def make(soak: _Soak, turn: _Turn) -> None:
+        comm = turn.among.comm
+        inputs = soak.inputs(turn, longer=turn.ordered and name in ("gather", "all_gather"))
+        x: Any = soak.mine(turn, inputs)
+        root = turn.root % comm.size
+        options = {} if name.startswith("all_") else {"root": root}
+        mine = list(samples.regions(turn.count, comm.size))[comm.rank]
+        wanted: Any = inputs[root]
+        if name == "broadcast" and turn.where == "out":
+            options["out"] = np.empty_like(inputs[0])
+        elif name == "scatter":
+            x, wanted = x if comm.rank == root else None, wanted[mine]
+        elif name == "all_to_all":
+            wanted = np.concatenate([x[mine] for x in inputs])
+        elif name in ("gather", "all_gather"):
+            gets = name == "all_gather" or comm.rank == root
+            wanted = np.concatenate(inputs) if gets else None
+        soak.hold(turn, lambda **more: getattr(comm, name)(x, **options, **more), wanted)
 
-
-def _gather(soak: _Soak, turn: _Turn) -> None:
-    comm, inputs = turn.among.comm, soak.inputs(turn, longer=turn.ordered)
-    root = turn.root % comm.size
-    x = soak.mine(turn, inputs)
-    wanted = np.concatenate(inputs) if comm.rank == root else None
-    soak.hold(turn, lambda **more: comm.gather(x, root=root, **more), wanted)
-
-
-def _all_gather(soak: _Soak, turn: _Turn) -> None:
-    comm, inputs = turn.among.comm, soak.inputs(turn, longer=turn.ordered)
-    x = soak.mine(turn, inputs)
-    soak.hold(turn, lambda **more: comm.all_gather(x, **more), np.concatenate(inputs))
-
-
-def _scatter(soak: _Soak, turn: _Turn) -> None:
-    comm, inputs = turn.among.comm, soak.inputs(turn)
-    root = turn.root % comm.size
-    x = soak.mine(turn, inputs) if comm.rank == root else None
-    wanted = inputs[root][list(samples.regions(turn.count, comm.size))[comm.rank]]
-    soak.hold(turn, lambda **more: comm.scatter(x, root=root, **more), wanted)
-
-
-def _all_to_all(soak: _Soak, turn: _Turn) -> None:
-    comm, inputs = turn.among.comm, soak.inputs(turn)
-    mine = list(samples.regions(turn.count, comm.size))[comm.rank]
-    wanted = np.concatenate([x[mine] for x in inputs])
-    x = soak.mine(turn, inputs)
-    soak.hold(turn, lambda **more: comm.all_to_all(x, **more), wanted)
+    return make
 
 
 def _sendrecv(soak: _Soak, turn: _Turn) -> None:
@@ -336,11 +320,11 @@ _OPERATIONS: dict[str, tuple[float, _Made]] = {
     "reduce": (8, _reduction("reduce")),
     "reduce_scatter": (8, _reduction("reduce_scatter")),
     "scan": (6, _reduction("scan")),
-    "broadcast": (10, _broadcast),
-    "gather": (6, _gather),
-    "all_gather": (8, _all_gather),
-    "scatter": (6, _scatter),
-    "all_to_all": (6, _all_to_all),
+    "broadcast": (10, _movement("broadcast")),
+    "gather": (6, _movement("gather")),
+    "all_gather": (8, _movement("all_gather")),
+    "scatter": (6, _movement("scatter")),
+    "all_to_all": (6, _movement("all_to_all")),
     "sendrecv": (4, _sendrecv),
     "message": (4, _message),
     "objects": (2, _objects),

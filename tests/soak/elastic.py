@@ -35,7 +35,7 @@ from collective.contract.backend import Backend
 from collective.errors import CollectiveError
 from collective.start.connecting import connect_alone, joined_by
 from collective.testing import RankPool, RanksFailedError
-from collective.testing.opening import GRACE_S, backend_class
+from collective.testing.ranks import GRACE_S, backend_class
 from tests.pretended import Pairs
 
 __all__ = ["Lives", "lives"]

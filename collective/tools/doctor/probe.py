@@ -241,7 +241,7 @@ def _import(name: str) -> dict[str, Any]:
 
 def _connect(name: str) -> dict[str, Any]:
     """Connect a world of one: the library loads, starts, and opens what it needs."""
-    from collective.testing.opening import Opening
+    from collective.testing.ranks import Opening
 
     kind = registry.find(name)
     if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU

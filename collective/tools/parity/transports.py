@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from collective.contract import registry
 from collective.errors import BackendUnavailableError
-from collective.testing.opening import backend_class
+from collective.testing.ranks import backend_class
 
 __all__ = ["Transport", "survey"]
 
