@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
-from collective.backends.mpi import MpiBackend, MpiStore, datatypes, describe
+from collective.backends.mpi import MpiBackend, MpiStore, describe, folds
 from collective.backends.mpi import transport as mpi_transport
-from collective.backends.mpi.arrival import POLLED, Arrival
+from collective.backends.mpi.carrying import POLLED, Arrival
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import (
@@ -153,9 +153,9 @@ def _saturated(comm: Communicator) -> Any:
     """Pretend that the last rank's processor has another vector unit."""
     backend = _transport(comm)
     mine = backend.unlike
-    flags = datatypes.deviations(backend._mpi)
+    flags = folds.deviations(backend._mpi)
     if comm.rank == comm.size - 1:
-        flags = np.maximum(flags, [pair == ("prod", "int32") for pair in datatypes._TRIED])
+        flags = np.maximum(flags, [pair == ("prod", "int32") for pair in folds._TRIED])
     every = mpi_transport._deviations(
         backend._mpi, backend._comm, flags.astype(np.uint8),
         lambda: backend.channel.wait("connect", 20.0),
@@ -197,7 +197,7 @@ def test_operators_that_do_otherwise_than_numpy_are_found() -> None:
         LOR=_Operator(np.bitwise_or),
         **{f"{kind}{bits}_T": None for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)},
     )  # fmt: skip
-    found = datatypes.of_flags(datatypes.deviations(type("Module", (), operators)))
+    found = folds.of_flags(folds.deviations(type("Module", (), operators)))
     narrow = {"int8", "int16", "uint8", "uint16"}
     integers = narrow | {"int32", "int64", "uint32", "uint64"}
     assert found == {("sum", name) for name in narrow} | {("lor", name) for name in integers}
@@ -338,8 +338,6 @@ class _NoPersistence:
 
 
 def _without_persistence(comm: Communicator) -> None:
-    from collective.backends.mpi.arrival import Arrival
-
     transport = _transport(comm)
     proxy = _NoPersistence(transport._comm)
 

@@ -13,7 +13,6 @@ transport between all ranks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -22,21 +21,23 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from collective.algorithms import pieces
-from collective.contract.backend import Backend
+from collective.algorithms.folding import Folding
+from collective.backends.peers import levels
+from collective.backends.peers.monitored import Monitored
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 
-from .steps import Scaled, Steps
+from .steps import Steps, folds
 from .topology import Topology, part, put, room, take
 
 if TYPE_CHECKING:
-    from collective.contract.backend import Plan
+    from collective.contract.backend import Backend, Plan
     from collective.request import Request
 
 __all__ = ["TwoLevel"]
 
 
-class TwoLevel(Backend):
+class TwoLevel(Monitored):
     """The collectives; see the module's docstring.
 
     Attributes:
@@ -58,7 +59,6 @@ class TwoLevel(Backend):
     _across: Backend | None
     _topology: Topology
 
-    @abstractmethod
     def explained(
         self,
         error: BaseException,
@@ -67,6 +67,7 @@ class TwoLevel(Backend):
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
         """Return what to raise for an error of a level, or None for the error itself."""
+        return levels.explained(self.channel, error, where, timeout, awaited)
 
     def _regroups(self, op: ReduceOp, ordered: bool) -> bool:
         """Tell whether a fold may be made host by host."""
@@ -85,7 +86,11 @@ class TwoLevel(Backend):
             one_level = one_level or not self._topology.even
         if one_level:
             return self._outer.plan(request)
-        return partial(getattr(self, f"_{operation}_in"), Steps(self.explained, request))
+        way = partial(getattr(self, f"_{operation}_in"), Steps(self.explained, request))
+        if request.op is None:
+            return way
+        assert request.dtype is not None
+        return partial(way, *folds(request.op, request.dtype, self.size))
 
     def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
         with steps.within(timeout):
@@ -112,26 +117,29 @@ class TwoLevel(Backend):
                 steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
     @np.errstate(all="ignore")
-    def _all_reduce_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
-        scaled = Scaled(steps.request.op, src.dtype, self.size)
-        op, parts = scaled.op, self._parts(src, 0)
+    def _all_reduce_in(
+        self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
+        parts = self._parts(src, 0)
         mine = part(dst, parts, self._topology.local_rank)
         with steps.within(timeout):
-            source = scaled.enter(src)
+            source = scaling.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count:
                 if self._across is not None:
                     count = mine.count
                     steps.run(1, self._across, "all_reduce", mine, mine, op=op, count=count)
                 # Before it is spread: each element is scaled once a host, not once a rank.
-                scaled.leave(mine)
+                scaling.leave(mine)
             steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
     @np.errstate(all="ignore")
-    def _reduce_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def _reduce_in(
+        self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer | None,
+        timeout: float,
+    ) -> None:  # fmt: skip
         topology, root = self._topology, steps.request.root
-        scaled = Scaled(steps.request.op, src.dtype, self.size)
-        op, host, gateway = scaled.op, topology.host_of(root), self._gateway(root)
+        host, gateway = topology.host_of(root), self._gateway(root)
         parts = self._parts(src, gateway)
         if dst is not None:
             mine = part(dst, parts, topology.local_rank)
@@ -139,27 +147,27 @@ class TwoLevel(Backend):
             mine = Buffer.empty(parts[topology.local_rank], src.dtype)
         at_root = topology.host == host
         with steps.within(timeout):
-            source = scaled.enter(src)
+            source = scaling.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count and self._across is not None:
                 result, count = mine if at_root else None, mine.count
                 steps.run(1, self._across, "reduce", mine, result, op=op, root=host, count=count)
             if at_root:
-                scaled.leave(mine)
+                scaling.leave(mine)
                 to = topology.local.index(root)
                 steps.run(2, self._inner, "gather", mine, dst, root=to, elements=parts)
 
     @np.errstate(all="ignore")
-    def _reduce_scatter_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def _reduce_scatter_in(
+        self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer, timeout: float
+    ) -> None:
         # The parts for the ranks of one local rank on all hosts are folded by the rank of that
         # local rank here, so that they are where they belong when they have crossed.
         topology, counts = self._topology, steps.request.elements
-        scaled = Scaled(steps.request.op, src.dtype, self.size)
-        op = scaled.op
         mine = [counts[rank] for rank in topology.at(topology.local_rank)]
         folded = Buffer.empty(sum(mine), src.dtype)
         with steps.within(timeout):
-            source = scaled.enter(src)
+            source = scaling.enter(src)
             for host, (start, stop) in enumerate(pairwise(pieces.limits(mine))):
                 members = topology.members[host]
                 elements = [counts[rank] for rank in members]
@@ -175,7 +183,7 @@ class TwoLevel(Backend):
                     0, self._across, "reduce_scatter", folded, dst,
                     op=op, elements=mine, count=sum(mine),
                 )  # fmt: skip
-            scaled.leave(dst)
+            scaling.leave(dst)
 
     def _scatter_in(self, steps: Steps, src: Buffer | None, dst: Buffer, timeout: float) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from collective.algorithms import arithmetic
+from collective.algorithms.folding import Folding
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collective.memory.dtypes import DType
     from collective.request import Request
 
-__all__ = ["Scaled", "Steps"]
+__all__ = ["Steps", "folds"]
 
 
 class Steps:
@@ -94,32 +94,8 @@ class Steps:
 _SUM = as_op("sum")
 
 
-class Scaled:
-    """One reduction on two levels: scaled once, however often it is folded.
-
-    Attributes:
-        op: what both levels fold with.
-    """
-
-    __slots__ = ("_post", "_pre", "op")
-
-    def __init__(self, op: ReduceOp, dtype: DType, size: int) -> None:
-        self.op = op
-        self._pre = self._post = None
-        if op.name in ("avg", "premul_sum"):
-            self.op = _SUM
-            self._pre = arithmetic.pre(op, dtype, size)
-            self._post = arithmetic.post(op, dtype, size)
-
-    def enter(self, src: Buffer) -> Buffer:
-        """Return what this rank contributes: ``src``, or new memory."""
-        if self._pre is None:
-            return src
-        scaled = Buffer.empty(src.count, src.dtype)
-        self._pre(src.array, scaled.array)
-        return scaled
-
-    def leave(self, part: Buffer) -> None:
-        """Make a folded part, in place, the result."""
-        if self._post is not None:
-            self._post(part.array, part.array)
+def folds(op: ReduceOp, dtype: DType, size: int) -> tuple[ReduceOp, Folding]:
+    """Return what both levels of a reduction fold with, and what scales once, around both."""
+    if op.name in ("avg", "premul_sum"):
+        return _SUM, Folding(op, dtype, size)
+    return op, Folding(_SUM, dtype, size)  # which leaves inputs and results as they are

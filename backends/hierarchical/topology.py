@@ -48,6 +48,10 @@ class Topology:
         self.in_order = list(chain(*self.members)) == list(range(len(hosts)))
         self._where = {rank: local_rank for local_rank, rank in enumerate(self.local)}
 
+    def of(self, ranks: Sequence[int], rank: int) -> Topology:
+        """Return who of ``ranks``, of whom ``rank`` is this one, is where."""
+        return Topology([self.hosts[each] for each in ranks], list(ranks).index(rank))
+
     def local_rank_of(self, rank: int) -> int | None:
         """Return which of this host's ranks ``rank`` is, None if it is on another."""
         return self._where.get(rank)

@@ -66,7 +66,7 @@ _NOTE_BYTES = 4096
 _INNER_YIELDS_S = 0.2e-3
 
 
-class HierarchicalBackend(TwoLevel, Monitored):
+class HierarchicalBackend(TwoLevel):
     """Ranks on several hosts with several on some; see the module's docstring.
 
     Attributes:
@@ -136,7 +136,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 comm=None,
             )
             with _abort_on_failure(outer, "hierarchical"):
-                inner = ShmBackend.connect(inside, max(0.001, end - time.monotonic()))
+                inner = ShmBackend.connect(inside, _left(end))
             return cls._assemble(outer, inner, topology, end)
         except BaseException as error:
             outer.close()
@@ -173,8 +173,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
                 and topology.local_rank < topology.common
             ):
                 with _abort_on_failure(outer, "hierarchical"):
-                    left = max(0.001, end - time.monotonic())
-                    across = outer.group(topology.at(topology.local_rank), left)
+                    across = outer.group(topology.at(topology.local_rank), _left(end))
             self = cls(outer, inner, across, topology)
             # Nobody uses it before it stands everywhere: where a level could not be made, the outer
             # one is broken, which the others hear of here and not in their first call.
@@ -189,9 +188,7 @@ class HierarchicalBackend(TwoLevel, Monitored):
     def group(self, ranks: Sequence[int], timeout: float) -> Backend:
         end = time.monotonic() + timeout
         where = Request("group")
-        topology = Topology(
-            [self._topology.hosts[rank] for rank in ranks], list(ranks).index(self.rank)
-        )
+        topology = self._topology.of(ranks, self.rank)
         here = [self._topology.local.index(ranks[member]) for member in topology.local]
         if len(topology.members) == 1:
             others = [rank for rank in ranks if rank != self.rank]
@@ -205,16 +202,14 @@ class HierarchicalBackend(TwoLevel, Monitored):
             others = [self._topology.local[each] for each in here]
             others.remove(self.rank)
             with _abort_on_failure(outer, "group"), self._inside(where, timeout, others):
-                inner = self._inner.group(here, max(0.001, end - time.monotonic()))
+                inner = self._inner.group(here, _left(end))
             return type(self)._assemble(outer, inner, topology, end)
         except BaseException:
             outer.close()
             raise
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        topology = Topology(
-            [self._topology.hosts[rank] for rank in ranks], list(ranks).index(self.rank)
-        )
+        topology = self._topology.of(ranks, self.rank)
         inner = self._inner.descriptors(topology.local)
         if len(topology.members) == 1:
             return inner
@@ -306,15 +301,6 @@ class HierarchicalBackend(TwoLevel, Monitored):
             explanation = self.explained(error, where, timeout, awaited)
             raise explanation or error from error
 
-    def explained(
-        self,
-        error: BaseException,
-        where: object,
-        timeout: float,
-        awaited: Sequence[int] | None = None,
-    ) -> Exception | None:
-        return levels.explained(self.channel, error, where, timeout, awaited)
-
 
 class _HostStore(Store):
     """A store for the ranks of one host, on the outer transport.
@@ -329,15 +315,14 @@ class _HostStore(Store):
         self._received: bytes | None = None
 
     def set(self, key: str, value: bytes) -> None:
-        note = Buffer(_note(value), _UINT8)
+        note = Buffer(np.frombuffer(value.ljust(_NOTE_BYTES, b"\0"), np.uint8), _UINT8)
         for rank in self._local[1:]:
-            self._outer.send(note, rank, _MEETING_TAG, max(0.001, self._end - time.monotonic()))
+            self._outer.send(note, rank, _MEETING_TAG, _left(self._end))
 
     def get(self, key: str, deadline: float) -> bytes:
         if self._received is None:
             note = Buffer.empty(_NOTE_BYTES, _UINT8)
-            left = max(0.001, deadline - time.monotonic())
-            self._outer.recv(note, self._local[0], _MEETING_TAG, left)
+            self._outer.recv(note, self._local[0], _MEETING_TAG, _left(deadline))
             self._received = note.array.tobytes().rstrip(b"\0")
         return self._received
 
@@ -352,10 +337,8 @@ class _HostStore(Store):
         self._outer.channel.check("connect")
 
 
-def _note(value: bytes) -> np.ndarray[Any, Any]:
-    note = np.zeros(_NOTE_BYTES, np.uint8)
-    note[: len(value)] = np.frombuffer(value, np.uint8)
-    return note
+def _left(end: float) -> float:
+    return max(0.001, end - time.monotonic())
 
 
 def _exchange(outer: Backend, text: str, end: float) -> list[str]:
@@ -364,7 +347,7 @@ def _exchange(outer: Backend, text: str, end: float) -> list[str]:
 
     def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
         plan = outer.plan(call.step(0, "all_gather", elements=counts))
-        work = plan(src, dst, max(0.001, end - time.monotonic()))
+        work = plan(src, dst, _left(end))
         if work is not None:
             work.wait()
 

@@ -24,7 +24,7 @@ from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
 from collective.request import Disagreement
 
-from .datatypes import mpi_op
+from .folds import mpi_op
 from .library import leave_unfinished
 from .transport import MpiTransport
 

@@ -20,8 +20,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import HEAD_BYTES, HEAD_ROOM, NOBODY
 
-from .carrying import left, now
-from .errors import explained
+from .carrying import explained, left, now
 from .library import leave_unfinished
 from .messages import EAGER_BYTES, LONG_BYTES, MpiMessages
 from .polling import finish, spin

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,12 @@ from collective.errors import BackendUnavailableError, RendezvousError
 from collective.memory.buffer import Buffer
 
 from . import library, ulfm
-from .carrying import left, mapped, now, pause
-from .datatypes import Deviations, deviations, of_flags
-from .errors import explained
-from .folds import making, prepare
+from .carrying import explained, left, mapped, now, pause
+from .collectives import MpiCollectives
+from .folds import Deviations, deviations, making, of_flags, prepare
 from .messages import MpiMessages
-from .moves import MpiMoves
 from .plain_messages import PlainMessages
 from .polling import settle
-from .reductions import MpiReductions
 from .watchdog import agreed, watch
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ __all__ = ["MpiTransport"]
 Array = np.ndarray[Any, Any]
 
 
-class MpiTransport(MpiMoves, MpiReductions):
+class MpiTransport(MpiCollectives):
     """Ranks of one MPI communicator; see the package's docstring."""
 
     name = "mpi"
@@ -96,22 +94,15 @@ class MpiTransport(MpiMoves, MpiReductions):
         _compare(module, world, given)
         monitor = Monitor.start(world, timeout)
         channel = monitor.channel
-        try:
-            with making(lambda: pause(channel, "connect", end)):
-                # Not Dup(), which would wait inside MPI, where nobody hears that a rank is gone.
-                comm, request = given.Idup()
-                settle([request], lambda: channel.wait("connect", left(end)))
-                unlike = _deviations(
-                    module, comm, deviations(module), lambda: channel.wait("connect", left(end))
-                )
-                return cls(module, comm, channel, unlike)
-        except module.Exception as error:
-            known = explained(module, channel, "connect", error)
-            channel.close()
-            raise known from error
-        except BaseException:
-            channel.close()
-            raise
+        closing = _closed_on_failure(module, channel, "connect")
+        with closing, making(lambda: pause(channel, "connect", end)):
+            # Not Dup(), which would wait inside MPI, where nobody hears that a rank is gone.
+            comm, request = given.Idup()
+            settle([request], lambda: channel.wait("connect", left(end)))
+            unlike = _deviations(
+                module, comm, deviations(module), lambda: channel.wait("connect", left(end))
+            )
+            return cls(module, comm, channel, unlike)
 
     def reconnect(self, world: World, timeout: float) -> Backend:
         """Join the ranks that are left; see :meth:`Backend.reconnect`.
@@ -126,7 +117,7 @@ class MpiTransport(MpiMoves, MpiReductions):
             world.store.check()
             channel.wait("shrink", left(end)).check()
 
-        try:
+        with _closed_on_failure(self._mpi, channel, "shrink"):
             # MPI's group is made of the last communicator's ranks, of which the new world says
             # nothing.
             channel.offer("mpi ranks", str(self.rank))
@@ -140,13 +131,6 @@ class MpiTransport(MpiMoves, MpiReductions):
             made = type(self)(self._mpi, comm, channel, self.unlike)
             made._blocking.revocable = False
             return made
-        except self._mpi.Exception as error:
-            known = explained(self._mpi, channel, "shrink", error)
-            channel.close()
-            raise known from error
-        except BaseException:
-            channel.close()
-            raise
 
     def close(self) -> None:
         if self._closed:
@@ -205,6 +189,20 @@ class MpiTransport(MpiMoves, MpiReductions):
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
         self._messages.sendrecv(src, to, dst, source, tag, timeout)
+
+
+@contextlib.contextmanager
+def _closed_on_failure(module: Any, channel: Channel, where: str) -> Iterator[None]:
+    """Close ``channel`` if the body fails, and explain what MPI raises."""
+    try:
+        yield
+    except module.Exception as error:
+        known = explained(module, channel, where, error)
+        channel.close()
+        raise known from error
+    except BaseException:
+        channel.close()
+        raise
 
 
 def _deviations(module: Any, comm: Any, mine: Array, make_wait: Callable[[], Wait]) -> Deviations:

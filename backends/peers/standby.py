@@ -35,8 +35,7 @@ from collective.contract.store import Store
 from collective.errors import RendezvousError
 
 from .link import Link, Message, connect, listen
-from .server import Server
-from .values import Values
+from .server import Server, Values
 
 if TYPE_CHECKING:
     from collective.contract.world import Tls, World
