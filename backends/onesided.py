@@ -153,11 +153,7 @@ class OneSided(Backend):
         fold.run(self._regions(source), start, stop, piece)
         self._sync(timeout)
         if dst is not None:
-            for rank in self._others():
-                low, high = bounds[rank], bounds[rank + 1]
-                if low < high:
-                    region = self._results(rank, piece.dtype, high - low)
-                    region.copy(0, high - low, dst.array[low:high])
+            self._fetch(self._results, dst.array, bounds)
         self._sync(timeout)
 
     def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
@@ -206,12 +202,7 @@ class OneSided(Backend):
         if not stays:
             self._sync(timeout)
 
-    def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
-        largest = max(request.elements) * src.dtype.itemsize
-        stays = self._open(request, src.array, None, largest, timeout)
-        self._collect(src.array, dst.array, request.elements)
-        if not stays:
-            self._sync(timeout)
+    all_gather = gather  # in which everybody has a result
 
     def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
         # A reader must know where its piece starts: the offsets travel before the pieces.
@@ -253,10 +244,19 @@ class OneSided(Backend):
         own = out[starts[self.rank] : starts[self.rank + 1]]
         if own.size and own.__array_interface__["data"] != mine.__array_interface__["data"]:
             own[:] = mine
+        self._fetch(self._region, out, starts)
+
+    def _fetch(
+        self,
+        exposed: Callable[[int, np.dtype[Any], int], Region],
+        out: Array,
+        limits: Sequence[int],
+    ) -> None:
+        """Copy the other ranks' pieces of ``out``, each of which is what ``exposed`` gives."""
         for rank in self._others():
-            low, high = starts[rank], starts[rank + 1]
+            low, high = limits[rank], limits[rank + 1]
             if low < high:
-                self._region(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
+                exposed(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
 
     def _all_offsets(self, offsets: Array, request: Request, timeout: float) -> Array:
         stays = self._open(request, offsets, None, offsets.nbytes, timeout)

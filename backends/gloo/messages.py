@@ -33,7 +33,7 @@ _UINT8 = BY_NAME["uint8"]
 _SLACK_S = 5.0
 # What takes longer is looked after, in slices.
 _FIRST_S = 0.1
-# Messages up to here arrive whole or not at all, as good as always; see Messenger._wait.
+# Messages up to here arrive whole or not at all, as good as always; see Messenger._move.
 _DIRECT_BYTES = 32 << 10
 # Gloo's tags have 31 bits. Those of the first process group, which is there for collectives:
 # comparisons of calls, the user's tag that the second group keeps for cutting, and from
@@ -73,8 +73,8 @@ class Messenger(Monitored):
             for group in self._groups:
                 cut(group, self.rank, self.size)
 
-    def _begin(self, request: Request) -> None:
-        """Take note of the collective call that is about to run.
+    def _begin(self, request: Request, comparing: bool = False) -> None:
+        """Take note of the collective call that is about to run, or to be compared.
 
         Its messages get a tag that depends on it, so that those of different calls never
         meet: Gloo ends the process when a message is longer than its receiver expects. They
@@ -82,37 +82,19 @@ class Messenger(Monitored):
         """
         self.refuse_broken(request)
         self._running = request
-        self._slot = _hashed(request.digest)
-
-    def _begin_comparing(self, request: Request) -> None:
-        """Take note that ``request`` is about to be compared with the others'."""
-        self.refuse_broken(request)
-        self._running = request
-        self._slot = _COMPARED
+        self._slot = _COMPARED if comparing else _hashed(request.digest)
 
     # -- point to point -------------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         blocked = self._blocked("send", (dst,), tag, timeout)
-        try:
-            group, slot = self._route(tag)
-            self._wait([group.send([as_bytes(src)], dst, slot)], blocked, src.nbytes)
-        except CollectiveError:
-            raise  # known: the wait has looked
-        except RuntimeError as error:
-            raise self._explained(blocked, error) from error
+        self._move(blocked, *self._route(tag), (), [([as_bytes(src)], dst)], src.nbytes)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         if src == ANY_SOURCE:
             return self._recv_any(dst, tag, timeout)
         blocked = self._blocked("recv", (src,), tag, timeout)
-        try:
-            group, slot = self._route(tag)
-            self._wait([group.recv([as_bytes(dst)], src, slot)], blocked, dst.nbytes)
-        except CollectiveError:
-            raise  # known: the wait has looked
-        except RuntimeError as error:
-            raise self._explained(blocked, error) from error
+        self._move(blocked, *self._route(tag), [([as_bytes(dst)], src)], (), dst.nbytes)
         return src
 
     def sendrecv(
@@ -122,15 +104,8 @@ class Messenger(Monitored):
             sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
             return
         blocked = self._blocked("sendrecv", (to, source), tag, timeout)
-        try:
-            group, slot = self._route(tag)
-            coming = group.recv([as_bytes(dst)], source, slot)
-            going = group.send([as_bytes(src)], to, slot)
-            self._wait([coming, going], blocked, max(src.nbytes, dst.nbytes))
-        except CollectiveError:
-            raise  # known: the wait has looked
-        except RuntimeError as error:
-            raise self._explained(blocked, error) from error
+        coming, going = [([as_bytes(dst)], source)], [([as_bytes(src)], to)]
+        self._move(blocked, *self._route(tag), coming, going, max(src.nbytes, dst.nbytes))
 
     def _exchange(
         self,
@@ -139,7 +114,7 @@ class Messenger(Monitored):
         going: Sequence[tuple[Buffer, int]],
     ) -> None:
         """Receive and send the messages of a collective, all at once."""
-        self._move(
+        self._exchange_tensors(
             timeout,
             # Lengths are agreed on: where there is nothing to send, nobody waits for it.
             [([as_bytes(buffer)], rank) for buffer, rank in coming if buffer.count],
@@ -147,24 +122,12 @@ class Messenger(Monitored):
             max(buffer.nbytes for buffer, _ in (*coming, *going)),
         )
 
-    def _move(
-        self,
-        timeout: float,
-        coming: Sequence[Message],
-        going: Sequence[Message],
-        nbytes: int,
+    def _exchange_tensors(
+        self, timeout: float, coming: Sequence[Message], going: Sequence[Message], nbytes: int
     ) -> None:
-        """Receive and send tensors, the longest of ``nbytes``."""
+        """Do so with tensors, the longest of ``nbytes``."""
         blocked = Blocked(self.channel, self._running, timeout, None)
-        group, slot = self._groups[0], self._slot
-        try:
-            works = [group.recv(tensors, rank, slot) for tensors, rank in coming]
-            works += [group.send(tensors, rank, slot) for tensors, rank in going]
-            self._wait(works, blocked, nbytes)
-        except CollectiveError:
-            raise  # known: the wait has looked
-        except RuntimeError as error:
-            raise self._explained(blocked, error) from error
+        self._move(blocked, self._groups[0], self._slot, coming, going, nbytes)
 
     def _recv_any(self, dst: Buffer, tag: int, timeout: float) -> int:
         """Receive from whoever comes first, which Gloo waits for even when it is cut."""
@@ -209,23 +172,44 @@ class Messenger(Monitored):
             return Blocked(self.channel, self._running, timeout, None)
         return Blocked(self.channel, f"{what}(tag={tag})", timeout, peers)
 
-    def _wait(self, works: Sequence[Any], blocked: Blocked, nbytes: int) -> None:
-        """Wait for messages, the longest of ``nbytes``.
+    def _move(
+        self,
+        blocked: Blocked,
+        group: Any,
+        slot: int,
+        coming: Sequence[Message],
+        going: Sequence[Message],
+        nbytes: int,
+    ) -> None:
+        """Receive and send tensors, and wait for them, the longest of ``nbytes``.
 
         In Gloo, which nothing interrupts but :func:`cut`. And not even that, where a part
         of a message has been read when its sender dies: then Gloo forgets that somebody
         waits for the rest. So long ones are waited for in another thread.
         """
-        until = limit(blocked.timeout)
-        if nbytes <= _DIRECT_BYTES:
+        works = []
+        try:
+            for tensors, rank in coming:
+                works.append(group.recv(tensors, rank, slot))
+            for tensors, rank in going:
+                works.append(group.send(tensors, rank, slot))
+            until = limit(blocked.timeout)
+            if nbytes > _DIRECT_BYTES:
+                self._wait_elsewhere(blocked, lambda: [work.wait(until) for work in works])
+                return
             watched.add(blocked)
             try:
                 for work in works:
                     work.wait(until)
             finally:
                 watched.remove(blocked)
-            return
-        elsewhere = Elsewhere(lambda: [work.wait(until) for work in works])
+        except CollectiveError:
+            raise  # known: the wait has looked
+        except RuntimeError as error:
+            raise self._explained(blocked, error) from error
+
+    def _wait_elsewhere(self, blocked: Blocked, function: Callable[[], object]) -> None:
+        elsewhere = Elsewhere(function)
         pause, wait = min(blocked.timeout, _FIRST_S), None
         try:
             while not elsewhere.over.acquire(timeout=pause):

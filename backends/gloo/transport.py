@@ -8,7 +8,6 @@ measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -110,7 +109,7 @@ class GlooBackend(Messenger):
         try:
             connector = Connector(self._world, self.channel, channel, ranks, where, timeout, look)
             self._groups, self._listening = connector.connect(self._listening)
-            self.channel.on_failure.append(_cutter(self))
+            self.channel.when_broken(self._cut)
             if is_shrunk(self.channel):
                 self._cut()  # the first call tells why
             else:
@@ -137,8 +136,8 @@ class GlooBackend(Messenger):
         # A user's function would be kept alive by what is prepared with it.
         small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
         if request.operation == "all_reduce" and small and request.op.function is None:
-            begin = partial(self._begin, request)
-            return exchanges.PreparedAllReduce(request, self.rank, self.size, begin, self._move)
+            begin, move = partial(self._begin, request), self._exchange_tensors
+            return exchanges.PreparedAllReduce(request, self.rank, self.size, begin, move)
         return super().plan(request)
 
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
@@ -265,7 +264,7 @@ class GlooBackend(Messenger):
             exchanges.all_to_all(exchange, self.rank, src, dst, elements, incoming)
 
     def agree(self, request: Request, timeout: float) -> None:
-        self._begin_comparing(request)
+        self._begin(request, comparing=True)
         super().agree(request, timeout)
 
 
@@ -277,15 +276,3 @@ def _options(kind: str, timeout: float, **settings: Any) -> Any:
     for name, value in settings.items():
         setattr(options, name, value)
     return options
-
-
-def _cutter(backend: GlooBackend) -> Callable[[], None]:
-    """Return what cuts ``backend`` and does not keep it alive."""
-    reference = weakref.ref(backend)
-
-    def function() -> None:
-        found = reference()
-        if found is not None:
-            found._cut()
-
-    return function

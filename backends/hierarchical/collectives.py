@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from collective.algorithms import pieces
-from collective.algorithms.folding import Folding
+from collective.algorithms.folds import Folding
 from collective.backends.peers import levels
 from collective.backends.peers.monitored import Monitored
 from collective.memory.buffer import Buffer

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from collective.algorithms.folding import Folding
+from collective.algorithms.folds import Folding
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,7 +94,7 @@ class HierarchicalBackend(TwoLevel):
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._topology = topology
-        self.channel.on_failure.append(_breaker(self))
+        self.channel.when_broken(self._break)
         if self.channel.failure is not None:
             self._break()
 
@@ -369,15 +368,3 @@ def _abort_on_failure(outer: Backend, where: str) -> Iterator[None]:
     except CollectiveError as error:
         outer.abort(Failure("aborted", outer.rank, f"rank {outer.rank} in {where}: {error}"))
         raise
-
-
-def _breaker(backend: HierarchicalBackend) -> Callable[[], None]:
-    """Return what breaks all levels of ``backend``, without keeping it alive."""
-    reference = weakref.ref(backend)
-
-    def function() -> None:
-        found = reference()
-        if found is not None:
-            found._break()
-
-    return function

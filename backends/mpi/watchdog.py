@@ -12,7 +12,6 @@ of MPI's calls. So this thread makes one now and then, once somebody is lost.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -106,6 +105,13 @@ class Blocking:
         # Then the others' watchdogs have ended what would not end.
         return time.monotonic() - self._broken_at < _BROKEN_S
 
+    def broken(self) -> None:
+        """Have it looked at once, now that the communicator is broken."""
+        if self.lasting:
+            with _lock:
+                _attended.add(self)
+        _news.set()
+
     def revoke(self) -> None:
         """Ask MPI to give up: what Open MPI does if started with ``--with-ft ulfm``.
 
@@ -147,14 +153,14 @@ _news = threading.Event()
 def watch(blocking: Blocking) -> None:
     """Look after ``blocking`` for as long as it lives."""
     global _thread
-    blocking.channel.on_failure.append(functools.partial(_broke, weakref.ref(blocking)))
+    blocking.channel.when_broken(blocking.broken)
     with _lock:
         _watched.add(blocking)
         if _thread is None:
             _thread = threading.Thread(target=_serve, name="collective-mpi-watchdog", daemon=True)
             _thread.start()
     if blocking.channel.failure is not None:  # before anything could be told of it
-        _broke(weakref.ref(blocking))
+        blocking.broken()
 
 
 @contextlib.contextmanager
@@ -173,14 +179,6 @@ def agreed() -> Iterator[None]:
         with _lock:
             _attended.clear()
             _alone -= 1
-
-
-def _broke(reference: weakref.ref[Blocking]) -> None:
-    blocking = reference()
-    if blocking is not None and blocking.lasting:
-        with _lock:
-            _attended.add(blocking)
-    _news.set()
 
 
 def _serve() -> None:

@@ -276,6 +276,17 @@ class Channel:
         standby = self._monitor.standby
         return store if standby is None else standby.lasting(store)
 
+    def when_broken(self, method: Callable[[], None]) -> None:
+        """Have a method called as those of ``on_failure``; its object is not kept alive by that."""
+        reference = weakref.WeakMethod(method)
+
+        def call() -> None:
+            found = reference()
+            if found is not None:
+                found()
+
+        self.on_failure.append(call)
+
     # -- what a rank tells ----------------------------------------------------------------
 
     def abort(self, failure: Failure) -> None:

@@ -207,18 +207,7 @@ class Control:
         # The digest first: whoever sees the step reads it. In the word of the step's parity, since
         # a peer may still be comparing that of the step before; nobody is two steps behind.
         words[line + slot] = digest
-        if not _ORDERED:
-            fence()
-        words[line] = step
-        # Without a fence between the step and this look: who begins to nap at this very moment
-        # sleeps its nap out, 5 ms at most. A fence would cost every call.
-        if words[_SLEEPERS]:
-            self._wake()
-        for peer in self._peers:
-            if words[peer] < step:
-                self._wait_for(peer, step, timeout)
-        if not _ORDERED:
-            fence()
+        self._step(step, timeout)
         for peer in self._peers:
             if words[peer + slot] != digest:
                 raise self.disagreement(request, timeout)
@@ -237,10 +226,16 @@ class Control:
         words = self.words
         if words[BROKEN]:
             raise self.failure(self.request)
-        step = words[self._line] + 1
+        self._step(words[self._line] + 1, timeout)
+
+    def _step(self, step: int, timeout: float) -> None:
+        """Let the others see that this rank has come to ``step``, and wait for them."""
+        words = self.words
         if not _ORDERED:
             fence()
         words[self._line] = step
+        # Without a fence between the step and this look: who begins to nap at this very moment
+        # sleeps its nap out, 5 ms at most. A fence would cost every call.
         if words[_SLEEPERS]:
             self._wake()
         for peer in self._peers:

@@ -27,10 +27,9 @@ from collective.native import NOBODY
 from collective.native.cache import cached_bytes
 
 from .board import Board
-from .compiled import Compiled
+from .compiled import Compiled, exchange_bytes, make_exchange
 from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
-from .messages import exchange_bytes, make_exchange
 from .peer_memory import PeerMemory, RemoteRegion
 from .ring_messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
@@ -78,7 +77,7 @@ class ShmBackend(OneSided):
         grows=True,
     )
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, wanted: _Wants) -> None:
         self.rank = control.rank
         self.size = control.size
         self._control = control
@@ -87,7 +86,7 @@ class ShmBackend(OneSided):
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._parity = 0
-        self._wanted = _Wants(single_copy=False, adopting=False)
+        self._wanted = wanted
         self._single_copy = False
         self._board = Board(control)
         self._compiled: Compiled | None = None
@@ -143,8 +142,7 @@ class ShmBackend(OneSided):
         watch: Callable[[Sequence[int]], None] | None = None,
     ) -> Self:
         control = Control(segment, rank, size)
-        self = cls(control)
-        self._wanted = wanted
+        self = cls(control, wanted)
         try:
             control.join(deadline, timeout, last, watch)
             self.meeting = control.meeting

@@ -14,7 +14,7 @@ import pytest
 
 import collective
 from collective import native
-from collective.backends.shm import messages
+from collective.backends.shm import compiled
 from collective.communicator import Communicator, Status
 from collective.errors import (
     CollectiveError,
@@ -248,7 +248,7 @@ def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
             os.kill(os.getpid(), signal.SIGKILL)
 
         if sends:
-            messages._Waiting.wait = die  # type: ignore[method-assign]
+            compiled._MessageCallbacks.wait = die  # type: ignore[method-assign]
             group.send(x, 0)
         die()
     alive = group._backend._control.segment.alive  # type: ignore[attr-defined]
