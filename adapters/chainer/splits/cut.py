@@ -11,53 +11,28 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import chainer
 import numpy as np
 from chainer.function_node import FunctionNode
 
-from collective.training.splits.executor import LayerNames
+from collective.training.splits.blocks import Value
+from collective.training.splits.session import Session, names
 
-if TYPE_CHECKING:
-    from collective.training.splits.blocks import Value
-
-__all__ = ["Cut", "CutPass", "LinkNames", "intercepting", "names"]
-
-
-class CutPass(Protocol):
-    """Where functions go that are given a cut variable.
-
-    Attributes:
-        xp: NumPy or CuPy.
-    """
-
-    xp: Any
-
-    def whole(self, cut: Cut) -> Any:
-        """Return the whole variable."""
-
-    def has_piece(self, x: Any) -> bool:
-        """Tell whether ``x`` is a parameter of which this rank has a piece."""
-
-    def call(self, node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what the function returns: cut, if there is a rule for it."""
+__all__ = ["Cut", "intercepting"]
 
 
 class _Current(threading.local):
     """Whose functions of parameters of which this rank has a piece are taken, in this thread."""
 
-    session: CutPass | None = None
+    session: Session | None = None
 
 
 _current = _Current()
 
 
-#: Of the link's children.
-names = LayerNames()
-
-
-class LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
+class _LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
     """Notes which link is running.
 
     Args:
@@ -89,7 +64,7 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
         shape, dtype: of the whole.
     """
 
-    def __init__(self, value: Value, session: CutPass, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(self, value: Value, session: Session, shape: Sequence[int], dtype: Any) -> None:
         # An array of this shape without memory: Chainer looks at its shape and dtype only.
         nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
         super().__init__(nothing, requires_grad=False)
@@ -114,7 +89,7 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
 
     @property
     def xp(self) -> Any:
-        return self.session.xp
+        return self.session.arrays.like.xp
 
     @property
     def array(self) -> Any:
@@ -158,7 +133,7 @@ class _Interception:
 _interception = _Interception()
 
 
-def _session_of(inputs: Any) -> CutPass | None:
+def _session_of(inputs: Any) -> Session | None:
     """Return the forward pass that a function of ``inputs`` belongs to."""
     for x in inputs:
         if isinstance(x, Cut):
@@ -169,7 +144,7 @@ def _session_of(inputs: Any) -> CutPass | None:
 
 
 @contextlib.contextmanager
-def _current_session(session: CutPass | None) -> Iterator[None]:
+def _current_session(session: Session | None) -> Iterator[None]:
     outer, _current.session = _current.session, session
     try:
         yield
@@ -178,7 +153,7 @@ def _current_session(session: CutPass | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepting(link: chainer.Link, session: CutPass) -> Iterator[None]:
+def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
     """Give functions of cut variables to the forward passes that these belong to.
 
     Args:
@@ -187,7 +162,7 @@ def intercepting(link: chainer.Link, session: CutPass) -> Iterator[None]:
     """
     _interception.install()
     try:
-        with LinkNames(link), _current_session(session):
+        with _LinkNames(link), _current_session(session):
             yield
     finally:
         _interception.remove()

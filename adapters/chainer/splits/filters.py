@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import chainer.links as L
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from collective.training.splits.filters import FilterLayer, Filters, all_names
+from collective.training.splits.filters import FilterLayer, Filters, Share, all_names
 
 __all__ = ["LinkFilters"]
 
@@ -46,17 +45,10 @@ class LinkFilters(Filters):
             layer, _ = owners[id(found.weight)]
             layer.add_hook(_Guard(self, found.name))
 
-    def whole_copy(self, link: chainer.Link) -> Any:
-        """Return a copy of the link with all weights.
-
-        Collective: every rank of the group.
-        """
-        memo: dict[int, Any] = {id(self): LinkFilters(self.group)}
-        for share in self.shares():
-            parameter = share.parameter
-            memo[id(parameter)] = chainer.Parameter(self.join(parameter.array, share))
-            memo[id(parameter)].name = parameter.name
-        return copy.deepcopy(link, memo)
+    def whole_parameter(self, share: Share) -> chainer.Parameter:
+        whole = chainer.Parameter(self.join(share.parameter.array, share))
+        whole.name = share.parameter.name
+        return whole
 
     @contextlib.contextmanager
     def whole_arrays(self) -> Iterator[None]:

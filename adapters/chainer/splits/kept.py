@@ -17,10 +17,12 @@ class Kept:
 
     Attributes:
         piece: the bytes of the piece that keeps most.
+        masks: drawn for dropout, whole.
     """
 
     def __init__(self) -> None:
         self.piece = 0
+        self.masks: list[Any] = []
 
     def compute_piece(
         self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chainer
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.cuts import Cuts
+from collective.training.splits.cuts import Cuts, Framework
 from collective.training.splits.report import MemoryReport, Verification
 
-from .cut import Cut, intercepting
-from .executors import VariableExchanges, VariablesInTurn, VariablesOverRanks
+from .cut import Cut
 from .filters import LinkFilters
-from .session import Session
-
-if TYPE_CHECKING:
-    from .kept import Kept
+from .session import VariableSession
+from .variables import Variables
+from .verifying import memory_report, verify
 
 __all__ = ["Split"]
+
+_FRAMEWORK = Framework(Variables, VariableSession, LinkFilters, chainer.Link.params)
 
 
 class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
@@ -86,13 +84,12 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                     "axes in one call."
                 )
         self._cuts = Cuts(
-            batch, channels, data, comm, recompute=recompute, halo=halo, inputs=inputs,
-            outputs=outputs, filters=filters,
+            _FRAMEWORK, batch, channels, data, comm, recompute=recompute, halo=halo,
+            inputs=inputs, outputs=outputs, filters=filters, strict=strict,
         )  # fmt: skip
         with self.init_scope():
             self.link = link
-        self._strict = strict
-        self._filters = self.filters_of(link)
+        self._filters = self._cuts.filters_of(link)
         self.joined: tuple[str, ...] = ()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,42 +106,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                 f"Split: {given} as input; a variable or an array (batch, channels, ...)."
             )
         x = chainer.as_variable(x)
-        found, self.joined, _ = self.computed(self.link, x, args, kwargs, filters=self._filters)
+        found, self.joined = self._cuts.computed(self.link, self._filters, x, args, kwargs)
         return found
-
-    def computed(
-        self,
-        link: chainer.Link,
-        x: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        ends: str | None = None,
-        kept: Kept | None = None,
-        filters: LinkFilters | None = None,
-    ) -> tuple[Any, tuple[str, ...], list[Any]]:
-        """Compute a link in this one's pieces.
-
-        Args:
-            link: this one's, or a copy of it.
-            x: a variable.
-            args, kwargs: as of ``forward``.
-            ends: what inputs and outputs are; None: what this one's are.
-            kept: counts what is kept by pieces that are computed again.
-            filters: which of the link's parameters this rank has a piece of.
-
-        Returns:
-            What the link returns, the functions that took whole variables, and the masks drawn.
-        """
-        executor = self._cuts.executor(
-            partial(VariablesInTurn, x.xp), partial(VariablesOverRanks, x.xp),
-            VariableExchanges(kept), x.ndim - 2, list(link.params()), ends, filters,
-        )  # fmt: skip
-        session = Session(executor, x.xp, self._strict, filters)
-        running = contextlib.nullcontext() if filters is None else filters.running()
-        with running, intercepting(link, session):
-            found = session.leave(link(session.enter(x), *args, **kwargs))
-        return found, tuple(session.joined), session.masks
 
     def serialize(self, serializer: Any) -> None:
         """Give or take the link's arrays, whole.
@@ -155,20 +118,6 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         with whole:
             super().serialize(serializer)
 
-    def filters_of(self, link: chainer.Link) -> LinkFilters | None:
-        """Keep of a link's weights those of this rank's channels, if this one does so."""
-        group = self._cuts.filter_group
-        return None if group is None else LinkFilters(group, link)
-
-    def whole_copy(self) -> Any:
-        """Return a copy of the link with all weights.
-
-        Collective: over ranks with ``filters="own"``.
-        """
-        if self._filters is None:
-            return copy.deepcopy(self.link)
-        return self._filters.whole_copy(self.link)
-
     def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> MemoryReport:
         """Count what a call keeps for its backward pass, of the link and of this, by function.
 
@@ -178,9 +127,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        from .verifying import memory_report
-
-        return memory_report(self, x, args, kwargs)
+        return memory_report(self._cuts.sides(self.link, self._filters), x, args, kwargs)
 
     def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> Verification:
         """Compare with the link itself: each link's output, then all gradients, in float64.
@@ -191,6 +138,4 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        from .verifying import verify
-
-        return verify(self, x, args, tolerance)
+        return verify(self._cuts.sides(self.link, self._filters), x, args, tolerance)

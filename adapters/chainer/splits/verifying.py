@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import chainer
 import chainer.functions as F
 import numpy as np
 
 from collective.memory import nested
+from collective.training.splits.cuts import Side
 from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
 from .cut import Cut
 from .kept import Kept, bytes_kept
 
-if TYPE_CHECKING:
-    from .filters import LinkFilters
-
-__all__ = ["Computed", "memory_report", "verify"]
-
-
-class Computed(Protocol):
-    """What is asked of a split link."""
-
-    def whole_copy(self) -> Any:
-        """Return a copy of the link with all weights."""
-
-    def filters_of(self, link: chainer.Link) -> LinkFilters | None:
-        """Keep of a link's weights those of this rank's channels, if this one does so."""
-
-    def computed(
-        self,
-        link: chainer.Link,
-        x: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        ends: str | None = None,
-        kept: Kept | None = None,
-        filters: LinkFilters | None = None,
-    ) -> tuple[Any, tuple[str, ...], list[Any]]:
-        """Compute a link in this one's pieces."""
+__all__ = ["memory_report", "verify"]
 
 
 # -- results ---------------------------------------------------------------------------------
@@ -68,23 +43,17 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
                 self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
 
 
-def verify(split: Computed, x: Any, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(sides: Iterable[Side], x: Any, args: Sequence[Any], tolerance: float) -> Verification:
     """Do what :meth:`Split.verify` says."""
     state = np.random.get_state()
     outcomes = []
-    for is_split in (False, True):
+    for link, filters, compute in sides:
         np.random.set_state(state)
-        link = _double(split.whole_copy())
-        filters = split.filters_of(link) if is_split else None
+        _double(link)
         given = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
         rest = [each.astype(np.float64) if _is_real(each) else each for each in args]
         with _Outputs(link) as outputs:
-            if is_split:
-                result, joined, _ = split.computed(
-                    link, given, rest, {}, ends="whole", filters=filters
-                )
-            else:
-                result, joined = link(given, *rest), ()
+            result, joined = compute(given, rest, {})
         _scalar(result).backward()
         gradients = {"input": given.grad, **whole_gradients(link.namedparams(), filters)}
         outcomes.append(Computation(outputs.found, gradients, joined))
@@ -97,7 +66,7 @@ def _is_real(x: Any) -> bool:
     return getattr(getattr(x, "dtype", None), "kind", "") == "f"
 
 
-def _double(link: chainer.Link) -> chainer.Link:
+def _double(link: chainer.Link) -> None:
     """Make a link compute in double precision."""
     link.cleargrads()
     for parameter in link.params():
@@ -110,7 +79,6 @@ def _double(link: chainer.Link) -> chainer.Link:
                 setattr(child, name, getattr(child, name).astype(np.float64))
         if hasattr(child, "_highprec_dtype"):
             child._highprec_dtype = np.dtype(np.float64)
-    return link
 
 
 def _scalar(result: Any) -> Any:
@@ -127,28 +95,19 @@ def _scalar(result: Any) -> Any:
 
 
 def memory_report(
-    split: Computed, x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    sides: Iterable[Side], x: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     state = np.random.get_state()
     x = chainer.as_variable(x)
     counts, weights = [], []
-    kept = Kept()
-    for is_split in (False, True):
+    for link, _, compute in sides:
         np.random.set_state(state)
-        link = split.whole_copy()
-        filters = split.filters_of(link) if is_split else None
-        masks: list[Any] = []
-        if is_split:
-            result, joined, masks = split.computed(
-                link, x, args, kwargs, ends="whole", kept=kept, filters=filters
-            )
-        else:
-            result, joined = link(x, *args, **kwargs), ()
+        kept = Kept()
+        result, joined = compute(x, args, kwargs, kept)
         parameters = [p.array for p in link.params() if p.array is not None]
         weights.append(sum(int(each.nbytes) for each in parameters))
-        there = [x.array, *parameters]
-        counts.append(bytes_kept(result, masks, there))
+        counts.append(bytes_kept(result, kept.masks, [x.array, *parameters]))
     np.random.set_state(state)
     whole, pieces = counts
     return MemoryReport(whole, pieces, kept.piece, joined, (weights[0], weights[1]))

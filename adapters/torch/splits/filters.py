@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -51,23 +50,9 @@ class ModuleFilters(Filters):
             cut.register_state_dict_post_hook(functools.partial(_save, self))
             cut.register_load_state_dict_pre_hook(functools.partial(_load, self))
 
-    def whole_copy(self, module: nn.Module) -> Any:
-        """Return a copy of the module with all weights.
-
-        Collective: every rank of the group.
-        """
-        memo: dict[int, Any] = {id(self): ModuleFilters(self.group)}
-        for share in self.shares():
-            parameter = share.parameter
-            whole = self.join(parameter.detach(), share)
-            memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-        return copy.deepcopy(module, memo)
-
-    def meta(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without memory that looks like all of ``x``."""
-        share = self.share(x)
-        shape = x.shape if share is None else share.shape
-        return torch.empty(shape, dtype=x.dtype, device="meta")
+    def whole_parameter(self, share: Share) -> nn.Parameter:
+        whole = self.join(share.parameter.detach(), share)
+        return nn.Parameter(whole, share.parameter.requires_grad)
 
 
 def _memory(parameter: torch.Tensor) -> int:
@@ -140,7 +125,7 @@ class Watching(TorchFunctionMode):
         call: is called with the function and its arguments, instead of it.
     """
 
-    def __init__(self, filters: ModuleFilters, call: Callable[..., Any]) -> None:
+    def __init__(self, filters: Filters, call: Callable[..., Any]) -> None:
         super().__init__()
         self._filters = filters
         self._call = call

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .cut import names
+from collective.training.splits.session import names
 
 __all__ = ["Kept"]
 

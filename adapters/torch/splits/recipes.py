@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from collective.training.splits.blocks import Read, Step, Value
+from collective.training.splits.recipes import Context
 
-from .context import Context, Recipe
-from .convolutions import convolution, linear, transposed
-from .pooling import adaptive_pool, avg_pool, max_pool
-from .taking import getitem, interpolate, pad
+from .layers import convolution, linear, transposed
+from .windows import adaptive_pool, avg_pool, getitem, interpolate, max_pool, pad
 
-__all__ = ["LAYERS", "pointwise", "recipe_of"]
+__all__ = ["LAYERS", "in_place", "pointwise", "recipe_of"]
+
+#: Has the signature of the function that it stands for, after the context.
+Recipe = Callable[..., "Step | None"]
 
 #: The recipes that know what to do with a piece of a parameter.
 LAYERS = convolution, transposed, linear
@@ -28,14 +30,14 @@ def _cat(context: Context, tensors: Sequence[Value], dim: int = 0) -> Step | Non
     def run(arrays: Sequence[Any], read: Read) -> Any:
         return torch.cat(list(arrays), 1)
 
-    return context.step([None] * len(tensors[0].lengths), run)
+    return context.step([None] * len(tensors[0].lengths), run, context.shape[1])
 
 
 def _flatten(context: Context, x: Value, start_dim: int = 0, end_dim: int = -1) -> Step | None:
     dims = len(x.lengths) + 1
     if start_dim % dims != 1 or end_dim % dims != dims - 1:
         return None
-    return context.step([None], lambda arrays, read: arrays[0].flatten(1))
+    return context.step([None], lambda arrays, read: arrays[0].flatten(1), context.shape[1])
 
 
 _RECIPES: dict[Any, Recipe] = {
@@ -85,3 +87,15 @@ _POINTWISE = {
 def pointwise(function: Any) -> bool:
     """Return whether a function makes each row of its result of the same rows of its inputs."""
     return function in _POINTWISE
+
+
+def in_place(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that a call writes into, None if it writes into none."""
+    name = getattr(function, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    if ends or augmented or name in ("__setitem__", "__set__") or kwargs.get("inplace"):
+        return args[0]
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    return None

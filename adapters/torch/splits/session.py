@@ -1,13 +1,14 @@
-"""What becomes of functions that take a tensor which is cut.
+"""What becomes of PyTorch's functions that take a tensor which is cut.
 
-PyTorch asks a :class:`~.cut.Cut` before every function that it is given to
-(``__torch_function__``). A function with a rule becomes a step; one without is called on the whole
-tensor, which ends the cut there.
+PyTorch asks a :class:`Cut` before every function that it is given to (``__torch_function__``).
+It goes through a model's own forward in place of a tensor: it has the whole tensor's shape and
+dtype and no memory, as it lies on the device ``meta``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +16,37 @@ from torch.nn import functional
 
 from collective.errors import CollectiveError, UnsupportedError
 from collective.memory import nested
-from collective.training.splits.blocks import Value, lengths_of
+from collective.training.splits.blocks import Read, Step, Value, lengths_of
+from collective.training.splits.recipes import Context, row_for_row
+from collective.training.splits.session import Session, names
 
-from .context import Context
-from .cut import Cut, names
-from .executor import TensorExecutor
-from .filters import ModuleFilters
-from .recipes import LAYERS, pointwise, recipe_of
-from .rowwise import in_place, row_for_row
+from .filters import Watching
+from .recipes import LAYERS, in_place, pointwise, recipe_of
 
-__all__ = ["Session"]
+__all__ = ["Cut", "TensorSession"]
 
 Tensor = torch.Tensor
+
+
+class Cut(torch.Tensor):
+    """Stands for a tensor that is cut; made by :meth:`TensorSession.cut`."""
+
+    value: Value
+    session: TensorSession
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        leaves = nested.flatten([list(args), kwargs or {}])
+        session = next(leaf.session for leaf in leaves if isinstance(leaf, Cut))
+        return session.call(function, tuple(args), dict(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "Split: a tensor that is cut cannot be pickled or copied inside forward. Do that to "
+            "the result."
+        )
 
 
 _Property: Any = Tensor  # whose properties are objects that say how to get them
@@ -45,62 +65,27 @@ _DEVICE = {
 }
 # What a parameter is read by, and written to, without a gradient of it.
 _BEHIND = {_Property.data.__get__, _Property.grad.__get__}
-_FEATURES = {functional.dropout1d: 1, functional.dropout2d: 2, functional.dropout3d: 3}
+_FEATURES = functional.dropout1d, functional.dropout2d, functional.dropout3d
 
 
-class Session:
-    """One forward pass of a module whose tensors are cut.
+class TensorSession(Session):
+    """One forward pass of a module whose tensors are cut."""
 
-    Args:
-        executor: makes the calls.
-        like: a tensor on the device where they are made.
-        strict: whether functions without a rule are refused.
-        kept: is called with each tensor that steps hold, to be combined with pieces.
-        filters: which parameters this rank has a piece of.
+    kind = Cut
 
-    Attributes:
-        joined: the names of the functions that took whole tensors.
-    """
+    @contextlib.contextmanager
+    def calls_of(self, model: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._filters is not None:
+                stack.enter_context(Watching(self._filters, self.call))
+            yield
 
-    def __init__(
-        self,
-        executor: TensorExecutor,
-        like: Tensor,
-        strict: bool,
-        kept: Callable[[Tensor], Tensor] | None = None,
-        filters: ModuleFilters | None = None,
-    ) -> None:
-        self._executor = executor
-        self._strict = strict
-        self._kept = kept
-        self._filters = filters
-        self._device = like.device
-        self.joined: list[str] = []
-
-    def cut(self, value: Value, like: Tensor) -> Cut:
-        """Return what stands for a value of the shape and dtype of ``like``, a meta tensor."""
-        made: Cut = like.as_subclass(Cut)
+    def cut(self, value: Value, shape: Sequence[int], like: Tensor) -> Cut:
+        if tuple(like.shape) != tuple(shape):
+            like = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+        made: Cut = torch.empty_like(like, device="meta").as_subclass(Cut)
         made.value, made.session = value, self
         return made
-
-    def enter(self, x: Tensor) -> Cut:
-        """Return what stands for a tensor that is there."""
-        value = self._executor.enter(x)
-        first, *rest = value.lengths
-        shape = (first, x.shape[1], *rest)
-        return self.cut(value, torch.empty(shape, dtype=x.dtype, device="meta"))
-
-    def whole(self, cut: Cut) -> Tensor:
-        """Return all of a tensor that is cut."""
-        found: Tensor = self._executor.whole([cut.value])[0]
-        return found
-
-    def leave(self, result: Any) -> Any:
-        """Return a forward's result with whole tensors in it."""
-        leaves = nested.flatten(result)
-        arrays = iter(self._executor.results([x.value for x in leaves if isinstance(x, Cut)]))
-        found = (next(arrays) if isinstance(x, Cut) else x for x in leaves)
-        return nested.rebuild(result, found)
 
     # -- a function that was called --------------------------------------------------------
 
@@ -110,10 +95,10 @@ class Session:
             return self._metas(function, args, kwargs)
         if function in _DEVICE:
             of_device: Callable[[Any], Any] = _DEVICE[function]
-            return of_device(self._device)
+            return of_device(self.arrays.like.device)
         name = f"{names.current} ({_called(function)})"
         if self._filters is not None:
-            cut = any(isinstance(x, Cut) for x in _leaves([args, kwargs]))
+            cut = _cut_among([args, kwargs])
             if not cut or recipe_of(function) not in LAYERS:
                 args, kwargs = self._joined(function, name, args, kwargs)
             if not cut:
@@ -138,20 +123,14 @@ class Session:
             )
         return self._whole(function, name, args, kwargs)
 
-    def _joined(self, function: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _joined(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Return arguments with all of the parameters of which this rank has a piece."""
-        assert self._filters is not None
-        changed = in_place(function, args, kwargs)
-        if function in _BEHIND or self._filters.share(changed) is not None:
+        if function in _BEHIND or self.has_piece(in_place(function, args, kwargs)):
             raise UnsupportedError(
                 f"Split: filters='own': {name} reads or writes a parameter behind autograd's back, "
                 "of which this rank has a piece. Do that outside of forward, or pass filters='all'."
             )
-        leaves = [args, kwargs]
-        joined_args, joined_kwargs = _rebuilt(
-            leaves, map(self._executor.parameter, _leaves(leaves))
-        )
-        return joined_args, joined_kwargs
+        return _mapped(self._executor.parameter, args, kwargs)
 
     def _bind(self, changed: Cut | None, made: Cut) -> Cut:
         """Return the result; a tensor that was written into stands for it from now on."""
@@ -162,18 +141,19 @@ class Session:
 
     def _metas(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function on tensors without memory."""
-        leaves = [args, kwargs]
-        found = (self._meta(x) if isinstance(x, Tensor) else x for x in _leaves(leaves))
-        plain_args, plain_kwargs = _rebuilt(leaves, found)
+        plain_args, plain_kwargs = _mapped(self._meta, args, kwargs)
         disabled: Any = torch._C.DisableTorchFunctionSubclass
         with disabled():
             return function(*plain_args, **plain_kwargs)
 
-    def _meta(self, x: Tensor) -> Tensor:
+    def _meta(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         if isinstance(x, Cut):
             return x.as_subclass(Tensor)
-        if self._filters is not None:
-            return self._filters.meta(x)
+        shape = self._executor.shape(x)
+        if shape != tuple(x.shape):  # of a parameter of which this rank has a piece
+            return torch.empty(shape, dtype=x.dtype, device="meta")
         return x if x.is_meta else torch.empty_like(x, device="meta")
 
     def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
@@ -181,60 +161,67 @@ class Session:
         like = self._metas(function, args, kwargs)
         if not isinstance(like, Tensor):
             return None
-        leaves = [args, kwargs]
         recipe = recipe_of(function)
         if recipe is None:
-            lengths = lengths_of(like.shape)
-            # What is broadcast along a cut axis is there for every piece.
-            found = [
-                x if not isinstance(x, Cut) or (x.value.lengths, x.dim()) == (lengths, like.dim())
-                else self._executor.whole([x.value])[0]
-                for x in _leaves(leaves)
-            ]  # fmt: skip
-            if not any(isinstance(x, Cut) for x in found):
-                return None
-            for x in found:
-                if self._kept is not None and isinstance(x, Tensor) and not isinstance(x, Cut):
-                    self._kept(x)
-            step = row_for_row(function, name, leaves, found, like, self._executor)
+            step = self._row_for_row(function, name, [args, kwargs], like)
         else:
-            values = tuple(x.value for x in _leaves(leaves) if isinstance(x, Cut))
-            executor = self._executor
-            shared, in_part = (executor.shared(values[0], part) for part in (False, True))
-            context = Context(
-                *(function, name, tuple(like.shape), values),
-                *(shared, in_part, executor.layout, executor.parameter),
-            )
-            plain = (x.value if isinstance(x, Cut) else x for x in _leaves(leaves))
-            plain_args, plain_kwargs = _rebuilt(leaves, plain)
+            cut = _cut_among([args, kwargs])
+            values = tuple(x.value for x in cut)
             if any(value.lengths != values[0].lengths for value in values):
                 return None
-            found_step = recipe(context, *plain_args, **plain_kwargs)
-            if found_step is None:
-                return None
-            step = found_step
-        return self.cut(self._executor.add(step, lengths_of(like.shape)), like)
+            context = Context(
+                *(self.arrays, self._executor, function, name, values, cut[0].shape[1]),
+                tuple(like.shape),
+            )
+            plain_args, plain_kwargs = _mapped(_value_of, args, kwargs)
+            step = recipe(context, *plain_args, **plain_kwargs)
+        return None if step is None else self.cut(self._executor.add(step), like.shape, like)
+
+    def _row_for_row(self, function: Any, name: str, structure: Any, like: Tensor) -> Step | None:
+        """Make the step of a function that works row for row; None where no row is cut."""
+        lengths = lengths_of(like.shape)
+        # What is broadcast along a cut axis is there for every piece.
+        leaves = [
+            self.whole(x)
+            if isinstance(x, Cut) and (x.value.lengths, x.dim()) != (lengths, like.dim())
+            else x
+            for x in nested.flatten(structure)
+        ]
+        cut = _cut_among(leaves)
+        if not cut:
+            return None
+        for x in leaves:
+            if self._kept is not None and isinstance(x, Tensor) and not isinstance(x, Cut):
+                self._kept(x)
+        channels = like.shape[1] if like.dim() > 1 else 0
+        writes = in_place(function, *structure) is not None
+
+        def call(found: list[Any]) -> Any:
+            if writes:
+                found[0] = found[0].clone()  # it may be a view of an array that is read again
+            args, kwargs = nested.rebuild(structure, iter(found))
+            return function(*args, **kwargs)
+
+        def number_a_channel(x: Tensor, read: Read, some: range | None) -> Tensor:
+            return x if some is None or x.numel() == 1 else x[some.start : some.stop]
+
+        by_channel = function is functional.prelu or function is torch.prelu
+        return row_for_row(
+            Context(
+                *(self.arrays, self._executor, function, name),
+                tuple(x.value for x in cut),
+                channels,
+            ),
+            *(list(map(_value_of, leaves)), like.dim(), call),
+            along=bool(channels) and all(x.shape[1:2] == like.shape[1:2] for x in cut),
+            fit=number_a_channel if by_channel else None,
+        )
 
     def _whole(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call a function that no rule is known of on whole tensors."""
-        if self._strict:
-            raise UnsupportedError(
-                f"Split: {name} needs its input whole, which strict=True refuses. Split the layers "
-                "before it, and call it on their result."
-            )
-        leaves = [args, kwargs]
-        cut = [x for x in _leaves(leaves) if isinstance(x, Cut)]
-        whole = dict(zip(map(id, cut), self._executor.whole([x.value for x in cut])))
-        self.joined.append(name)
-        plain = (whole.get(id(x), self._executor.parameter(x)) for x in _leaves(leaves))
-        plain_args, plain_kwargs = _rebuilt(leaves, plain)
-        found = function(*plain_args, **plain_kwargs)
-        rows = len(cut[0].value.lengths), cut[0].value.lengths
-        if not isinstance(found, Tensor) or (found.dim() - 1, lengths_of(found.shape)) != rows:
-            return found
-        # The same rows: what follows may go on in pieces.
-        like = torch.empty_like(found, device="meta")
-        return self.cut(self._executor.enter_whole(found), like)
+        leaves = nested.flatten([args, kwargs])
+        plain_args, plain_kwargs = nested.rebuild([args, kwargs], iter(self._wholes(name, leaves)))
+        return self._again(function(*plain_args, **plain_kwargs), _cut_among(leaves)[0])
 
     # -- functions with statistics or random numbers ---------------------------------------
 
@@ -243,15 +230,13 @@ class Session:
         bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
         if not training:
-            mean, var = running_mean.clone(), running_var.clone()
+            mean, var = running_mean.clone()[None], running_var.clone()[None]
         else:
-            mean, var, count = self._executor.moments(x.value, None)
+            mean, var, count = self._executor.moments(x.value, None, _wide(x))
             if count < 2:
                 raise ValueError("more than one value per channel is expected when training")
-            for kept, new in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
-                if kept is not None:
-                    kept.lerp_(new.detach().to(kept.dtype), momentum)
-        return self._normalised(name, x, mean[None], var[None], weight, bias, eps)
+            _note(running_mean, running_var, mean, var, count, momentum)
+        return self._normalised(name, x, mean, var, weight, bias, eps)
 
     def _instance_norm(
         self, name: str, x: Cut, running_mean: Any = None, running_var: Any = None,
@@ -262,17 +247,15 @@ class Session:
             return self._batch_norm(
                 name, x, running_mean, running_var, weight, bias, False, momentum, eps
             )
-        mean, var, count = self._executor.moments(x.value, x.shape[1])
-        for kept, new in ((running_mean, mean), (running_var, var * (count / max(1, count - 1)))):
-            if kept is not None:
-                kept.lerp_(new.detach().mean(0).to(kept.dtype), momentum)
+        mean, var, count = self._executor.moments(x.value, x.shape[1], _wide(x))
+        _note(running_mean, running_var, mean, var, count, momentum)
         return self._normalised(name, x, mean, var, weight, bias, eps)
 
     def _group_norm(
         self, name: str, x: Cut, num_groups: int, weight: Any = None, bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:  # fmt: skip
-        mean, var, _ = self._executor.moments(x.value, num_groups)
+        mean, var, _ = self._executor.moments(x.value, num_groups, _wide(x))
         each = x.shape[1] // num_groups
         mean, var = (x.repeat_interleave(each, 1) for x in (mean, var))
         return self._normalised(name, x, mean, var, weight, bias, eps)
@@ -307,12 +290,26 @@ class Session:
     ) -> Any:
         if not training or p == 0:
             return x
-        noise = torch.empty(shape, dtype=x.dtype, device=self._device)
+        noise = torch.empty(shape, dtype=x.dtype, device=self.arrays.like.device)
         noise.bernoulli_(1 - p, generator=self._executor.generator())
         # A byte an element, however often a piece is computed.
         made = self._step(_mask, name, (x, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
         assert made is not None
         return self._bind(x if inplace else None, made)
+
+
+def _wide(x: Tensor) -> Any:
+    """Return the dtype for sums over rows: half precision has no numbers for those of many."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _note(
+    running_mean: Any, running_var: Any, mean: Tensor, var: Tensor, count: int, momentum: float
+) -> None:
+    """Let the statistics of a batch, or the means of each sample's, go into the running ones."""
+    for kept, new in ((running_mean, mean), (running_var, var * (count / max(1, count - 1)))):
+        if kept is not None:
+            kept.lerp_(new.detach().mean(0).to(kept.dtype), momentum)
 
 
 def _normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -326,11 +323,11 @@ def _mask(x: Tensor, mask: Tensor, factor: float) -> Tensor:
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    functional.batch_norm: Session._batch_norm,
-    functional.instance_norm: Session._instance_norm,
-    functional.group_norm: Session._group_norm,
-    functional.dropout: Session._dropout,
-    **dict.fromkeys(_FEATURES, Session._feature_dropout),
+    functional.batch_norm: TensorSession._batch_norm,
+    functional.instance_norm: TensorSession._instance_norm,
+    functional.group_norm: TensorSession._group_norm,
+    functional.dropout: TensorSession._dropout,
+    **dict.fromkeys(_FEATURES, TensorSession._feature_dropout),
 }
 
 
@@ -339,9 +336,15 @@ def _called(function: Any) -> str:
     return name if name != "fn" else "max_pool"
 
 
-def _leaves(structure: Any) -> list[Any]:
-    return nested.flatten(structure)
+def _cut_among(structure: Any) -> list[Cut]:
+    return [x for x in nested.flatten(structure) if isinstance(x, Cut)]
 
 
-def _rebuilt(structure: Any, leaves: Iterator[Any]) -> Any:
-    return nested.rebuild(structure, leaves)
+def _value_of(x: Any) -> Any:
+    return x.value if isinstance(x, Cut) else x
+
+
+def _mapped(function: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+    """Return arguments with ``function`` of each in its place."""
+    leaves = [args, kwargs]
+    return nested.rebuild(leaves, map(function, nested.flatten(leaves)))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
-from collective.training.splits.cuts import Cuts
+from collective.training.splits.cuts import Cuts, Framework
 from collective.training.splits.report import MemoryReport, Verification
+from collective.training.splits.session import names
 
-from .cut import Cut, names
-from .filters import ModuleFilters, Watching
-from .parallel import TensorExchanges, TensorsOverRanks
-from .serial import TensorsInTurn
-from .session import Session
-
-if TYPE_CHECKING:
-    from .kept import Kept
+from .filters import ModuleFilters
+from .session import Cut, TensorSession
+from .tensors import Tensors
+from .verifying import memory_report, verify
 
 __all__ = ["Split"]
+
+_FRAMEWORK = Framework(Tensors, TensorSession, ModuleFilters, torch.nn.Module.parameters)
 
 
 class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -116,17 +114,16 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         super().__init__()
         _check_module(module)
         self._cuts = Cuts(
-            batch, channels, data, comm, recompute=recompute, halo=halo, inputs=inputs,
-            outputs=outputs, filters=filters,
+            _FRAMEWORK, batch, channels, data, comm, recompute=recompute, halo=halo,
+            inputs=inputs, outputs=outputs, filters=filters, strict=strict,
         )  # fmt: skip
         self.module = module
-        self._strict = strict
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
             kind = type(layer).__name__
-            layer.register_forward_pre_hook(_Enter(f"{name} ({kind})" if name else kind))
+            layer.register_forward_pre_hook(partial(_enter, f"{name} ({kind})" if name else kind))
             layer.register_forward_hook(_leave, always_call=True)
-        self._filters = self.filters_of(module)
+        self._filters = self._cuts.filters_of(module)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns.
@@ -140,57 +137,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         if not isinstance(x, torch.Tensor) or isinstance(x, Cut) or x.dim() < 2:
             given = "a tensor of another Split" if isinstance(x, Cut) else type(x).__name__
             raise InvalidArgumentError(f"Split: {given} as input; a tensor (batch, channels, ...).")
-        found, self.joined = self.computed(self.module, x, args, kwargs, filters=self._filters)
+        found, self.joined = self._cuts.computed(self.module, self._filters, x, args, kwargs)
         return found
-
-    def computed(
-        self,
-        module: torch.nn.Module,
-        x: torch.Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        ends: str | None = None,
-        kept: Kept | None = None,
-        filters: ModuleFilters | None = None,
-    ) -> tuple[Any, tuple[str, ...]]:
-        """Compute a module in this one's pieces.
-
-        Args:
-            module: this one's, or a copy of it.
-            x, args, kwargs: as of ``forward``.
-            ends: what inputs and outputs are; None: what this one's are.
-            kept: counts what is kept for the backward pass.
-            filters: which of the module's parameters this rank has a piece of.
-
-        Returns:
-            What the module returns, and the calls that took whole tensors.
-        """
-        executor = self._cuts.executor(
-            TensorsInTurn, TensorsOverRanks, TensorExchanges(kept), x.dim() - 2,
-            list(module.parameters()), ends, filters,
-        )  # fmt: skip
-        session = Session(executor, x, self._strict, kept, filters)
-        with contextlib.ExitStack() as stack:
-            if filters is not None:
-                stack.enter_context(filters.running())
-                stack.enter_context(Watching(filters, session.call))
-            found = session.leave(module(session.enter(x), *args, **kwargs))
-        return found, tuple(session.joined)
-
-    def filters_of(self, module: torch.nn.Module) -> ModuleFilters | None:
-        """Keep of a module's weights those of this rank's channels, if this one does so."""
-        group = self._cuts.filter_group
-        return None if group is None else ModuleFilters(group, module)
-
-    def whole_copy(self) -> Any:
-        """Return a copy of the module with all weights.
-
-        Collective: over ranks with ``filters="own"``.
-        """
-        if self._filters is None:
-            return copy.deepcopy(self.module)
-        return self._filters.whole_copy(self.module)
 
     def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
         """Count what is kept for the backward pass, of the module and of this.
@@ -201,9 +149,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        from .verifying import memory_report
-
-        return memory_report(self, x, args, kwargs)
+        return memory_report(self._cuts.sides(self.module, self._filters), x, args, kwargs)
 
     def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> Verification:
         """Compare with the module itself: each layer's output, then all gradients, in float64.
@@ -214,19 +160,12 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        from .verifying import verify
-
-        return verify(self, x, args, tolerance)
+        return verify(self._cuts.sides(self.module, self._filters), x, args, tolerance)
 
 
-class _Enter:
-    """Says which layer is running."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        names.stack.append(self._name)
+def _enter(name: str, module: torch.nn.Module, args: Any) -> None:
+    """Say which layer is running."""
+    names.stack.append(name)
 
 
 def _leave(module: torch.nn.Module, args: Any, result: Any) -> None:

@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from collective.memory import nested
+from collective.training.splits.cuts import Side
 from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
-from .cut import Cut
 from .kept import Kept
+from .session import Cut
 
-if TYPE_CHECKING:
-    from .filters import ModuleFilters
-
-__all__ = ["Computed", "memory_report", "verify"]
+__all__ = ["memory_report", "verify"]
 
 Tensor = torch.Tensor
-
-
-class Computed(Protocol):
-    """What is asked of a split module."""
-
-    def whole_copy(self) -> Any:
-        """Return a copy of the module with all weights."""
-
-    def filters_of(self, module: torch.nn.Module) -> ModuleFilters | None:
-        """Keep of a module's weights those of this rank's channels, if this one does so."""
-
-    def computed(
-        self,
-        module: torch.nn.Module,
-        x: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        ends: str | None = None,
-        kept: Kept | None = None,
-        filters: ModuleFilters | None = None,
-    ) -> tuple[Any, tuple[str, ...]]:
-        """Compute a module in this one's pieces."""
 
 
 @contextlib.contextmanager
@@ -57,7 +32,7 @@ def _same_numbers(x: Tensor) -> Iterator[None]:
 # -- results ---------------------------------------------------------------------------------
 
 
-def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(sides: Iterable[Side], x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
     """Do what :meth:`Split.verify` says."""
 
     def double(value: Any) -> Any:
@@ -66,17 +41,11 @@ def verify(split: Computed, x: Tensor, args: Sequence[Any], tolerance: float) ->
 
     rest = [double(value) for value in args]
     outcomes = []
-    for is_split in (False, True):
-        module = split.whole_copy().double()
-        filters = split.filters_of(module) if is_split else None
+    for module, filters, compute in sides:
+        module.double()
         given = double(x).requires_grad_()
         with _same_numbers(x), _outputs(module) as outputs:
-            if is_split:
-                result, joined = split.computed(
-                    module, given, rest, {}, ends="whole", filters=filters
-                )
-            else:
-                result, joined = module(given, *rest), ()
+            result, joined = compute(given, rest, {})
         torch.autograd.backward(_scalar(result))
         gradients = {"input": given.grad, **whole_gradients(module.named_parameters(), filters)}
         outcomes.append(Computation(outputs, gradients, joined))
@@ -125,26 +94,17 @@ def _scalar(result: Any) -> Tensor:
 
 
 def memory_report(
-    split: Computed, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    sides: Iterable[Side], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     kept, weights = [], []
-    for is_split in (False, True):
-        # Statistics and the like change in a copy.
-        module = split.whole_copy()
-        filters = split.filters_of(module) if is_split else None
+    for module, _, compute in sides:  # statistics and the like change in a copy
         weights.append(sum(each.nbytes for each in module.parameters()))
         count = Kept([x, *module.parameters(), *module.buffers()])
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with torch.enable_grad(), _same_numbers(x), hooks:
-            if is_split:
-                result, joined = split.computed(
-                    module, x, args, kwargs, ends="whole", kept=count, filters=filters
-                )
-            else:
-                result, joined = module(x, *args, **kwargs), ()
-            sizes = count.sizes()
+            result, joined = compute(x, args, kwargs, count)
+            kept.append(count.sizes())
         del result
-        kept.append(sizes)
     whole, pieces = kept
     return MemoryReport(whole, pieces, count.piece, joined, (weights[0], weights[1]))

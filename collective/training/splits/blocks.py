@@ -99,6 +99,12 @@ class Step:
     own: str | None = None
     uses: tuple[Any, ...] = ()
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The result's rows along each axis."""
+        axes = zip(self.rules, self.sources[0].lengths)
+        return tuple(n if rule is None else rule.length(n) for rule, n in axes)
+
     def read(self, out: Block) -> Read:
         """Return what is read for ``out``."""
         rows, padding = [], []

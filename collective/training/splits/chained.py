@@ -7,11 +7,10 @@ more arithmetic (J. Demmel et al., "Avoiding Communication in Sparse Matrix Comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from .arrays import Arrays
 from .blocks import Step, Value, order, wanted
-from .exchanges import Exchanges
 from .layered import BlockGrid, Layered, fetch
 from .serial import Serial, read_by
 from .windows import pieces
@@ -19,51 +18,33 @@ from .windows import pieces
 __all__ = ["Chained"]
 
 
-class Chained:
+class Chained(Layered):
     """Records calls, and makes them on this rank's block where a result is needed.
 
     Collective: the ranks make the same calls in the same order.
     """
 
-    def __init__(self, arrays: Exchanges, grid: BlockGrid, recompute: bool) -> None:
-        self._arrays = arrays
-        self._grid = grid
-        self._layered = Layered(arrays, grid)
+    def __init__(self, arrays: Arrays, grid: BlockGrid, recompute: bool) -> None:
+        super().__init__(arrays, grid)
         self._serial = Serial(arrays, (1,) * len(grid.parts), 1, recompute)
 
-    def enter(self, value: Value) -> None:
-        """Take this rank's rows of a value that every rank has whole."""
-        self._layered.enter(value)
-
-    def enter_piece(self, array: Any, lengths: Sequence[int]) -> Value:
-        """Take rows that the ranks have each of an array, in their order."""
-        return self._layered.enter_piece(array, lengths)
-
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+    def add(self, step: Step) -> Value:
         """Record a call; one that reads axes whole ends the chain."""
-        if all(len(source.lengths) == len(lengths) for source in step.sources):
-            return Value(lengths, step)
+        if all(len(source.lengths) == len(step.lengths) for source in step.sources):
+            return Value(step.lengths, step)
         for source in step.sources:
             self._compute(source)
-        return self._layered.add(step, lengths)
+        return super().add(step)
 
     def whole(self, value: Value) -> Any:
         """Return all of a value, on every rank."""
         self._compute(value)
-        return self._layered.whole(value)
+        return super().whole(value)
 
     def piece(self, value: Value) -> Any:
         """Return this rank's rows of a value."""
         self._compute(value)
-        return value.piece
-
-    def added(self, array: Any, axes: Sequence[int]) -> Any:
-        """Return the sum of what the ranks along some axes computed of their rows."""
-        return self._layered.added(array, axes)
-
-    def joined(self, array: Any, axis: int, n: int) -> Any:
-        """Join the ranks' rows along an axis that has ``n`` of them."""
-        return self._layered.joined(array, axis, n)
+        return super().piece(value)
 
     def _compute(self, target: Value) -> None:
         values = order([target])

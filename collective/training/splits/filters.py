@@ -14,7 +14,9 @@ reads some.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +113,7 @@ class Share:
         return tuple(shape)
 
 
-class Filters:
+class Filters(ABC):
     """Which parameters this rank has a piece of.
 
     It cannot be copied, and with it no model that it cut: a copy would have pieces, and nobody who
@@ -167,6 +169,23 @@ class Filters:
             cut(parameter, dimension, cuts[rank])
             self._shares[id(parameter)] = Share(parameter, dimension, tuple(map(len, cuts)))
         return [layer for layer, _ in chosen]
+
+    def whole_copy(self, model: Any) -> Any:
+        """Return a copy of the model with all weights.
+
+        Collective: every rank of the group.
+        """
+        memo: dict[int, Any] = {id(self): type(self)(self.group)}
+        for share in self.shares():
+            memo[id(share.parameter)] = self.whole_parameter(share)
+        return copy.deepcopy(model, memo)
+
+    @abstractmethod
+    def whole_parameter(self, share: Share) -> Any:
+        """Return a parameter like the one of which this rank has a piece, with all of it.
+
+        Collective: every rank of the group.
+        """
 
     def share(self, x: Any) -> Share | None:
         """Return what ``x`` is a piece of; None if it is none of the parameters."""

@@ -28,16 +28,25 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.errors import InvalidArgumentError
+from collective.errors import InvalidArgumentError, ShapeError
 
+from .arrays import Arrays, Halo
 from .blocks import Block, Read, Step, Value
-from .exchanges import Exchanges, Halo
-from .filters import COLUMNS, ROWS
-from .options import check_axes
+from .filters import ALONG, COLUMNS, ROWS
 from .serial import CHANNELS, dimension, select_rows
 from .windows import overlap, pieces
 
-__all__ = ["BlockGrid", "Layered", "fetch"]
+__all__ = ["BlockGrid", "Layered", "check_axes", "fetch"]
+
+
+def check_axes(data: Sequence[int], axes: int) -> None:
+    """Refuse to cut axes that an array does not have.
+
+    Raises:
+        ShapeError: there are fewer than ``data`` cuts.
+    """
+    if axes < len(data) and any(parts > 1 for parts in data[axes:]):
+        raise ShapeError(f"Split: data={tuple(data)} of an input with {axes} data axes.")
 
 
 class BlockGrid:
@@ -115,7 +124,7 @@ class Layered:
     Collective: the ranks make the same calls in the same order.
     """
 
-    def __init__(self, arrays: Exchanges, grid: BlockGrid) -> None:
+    def __init__(self, arrays: Arrays, grid: BlockGrid) -> None:
         self._arrays = arrays
         self._grid = grid
         # The channels that the pieces have, where they have not all of them.
@@ -152,69 +161,55 @@ class Layered:
         value.piece = array
         return value
 
-    def add(self, step: Step, lengths: Sequence[int]) -> Value:
+    def add(self, step: Step) -> Value:
         """Make a call on this rank's block, and on its channels where a layer allows that."""
+        arrays, group, value = self._arrays, self._grid.channel_group, Value(step.lengths, step)
+        way, channels = self._way(step)
+        read = step.read(self._grid.block(value.lengths))
+        inputs = []
+        for source in step.sources:
+            if way in (ROWS, ALONG):
+                piece = self._own_channels(source)
+            else:
+                self._join_channels(source)
+                piece = source.piece
+            inputs.append(self._fetch(piece, source, value, read))
+        if way is None:
+            value.piece = step.run([*inputs, *step.uses], read)
+            return value
+        assert group is not None
+        if way == COLUMNS:
+            # All ranks read all that is there, so that its gradient is the sum of theirs.
+            inputs = [arrays.used(array, group) for array in inputs]
+        make = {COLUMNS: step.columns, ROWS: step.rows, ALONG: step.along}[way]
+        assert make is not None
+        value.piece = make(channels)([*inputs, *step.uses], read)
+        if way != ROWS:
+            self._channels[value] = channels
+            return value
+        value.piece = arrays.added(value.piece, group)
+        if step.after is not None:
+            value.piece = step.after(value.piece, step.uses)
+        return value
+
+    def _way(self, step: Step) -> tuple[str | None, range]:
+        """Return how a call is cut along the channels, and this rank's of them."""
+        grid = self._grid
+        mine = pieces(step.channels, grid.channels)[grid.channel]
         if step.own is not None:
-            return self._add_own(step, lengths)
-        grid, arrays = self._grid, self._arrays
-        held = {self._channels.get(source) for source in step.sources}
-        some = held.pop() if len(held) == 1 else None
+            return step.own, mine
         # Channels stay in pieces as long as layers allow it, since each joining of them is a
         # message: layer by layer of the same channels (along), or up to one that mixes them, whose
         # sum joins what came of the pieces (rows).
-        along = some is not None and step.along is not None
-        rows = some is not None and not along and step.rows is not None
-        if not (along or rows):
-            some = None
-            for source in step.sources:
-                self._join_channels(source)
-        block = grid.block(lengths)
-        read = step.read(block)
-        inputs = [self._fetch(each.piece, each, step, lengths, read) for each in step.sources]
-        uses = step.uses
-        value = Value(lengths, step)
-        group = grid.channel_group
-        if step.along is not None and along and some is not None:
-            value.piece = step.along(some)([*inputs, *uses], read)
-        elif step.rows is not None and rows and some is not None and group is not None:
-            value.piece = arrays.added(step.rows(some)([*inputs, *uses], read), group)
-            some = None
-            if step.after is not None:
-                value.piece = step.after(value.piece, uses)
-        elif step.columns is not None and group is not None and grid.channels <= step.channels:
-            # All ranks read all that is there, so that its gradient is the sum of theirs.
-            some = pieces(step.channels, grid.channels)[grid.channel]
-            inputs = [arrays.used(array, group) for array in inputs]
-            value.piece = step.columns(some)([*inputs, *uses], read)
-        else:
-            value.piece = step.run([*inputs, *uses], read)
-        if some is not None:
-            self._channels[value] = some
-        return value
-
-    def _add_own(self, step: Step, lengths: Sequence[int]) -> Value:
-        """Make a call of a layer of whose weights this rank has its own alone."""
-        grid, arrays, group = self._grid, self._arrays, self._grid.channel_group
-        (source,), uses, value = step.sources, step.uses, Value(lengths, step)
-        assert group is not None
-        read = step.read(grid.block(lengths))
-        if step.own == COLUMNS:
-            self._join_channels(source)
-            array = self._fetch(source.piece, source, step, lengths, read)
-            array, make = arrays.used(array, group), step.columns
-        else:
-            array = self._fetch(self._own_channels(source), source, step, lengths, read)
-            make = step.rows if step.own == ROWS else step.along
-        assert make is not None
-        mine = pieces(step.channels, grid.channels)[grid.channel]
-        made = make(mine)([array, *uses], read)
-        if step.own == ROWS:
-            made = arrays.added(made, group)
-            value.piece = made if step.after is None else step.after(made, uses)
-        else:
-            value.piece = made
-            self._channels[value] = mine
-        return value
+        held = {self._channels.get(source) for source in step.sources}
+        some = held.pop() if len(held) == 1 else None
+        if some is not None and step.along is not None:
+            return ALONG, some
+        if some is not None and step.rows is not None:
+            return ROWS, some
+        if grid.channel_group is None or step.columns is None or grid.channels > step.channels:
+            return None, mine
+        return COLUMNS, mine
 
     def _own_channels(self, value: Value) -> Any:
         """Return this rank's rows and channels of a value that may have all channels."""
@@ -232,23 +227,23 @@ class Layered:
         counts = [len(each) for each in pieces(value.step.channels, self._grid.channels)]
         value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
 
-    def _fetch(
-        self, array: Any, source: Value, step: Step, lengths: Sequence[int], read: Read
-    ) -> Any:
-        """Return the rows of a source that this rank's block of a step's result needs.
+    def _fetch(self, array: Any, source: Value, made: Value, read: Read) -> Any:
+        """Return the rows of a source that this rank's block of what is made of it needs.
 
         Args:
             array: this rank's rows of the source, of all channels or some.
         """
+        assert made.step is not None
         for axis, (n, group) in enumerate(zip(source.lengths, self._grid.groups)):
             if group is None:
                 array = select_rows(self._arrays, array, axis, range(n), read.rows[axis])
-            elif axis >= len(lengths):
+            elif axis >= len(made.lengths):
                 # Read whole, and what comes of it is the same on all ranks of the group.
                 array = self.joined(array, axis, n)
             else:
                 have = pieces(n, self._grid.parts[axis])
-                want = [step.read(each).rows[axis] for each in self._grid.along(axis, lengths)]
+                theirs = self._grid.along(axis, made.lengths)
+                want = [made.step.read(each).rows[axis] for each in theirs]
                 array = fetch(self._arrays, array, axis, have, want, group)
         return array
 
@@ -285,7 +280,7 @@ class Layered:
 
 
 def fetch(
-    arrays: Exchanges,
+    arrays: Arrays,
     array: Any,
     axis: int,
     have: Sequence[range],

@@ -9,34 +9,20 @@ time (T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, sec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
+from .arrays import Arrays
+from .blocks import Block, Run, Step, Value, blocks, order, wanted
 from .windows import pieces
 
 __all__ = [
-    "CHANNELS", "Arrays", "Serial", "chains", "dimension", "fitting", "read_by", "select",
+    "CHANNELS", "Serial", "chains", "dimension", "read_by", "select",
     "select_rows",
 ]  # fmt: skip
 
 #: The dimension of the channels.
 CHANNELS = 1
-
-
-class Arrays(Protocol):
-    """What a framework has to be able to do with its arrays, differentiably."""
-
-    def slice(self, array: Any, dimension: int, rows: range) -> Any:
-        """Return some rows of an array, a view if possible."""
-
-    def concatenate(self, arrays: Sequence[Any], dimension: int) -> Any:
-        """Join arrays along a dimension."""
-
-    def checkpoint(
-        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Call a function that is called again in the backward pass instead of being kept."""
 
 
 def dimension(axis: int) -> int:
@@ -50,28 +36,6 @@ def select_rows(arrays: Arrays, array: Any, axis: int, have: range, want: range)
         return array
     start = want.start - have.start if want else 0
     return arrays.slice(array, dimension(axis), range(start, start + len(want)))
-
-
-def fitting(
-    shape: Sequence[int], read: Read, dims: int, some: range | None, channels: int
-) -> Iterator[tuple[int, range]]:
-    """Yield what a piece is combined with of a whole array that broadcasts: rows of dimensions.
-
-    Args:
-        shape: of the array.
-        read: which rows the piece has.
-        dims: how many dimensions the result has.
-        some: the channels that the piece has; None: all.
-        channels: how many there are.
-    """
-    missing = dims - len(shape)
-    for axis, rows in enumerate(read.rows):
-        at = dimension(axis) - missing
-        if at >= 0 and shape[at] != 1:
-            yield at, rows
-    at = CHANNELS - missing
-    if some is not None and at >= 0 and shape[at] == channels != 1:
-        yield at, some
 
 
 def select(arrays: Arrays, array: Any, block: Block, rows: Block) -> Any:

@@ -1,23 +1,23 @@
-"""What travels between ranks, with its adjoint: four pairs, and rows that windows reach over.
+"""What is done with a framework's arrays, on a rank and between ranks.
 
-Each is linear, so that nothing is kept for the backward pass, and its gradient is one of the
-others, which can be differentiated again. A framework adds how a node of its graph is made and
-what it calls a few operations on bare arrays.
+What travels has its adjoint: four pairs, and rows that windows reach over. Each is linear, so that
+nothing is kept for the backward pass, and its gradient is one of the others, which can be
+differentiated again. A framework adds how a node of its graph is made and what it calls a few
+operations, with gradients and on bare arrays.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.training.differentiable import CollectiveStep
 
-from .serial import Arrays
 from .windows import exchange
 
-__all__ = ["Exchanges", "Halo"]
+__all__ = ["Arrays", "Halo"]
 
 
 class Halo(NamedTuple):
@@ -51,10 +51,19 @@ class Halo(NamedTuple):
         return cls(len(have[rank]), mine[rank], sent, received, sum(received[:rank]))
 
 
-class Exchanges(Arrays, ABC):
-    """What a framework is able to do between ranks, differentiably."""
+class Arrays(ABC):
+    """What a framework is able to do with its arrays, differentiably.
 
-    # -- of a framework --------------------------------------------------------------------
+    Args:
+        like: the input of the model; masks and the like are drawn where this is.
+        kept: counts what is kept by pieces that are computed again; None: nobody asks.
+    """
+
+    def __init__(self, like: Any, kept: Any = None) -> None:
+        self.like = like
+        self._kept = kept
+
+    # -- of a framework, on a rank ---------------------------------------------------------
 
     @abstractmethod
     def entering(self, x: Any) -> Any:
@@ -65,8 +74,80 @@ class Exchanges(Arrays, ABC):
         """Return an input's numbers as an array of NumPy."""
 
     @abstractmethod
+    def is_array(self, x: Any) -> bool:
+        """Return whether ``x`` is an array, and no number or setting."""
+
+    @abstractmethod
     def has_gradient(self, x: Any) -> bool:
         """Return whether ``x`` is an array of which a gradient is asked for."""
+
+    @abstractmethod
+    def slice(self, array: Any, dimension: int, rows: range) -> Any:
+        """Return some rows of an array, a view if possible."""
+
+    @abstractmethod
+    def take(self, array: Any, dimension: int, rows: Any) -> Any:
+        """Return the rows whose numbers an array of NumPy has."""
+
+    @abstractmethod
+    def concatenate(self, arrays: Sequence[Any], dimension: int) -> Any:
+        """Join arrays along a dimension."""
+
+    @abstractmethod
+    def pad(self, array: Any, widths: Sequence[tuple[int, int]], fill: float) -> Any:
+        """Put so much before and behind the rows of each dimension of an array with elements."""
+
+    @abstractmethod
+    def tied(self, result: Any, *arrays: Any) -> Any:
+        """Return ``result`` with ``arrays`` in its graph, where nothing was computed of them.
+
+        Other ranks compute something of theirs, and every rank has to take part in the backward
+        collectives that come of it.
+        """
+
+    @abstractmethod
+    def numbers(self, like: Any, dimension: int, numbers: Any) -> Any:
+        """Return numbers, one for each row of an array along a dimension, to compute with it."""
+
+    @abstractmethod
+    def full_bare(self, like: Any, shape: Sequence[int], fill: float) -> Any:
+        """Return an array of one number, of the dtype and on the device of another one."""
+
+    @abstractmethod
+    def checkpoint(
+        self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Call a function that is called again in the backward pass instead of being kept."""
+
+    @abstractmethod
+    def moments(
+        self,
+        x: Any,
+        groups: int | None,
+        dtype: Any,
+        average: Callable[[Any], Any],
+        near: Callable[[Any], Any] | None,
+    ) -> tuple[Any, Any]:
+        """Return means and variances.
+
+        Args:
+            x: this rank's rows, ``(N, C, ...)``.
+            groups: of the channels, a mean of each in each sample: ``[N, groups]``. None: a mean of
+                each channel over the batch, ``[1, C]``.
+            dtype: of the results.
+            average: from sums of this rank's rows to means of all.
+            near: from means of all to those of this rank's samples; None: ``x`` is all there is.
+        """
+
+    @abstractmethod
+    def seed(self) -> int:
+        """Draw a seed."""
+
+    @abstractmethod
+    def generator(self, seed: int | None) -> Any:
+        """Return a source of random numbers; None: the framework's own."""
+
+    # -- and between ranks -----------------------------------------------------------------
 
     @abstractmethod
     def used_together(self, arrays: Sequence[Any], comm: Communicator) -> Sequence[Any]:
@@ -83,10 +164,6 @@ class Exchanges(Arrays, ABC):
     @abstractmethod
     def copy_bare(self, array: Any) -> Any:
         """Return a contiguous copy of an array without gradients."""
-
-    @abstractmethod
-    def zeros_bare(self, like: Any, shape: Sequence[int]) -> Any:
-        """Return zeros of the dtype and on the device of an array."""
 
     # -- with their adjoints ---------------------------------------------------------------
 
@@ -164,7 +241,7 @@ class Exchanges(Arrays, ABC):
             found = self.copy_bare(g[_rows(dimension, own)])
         else:
             shape = (*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :])
-            found = self.zeros_bare(g, shape)
+            found = self.full_bare(g, shape, 0)
             found[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
         first = 0
         for rows in halo.sent:

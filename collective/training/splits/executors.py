@@ -1,0 +1,258 @@
+"""What carries out a forward pass that is cut: in turn on one device, or over ranks.
+
+Both bring in what goes in, keep the values between layers, give layers their parameters, and bring
+out what comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import MismatchError
+
+from .arrays import Arrays
+from .blocks import Step, Value, lengths_of
+from .filters import Filters
+from .layered import BlockGrid, Layered
+from .serial import Serial
+
+__all__ = ["Executor", "InTurn", "OverRanks"]
+
+
+class InTurn:
+    """Records the calls of a forward pass, and makes them in blocks where a result is needed.
+
+    Args:
+        arrays: what the framework does with its arrays; nothing of it is between ranks.
+        parts: pieces along the batch and each data axis.
+        channels: pieces along the channels.
+        recompute: whether blocks are computed once more for their gradients.
+    """
+
+    def __init__(
+        self, arrays: Arrays, parts: Sequence[int], channels: int, recompute: bool
+    ) -> None:
+        self._arrays = arrays
+        self._serial = Serial(arrays, parts, channels, recompute)
+
+    def enter(self, x: Any) -> Value:
+        """Bring the input in."""
+        return self.enter_whole(x)
+
+    def enter_whole(self, x: Any) -> Value:
+        """Bring an array in."""
+        return Value(lengths_of(x.shape), array=self._arrays.entering(x))
+
+    def add(self, step: Step) -> Value:
+        """Put a layer behind the values that it takes; return what it makes."""
+        return Value(step.lengths, step)
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return all of the values."""
+        self._serial.compute(values)
+        return [value.array for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return what the forward pass gives."""
+        return self.whole(values)
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return what gives a layer its parameters: as they are."""
+        return lambda x: x
+
+    def layout(self, weight: Any, bias: Any) -> None:
+        """Return None: all filters are here."""
+
+    def parameter(self, x: Any) -> Any:
+        """Return a parameter, which is all here."""
+        return x
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of all of an array or a parameter."""
+        return tuple(x.shape)
+
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        """Return means and variances, and how many numbers are behind each: `Arrays.moments`."""
+        (x,) = self.whole([value])
+        count = _count(value, x.shape[1], groups)
+        return *self._arrays.moments(x, groups, dtype, lambda sums: sums / count, None), count
+
+    def generator(self) -> Any:
+        """Return the source of random numbers."""
+        return self._arrays.generator(None)
+
+
+class OverRanks:
+    """Makes the calls of a forward pass on this rank's block of every array.
+
+    Args:
+        grid: who has which block.
+        layered: makes the calls.
+        arrays: what the framework does with its arrays.
+        parameters: of the model; their gradients are summed together.
+        from_pieces: whether the input is this rank's rows.
+        to_pieces: whether results are.
+        filters: which parameters this rank has a piece of.
+    """
+
+    def __init__(
+        self,
+        grid: BlockGrid,
+        layered: Layered,
+        arrays: Arrays,
+        parameters: Sequence[Any],
+        *,
+        from_pieces: bool,
+        to_pieces: bool,
+        filters: Filters | None,
+    ) -> None:
+        self._grid, self._layered, self._arrays = grid, layered, arrays
+        self._filters = filters
+        self._parameters = list(parameters)
+        self._from_pieces, self._to_pieces = from_pieces, to_pieces
+        self._versions: dict[tuple[int, bool], dict[int, Any]] = {}
+        self._generator: Any = None
+
+    def enter(self, x: Any) -> Value:
+        """Bring the input in: a piece of it, or, if that is how it is given, all of it."""
+        if self._from_pieces:
+            return self._layered.enter_piece(self._arrays.entering(x), lengths_of(x.shape))
+        if self._grid.comm.check == "always":
+            _check_same(self._grid.comm, self._arrays.on_host(x))
+        return self.enter_whole(x)
+
+    def enter_whole(self, x: Any) -> Value:
+        """Bring in what every rank has all of."""
+        value = Value(lengths_of(x.shape), array=self._arrays.entering(x))
+        self._layered.enter(value)
+        return value
+
+    def add(self, step: Step) -> Value:
+        """Put a layer behind the values that it takes; return what it makes."""
+        return self._layered.add(step)
+
+    def whole(self, values: Sequence[Value]) -> list[Any]:
+        """Return all of the values, on every rank."""
+        return [self._layered.whole(value) for value in values]
+
+    def results(self, values: Sequence[Value]) -> list[Any]:
+        """Return what the forward pass gives: pieces, or all of it."""
+        if self._to_pieces:
+            return [self._layered.piece(value) for value in values]
+        return self.whole(values)
+
+    # -- parameters ------------------------------------------------------------------------
+
+    def shared(self, value: Value, in_part: bool) -> Callable[[Any], Any]:
+        """Return what gives a layer on ``value`` its parameters, with gradients that are summed.
+
+        Args:
+            in_part: whether each rank computes a part of the layer's channels.
+        """
+        axes = len(value.lengths)
+
+        def share(x: Any) -> Any:
+            if not self._arrays.has_gradient(x):
+                return x
+            found = self._version(axes, in_part).get(id(x))
+            return self._through([x], axes, in_part)[0] if found is None else found
+
+        return share
+
+    def layout(self, weight: Any, bias: Any) -> str | None:
+        """Return how the filters of a layer are shared by the ranks; None if every rank has all."""
+        return None if self._filters is None else self._filters.layout(weight, bias)
+
+    def parameter(self, x: Any) -> Any:
+        """Return all of a parameter, joined from what the ranks have of it."""
+        share = None if self._filters is None else self._filters.share(x)
+        if share is None or self._filters is None:
+            return x
+        # Every rank has the same gradient of it, or that is summed before it gets here.
+        return self._arrays.joined(x, self._filters.group, share.dimension, share.counts)
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of all of an array or a parameter."""
+        share = None if self._filters is None else self._filters.share(x)
+        return tuple(x.shape) if share is None else share.shape
+
+    def _version(self, axes: int, in_part: bool) -> dict[int, Any]:
+        """Return, by the ``id`` of a parameter, the array whose gradient is that of all ranks."""
+        known = self._versions.get((axes, in_part))
+        if known is None:
+            wanted = [each for each in self._parameters if self._arrays.has_gradient(each)]
+            if in_part and self._filters is not None:  # each rank's is a gradient of its own
+                wanted = [each for each in wanted if self._filters.share(each) is None]
+            found = self._through(wanted, axes, in_part)
+            known = self._versions[axes, in_part] = dict(zip(map(id, wanted), found))
+        return known
+
+    def _through(self, arrays: Sequence[Any], axes: int, in_part: bool) -> Sequence[Any]:
+        groups = [*self._grid.groups[:axes], self._grid.channel_group if in_part else None]
+        for group in groups:
+            if group is not None and arrays:
+                arrays = self._arrays.used_together(arrays, group)
+        return arrays
+
+    # -- statistics and random numbers -----------------------------------------------------
+
+    def moments(self, value: Value, groups: int | None, dtype: Any) -> tuple[Any, Any, int]:
+        """Return means and variances, and how many numbers are behind each: `Arrays.moments`."""
+        x = self._layered.piece(value)
+        count = _count(value, x.shape[1], groups)
+        cut = range(0 if groups is None else 1, len(value.lengths))
+        mine = self._grid.block(value.lengths)[0]
+
+        def average(sums: Any) -> Any:
+            found = self._layered.added(sums, cut) / count
+            # A rank has the sums of its samples alone.
+            return found if groups is None else self._layered.joined(found, 0, value.lengths[0])
+
+        def near(means: Any) -> Any:
+            found = self.shared(value, False)(means)
+            return found if groups is None else self._arrays.slice(found, 0, mine)
+
+        return *self._arrays.moments(x, groups, dtype, average, near), count
+
+    def generator(self) -> Any:
+        """Return random numbers that are the same on all ranks, as masks have to be."""
+        if self._generator is None:
+            seed = self._grid.comm.broadcast_object(self._arrays.seed())
+            self._generator = self._arrays.generator(seed)
+        return self._generator
+
+
+Executor = InTurn | OverRanks
+
+
+def _count(value: Value, channels: int, groups: int | None) -> int:
+    """Return how many numbers are behind a mean."""
+    if groups is None:
+        return math.prod(value.lengths)
+    return channels // groups * math.prod(value.lengths[1:])
+
+
+def _check_same(comm: Communicator, array: Any) -> None:
+    """Compare the ranks' whole inputs, of which each uses a part.
+
+    Collective: every rank of ``comm``.
+
+    Raises:
+        MismatchError: they differ; on all ranks.
+    """
+    known = np.ascontiguousarray(array)
+    digest = hashlib.sha256(repr((known.shape, known.dtype.str)).encode())
+    digest.update(known.view(np.uint8).data if known.size else b"")
+    found = comm.all_gather_object(digest.hexdigest())
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"Split: the inputs of ranks 0 and {other} differ; every rank passes the same whole "
+            f"input [rank {comm.rank} of {comm.size}]. For a part on each, inputs='pieces'."
+        )
