@@ -12,18 +12,13 @@ from torch import nn
 
 import collective
 from collective.adapters.torch import DistributedDataParallel
-from collective.testing import RankPool
 from collective.training.compression import Cast, PowerSGD, TopK
 from collective.training.gradients import Gradients, Parameter
+from tests.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("array_api_compat")
+pool = ranks_of(("threads", 2), ("shm", 2))
 _SHAPES = [(40, 30), (7,), (16, 3, 5), (64, 64)]
-
-
-@pytest.fixture(scope="module", params=["threads", "shm"])
-def pool(request: pytest.FixtureRequest) -> Any:
-    with RankPool(2, request.param, timeout=60.0) as made:
-        yield made
 
 
 def engine(comm: Any, like: str, reduce: Any, dtype: str = "float32") -> Gradients:
@@ -58,11 +53,8 @@ def averages(comm: Any, step: int) -> list[Any]:
     ("like", "dtype", "tolerance"),
     [("numpy", "float16", 1e-3), ("torch", "float16", 1e-3), ("torch", "bfloat16", 1e-2)],
 )
-def test_cast(pool: RankPool, like: str, dtype: str, tolerance: float) -> None:
-    pool.run(casts, like, dtype, tolerance)
-
-
-def casts(comm: Any, like: str, dtype: str, tolerance: float) -> None:
+@on_ranks("pool")
+def test_cast(comm: Any, like: str, dtype: str, tolerance: float) -> None:
     gradients = engine(comm, like, Cast(comm, dtype))
     for step in range(2):
         got = passed(gradients, drawn(comm, step))
@@ -73,11 +65,8 @@ def casts(comm: Any, like: str, dtype: str, tolerance: float) -> None:
     assert all(np.isfinite(each).all() for each in passed(gradients, large))
 
 
-def test_what_cannot_be_cast_to(pool: RankPool) -> None:
-    pool.run(refused)
-
-
-def refused(comm: Any) -> None:
+@on_ranks("pool")
+def test_what_cannot_be_cast_to(comm: Any) -> None:
     with pytest.raises(collective.InvalidArgumentError, match="'float16' or 'bfloat16'"):
         Cast(comm, "int8")
     gradients = engine(comm, "numpy", Cast(comm, "bfloat16"))
@@ -107,11 +96,8 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
-def test_all_of_the_elements(pool: RankPool, like: str) -> None:
-    pool.run(all_of_them, like)
-
-
-def all_of_them(comm: Any, like: str) -> None:
+@on_ranks("pool")
+def test_all_of_the_elements(comm: Any, like: str) -> None:
     gradients = engine(comm, like, TopK(comm, 1.0))
     for step in range(2):
         got = passed(gradients, drawn(comm, step))
@@ -121,11 +107,8 @@ def all_of_them(comm: Any, like: str) -> None:
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 @pytest.mark.parametrize("kind", [TopK, PowerSGD])
-def test_what_is_left_out_comes_later(pool: RankPool, kind: Any, like: str) -> None:
-    pool.run(later, kind, like)
-
-
-def later(comm: Any, kind: Any, like: str) -> None:
+@on_ranks("pool")
+def test_what_is_left_out_comes_later(comm: Any, kind: Any, like: str) -> None:
     """What arrived in all passes, and the mean of what ranks keep, is the mean of what was given.
 
     The first pass may lay out the buckets anew, so nothing is kept in it: zeros.
@@ -152,11 +135,8 @@ def later(comm: Any, kind: Any, like: str) -> None:
 
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
-def test_matrices_of_a_low_rank_are_exact(pool: RankPool, like: str) -> None:
-    pool.run(exact, like)
-
-
-def exact(comm: Any, like: str) -> None:
+@on_ranks("pool")
+def test_matrices_of_a_low_rank_are_exact(comm: Any, like: str) -> None:
     left = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float32)
     right = np.random.default_rng(2).standard_normal((2, 64)).astype(np.float32)
     gradients = engine(comm, like, PowerSGD(comm, 2))
@@ -171,11 +151,8 @@ def exact(comm: Any, like: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "top-k", "powersgd"])
-def test_training(pool: RankPool, kind: str) -> None:
-    pool.run(training, kind)
-
-
-def training(comm: Any, kind: str) -> None:
+@on_ranks("pool")
+def test_training(comm: Any, kind: str) -> None:
     made = {
         "float16": lambda: Cast(comm, "float16"),
         "bfloat16": lambda: Cast(comm),

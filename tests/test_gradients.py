@@ -11,16 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import collective
-from collective.testing import RankPool, run_ranks
+from collective.testing import run_ranks
 from collective.training.gradients import Gradients, Parameter
+from tests.on_ranks import on_ranks, ranks_of
 
-_SIZES = {"float32": 4, "float64": 8, "float16": 2}
-
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(2, "threads", timeout=30.0) as made:
-        yield made
+_DTYPES = ["float32", "float64", "float16"]
+two = ranks_of(("threads", 2))
 
 
 def parameters_of(shapes: list[tuple[tuple[int, ...], str]]) -> list[Parameter]:
@@ -30,7 +26,7 @@ def parameters_of(shapes: list[tuple[tuple[int, ...], str]]) -> list[Parameter]:
 # -- layout ---------------------------------------------------------------------------------------
 
 _shapes = st.lists(
-    st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(list(_SIZES))),
+    st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(_DTYPES)),
     max_size=12,
 )
 
@@ -79,11 +75,8 @@ def test_layout(shapes: Any, first: int, limit: int, data: Any) -> None:
 # -- passes ---------------------------------------------------------------------------------------
 
 
-def test_buckets_go_in_one_order_whatever_comes_first(two: RankPool) -> None:
-    two.run(any_order)
-
-
-def any_order(comm: Any) -> None:
+@on_ranks("two")
+def test_buckets_go_in_one_order_whatever_comes_first(comm: Any) -> None:
     shapes = [((40,), "float32")] * 6
     launched: list[int] = []
 
@@ -108,11 +101,8 @@ def any_order(comm: Any) -> None:
             assert (view == number + 0.5).all()
 
 
-def test_after_the_first_pass_the_order_is_rank_0s(two: RankPool) -> None:
-    two.run(settled)
-
-
-def settled(comm: Any) -> None:
+@on_ranks("two")
+def test_after_the_first_pass_the_order_is_rank_0s(comm: Any) -> None:
     engine = Gradients(
         comm, parameters_of([((3,), "float64")] * 3), like="numpy", first_bytes=1, bucket_bytes=1
     )
@@ -131,11 +121,8 @@ def settled(comm: Any) -> None:
     assert moves == [1]
 
 
-def test_gradients_that_are_missing_or_come_twice(two: RankPool) -> None:
-    two.run(wrong)
-
-
-def wrong(comm: Any) -> None:
+@on_ranks("two")
+def test_gradients_that_are_missing_or_come_twice(comm: Any) -> None:
     engine = Gradients(comm, parameters_of([((3,), "float32")] * 14), like="numpy")
     engine.ready(1)
     with pytest.raises(collective.GradientError, match="p1 was ready twice"):
@@ -161,11 +148,8 @@ def test_bad_limits(name: str, value: Any) -> None:
         Gradients(comm, [], like="numpy", **{name: value})
 
 
-def test_a_reduction_that_fails_ends_the_pass(two: RankPool) -> None:
-    two.run(failing)
-
-
-def failing(comm: Any) -> None:
+@on_ranks("two")
+def test_a_reduction_that_fails_ends_the_pass(comm: Any) -> None:
     def reduce(bucket: Any) -> Any:
         raise ValueError("cannot")
 

@@ -12,21 +12,10 @@ from torch import nn
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool, RanksFailedError
+from tests.on_ranks import on_ranks, ranks_of
 
-_BACKENDS = ("threads", "shm", "gloo")
-
-
-@pytest.fixture(scope="module", params=[(b, n) for b in _BACKENDS for n in (2, 4)], ids=str)
-def pool(request: pytest.FixtureRequest) -> Any:
-    backend, size = request.param
-    with RankPool(size, backend, timeout=60.0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(2, "threads", timeout=30.0) as made:
-        yield made
+pool = ranks_of(*((transport, size) for transport in ("threads", "shm", "gloo") for size in (2, 4)))
+two = ranks_of(("threads", 2))
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -57,7 +46,7 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
-def trained_alone(steps: int, set_to_none: bool = True, **options: Any) -> list[torch.Tensor]:
+def trained_alone(steps: int, set_to_none: bool = True) -> list[torch.Tensor]:
     """Return the weights after training on the joined batches."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -104,11 +93,8 @@ def training(comm: Any, bucket_mib: float, set_to_none: bool) -> Any:
     return weights, bool((every == every[0]).all())
 
 
-def test_buckets_are_reduced_during_the_backward_pass(two: RankPool) -> None:
-    two.run(early_buckets)
-
-
-def early_buckets(comm: Any) -> None:
+@on_ranks("two")
+def test_buckets_are_reduced_during_the_backward_pass(comm: Any) -> None:
     seen: list[tuple[int, int]] = []
     model = mlp()
 
@@ -127,10 +113,6 @@ def early_buckets(comm: Any) -> None:
     assert seen[-1][1] == 6
 
 
-def test_buckets_follow_the_order_of_arrival(two: RankPool) -> None:
-    two.run(reordered)
-
-
 class Backwards(nn.Module):
     """Uses its layers in the reverse of the order in which they were made."""
 
@@ -144,7 +126,8 @@ class Backwards(nn.Module):
         return x
 
 
-def reordered(comm: Any) -> None:
+@on_ranks("two")
+def test_buckets_follow_the_order_of_arrival(comm: Any) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Backwards(), comm, bucket_mib=0.0001)
     assert [bucket.members for bucket in ddp._gradients.buckets] == [[0], [1], [2], [3]]
@@ -158,27 +141,6 @@ def reordered(comm: Any) -> None:
     ddp(x).sum().backward()
     for parameter, before in zip(ddp.parameters(), first):
         torch.testing.assert_close(parameter.grad, before)
-
-
-def test_no_sync_adds_up_on_each_rank(pool: RankPool) -> None:
-    pool.run(accumulating)
-
-
-def accumulating(comm: Any) -> None:
-    model, alone = mlp(), mlp()
-    ddp = DistributedDataParallel(model, comm)
-    data = batches(3)
-    with ddp.no_sync():
-        for x, y in data[:2]:
-            loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
-    mine = [parameter.grad.clone() for parameter in model.parameters()]
-    every = comm.all_gather(mine[0][None])
-    assert not (every[0] == every[1]).all()
-    loss_of(ddp, *(shard(comm, part) for part in data[2])).backward()
-    for x, y in data:
-        loss_of(alone, x, y).backward()
-    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
 # -- unused parameters ----------------------------------------------------------------------------
@@ -196,11 +158,8 @@ class Branches(nn.Module):
         return {"out": self.arms[arm](self.trunk(x))}
 
 
-def test_unused_parameters_are_named(two: RankPool) -> None:
-    two.run(forgotten)
-
-
-def forgotten(comm: Any) -> None:
+@on_ranks("two")
+def test_unused_parameters_are_named(comm: Any) -> None:
     ddp = DistributedDataParallel(Branches(), comm)
     x = torch.ones(2, 4, dtype=torch.float64)
     with pytest.raises(
@@ -209,11 +168,8 @@ def forgotten(comm: Any) -> None:
         ddp(x, 0)["out"].sum().backward()
 
 
-def test_unused_parameters_are_found(pool: RankPool) -> None:
-    pool.run(found)
-
-
-def found(comm: Any) -> None:
+@on_ranks("pool")
+def test_unused_parameters_are_found(comm: Any) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, comm, find_unused_parameters=True, bucket_mib=0.0001)
     for _ in range(3):
@@ -231,30 +187,11 @@ def found(comm: Any) -> None:
         torch.testing.assert_close(got, torch.full_like(got, 0.5 * 2 * ones / comm.size))
 
 
-def test_static_graph_takes_parameters_that_are_used_twice(two: RankPool) -> None:
-    two.run(twice)
-
-
-def twice(comm: Any) -> None:
-    model, alone = mlp(), mlp()
-    ddp = DistributedDataParallel(model, comm, static_graph=True, bucket_mib=0.001)
-    for x, y in batches(3):
-        ddp.zero_grad()
-        alone.zero_grad()
-        loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
-        loss_of(alone, x, y).backward()
-        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
-
-
 # -- what else ------------------------------------------------------------------------------------
 
 
-def test_shared_and_frozen_parameters(two: RankPool) -> None:
-    two.run(shared)
-
-
-def shared(comm: Any) -> None:
+@on_ranks("two")
+def test_shared_and_frozen_parameters(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
     model[2].weight = model[0].weight
     model[3].weight.requires_grad = False
@@ -269,12 +206,9 @@ def shared(comm: Any) -> None:
     assert (every[0] == every[1]).all()
 
 
-def test_buffers_are_those_of_rank_0(two: RankPool) -> None:
-    two.run(buffers, True)
-    two.run(buffers, False)
-
-
-def buffers(comm: Any, broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks("two")
+def test_buffers_are_those_of_rank_0(comm: Any, broadcast: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     ddp = DistributedDataParallel(model, comm, broadcast_buffers=broadcast)
     for _ in range(2):
@@ -288,55 +222,25 @@ def buffers(comm: Any, broadcast: bool) -> None:
     assert model[0].num_batches_tracked.item() == 3
 
 
-def test_state_is_that_of_the_bare_module(two: RankPool) -> None:
-    two.run(states)
-
-
-def states(comm: Any) -> None:
-    bare, other = mlp(1), mlp(2)
+@on_ranks("two")
+def test_state_is_that_of_the_bare_module(comm: Any) -> None:
+    bare, other = (nn.Sequential(mlp(seed), nn.BatchNorm1d(2)) for seed in (1, 2))
+    bare[1].running_mean += 1
     ddp = DistributedDataParallel(other, comm)
     assert list(ddp.state_dict()) == list(bare.state_dict())
     ddp.load_state_dict(bare.state_dict())
     prefixed = {f"module.{name}": value for name, value in bare.state_dict().items()}
     ddp.load_state_dict(prefixed)
-    for a, b in zip(other.parameters(), bare.parameters(), strict=True):
+    for a, b in zip(other.state_dict().values(), bare.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     bare.load_state_dict(ddp.state_dict())
     outer = nn.ModuleDict({"net": ddp})
-    assert next(iter(outer.state_dict())) == "net.0.weight"
+    assert next(iter(outer.state_dict())) == "net.0.0.weight"
     outer.load_state_dict(outer.state_dict())
 
 
-def test_clipping_and_scaling(two: RankPool) -> None:
-    two.run(clipped)
-
-
-def clipped(comm: Any) -> None:
-    model, alone = mlp().float(), mlp().float()
-    ddp = DistributedDataParallel(model, comm)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    x, y = (part.float() for part in batches(1)[0])
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(ddp, shard(comm, x), shard(comm, y))
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    loss_of(alone, x, y).backward()
-    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0.1, atol=0.05)
-    norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-    norms = comm.all_gather(norm.reshape(1))
-    assert (norms == norms[0]).all()
-    scaler.step(optimizer)
-    every = comm.all_gather(model[0].weight.detach()[None])
-    assert (every[0] == every[1]).all()
-
-
-def test_models_that_differ_are_refused(two: RankPool) -> None:
-    two.run(differing)
-
-
-def differing(comm: Any) -> None:
+@on_ranks("two")
+def test_models_that_differ_are_refused(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3 + comm.rank))
     with pytest.raises(
         collective.MismatchError, match=r"rank 1 has 0\.bias float32\[4\], rank 0 0"
@@ -370,11 +274,8 @@ def broken(comm: Any) -> None:
         loss_of(ddp, x, y).backward()
 
 
-def test_nothing_keeps_it_alive(two: RankPool) -> None:
-    two.run(dropped)
-
-
-def dropped(comm: Any) -> None:
+@on_ranks("two")
+def test_nothing_keeps_it_alive(comm: Any) -> None:
     model = mlp()
     ddp = DistributedDataParallel(model, comm)
     weak = weakref.ref(ddp._gradients)

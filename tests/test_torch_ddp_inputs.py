@@ -11,19 +11,10 @@ from torch import nn
 import collective
 from collective.adapters.torch import DistributedDataParallel, all_reduce_sparse
 from collective.testing import RankPool, RanksFailedError
+from tests.on_ranks import on_ranks, ranks_of
 
-
-@pytest.fixture(scope="module", params=[("threads", 2), ("shm", 3), ("gloo", 2)], ids=str)
-def pool(request: pytest.FixtureRequest) -> Any:
-    backend, size = request.param
-    with RankPool(size, backend, timeout=60.0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(2, "threads", timeout=30.0) as made:
-        yield made
+pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
+two = ranks_of(("threads", 2))
 
 
 # -- uneven inputs --------------------------------------------------------------------------------
@@ -61,11 +52,8 @@ def joined(comm: Any, by_all: bool, unused: bool) -> Any:
     return got, torch.full_like(got, expected), model[0].num_batches_tracked.item()
 
 
-def test_join_with_a_static_graph_and_rank_0_first(two: RankPool) -> None:
-    two.run(empty_at_first)
-
-
-def empty_at_first(comm: Any) -> None:
+@on_ranks("two")
+def test_join_with_a_static_graph_and_rank_0_first(comm: Any) -> None:
     model = nn.Linear(2, 1, bias=False)
     ddp = DistributedDataParallel(model, comm, static_graph=True, bucket_mib=1e-5)
     for _ in range(2):
@@ -97,11 +85,8 @@ def fails_inside(comm: Any) -> None:
 # -- sparse gradients -----------------------------------------------------------------------------
 
 
-def test_sparse_sums(pool: RankPool) -> None:
-    pool.run(sums)
-
-
-def sums(comm: Any) -> None:
+@on_ranks("pool")
+def test_sparse_sums(comm: Any) -> None:
     rank, size = comm.rank, comm.size
     # Ranks have different numbers of elements, rank 0 none, one of them twice.
     indices = torch.tensor([[i % 4 for i in range(2 * rank)], [i % 2 for i in range(2 * rank)]])
@@ -122,10 +107,6 @@ def sums(comm: Any) -> None:
         all_reduce_sparse(expected, comm)
 
 
-def test_sparse_gradients_of_what_is_no_embedding_become_dense(two: RankPool) -> None:
-    two.run(no_embedding)
-
-
 class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,16 +116,12 @@ class Looks(nn.Module):
         return nn.functional.embedding(x, self.table, sparse=True)
 
 
-def no_embedding(comm: Any) -> None:
+@on_ranks("two")
+def test_sparse_gradients_of_what_is_no_embedding_become_dense(comm: Any) -> None:
     model = Looks()
     ddp = DistributedDataParallel(model, comm)
     ddp(torch.tensor([comm.rank])).sum().backward()
     assert model.table.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("unused", [True, False])
-def test_sparse_embeddings(pool: RankPool, unused: bool) -> None:
-    pool.run(embedded, unused)
 
 
 class Words(nn.Module):
@@ -161,7 +138,9 @@ class Words(nn.Module):
         return self.out(self.words(x).sum(1) + self.bag(x))
 
 
-def embedded(comm: Any, unused: bool) -> None:
+@pytest.mark.parametrize("unused", [True, False])
+@on_ranks("pool")
+def test_sparse_embeddings(comm: Any, unused: bool) -> None:
     model, alone = Words(sparse=True), Words(sparse=False)
     ddp = DistributedDataParallel(model, comm, find_unused_parameters=unused)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]

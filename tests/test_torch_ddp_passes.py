@@ -21,14 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool
+from tests.on_ranks import on_ranks, ranks_of
 
 SIZE = 2
-
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(SIZE, "threads", timeout=60.0) as made:
-        yield made
+two = ranks_of(("threads", SIZE))
 
 
 class Net(nn.Module):
@@ -275,11 +271,8 @@ def differ(comm: Any, module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_a_loss_that_is_no_output(two: RankPool, unused: bool) -> None:
-    two.run(stashed, unused)
-
-
-def stashed(comm: Any, unused: bool) -> None:
+@on_ranks("two")
+def test_a_loss_that_is_no_output(comm: Any, unused: bool) -> None:
     net = Stashing()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=unused)
     for reduced in (True, False, True, True, False):
@@ -300,11 +293,8 @@ def stashed(comm: Any, unused: bool) -> None:
     torch.testing.assert_close(net.layer.weight.grad, expect[None])
 
 
-def test_a_derivative_of_second_order_alone(two: RankPool) -> None:
-    two.run(second_order)
-
-
-def second_order(comm: Any) -> None:
+@on_ranks("two")
+def test_a_derivative_of_second_order_alone(comm: Any) -> None:
     """The output is not in the loss, and is gone."""
     net = Net("unused")
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
@@ -317,11 +307,8 @@ def second_order(comm: Any) -> None:
         assert differ(comm, net) == (not reduced)
 
 
-def test_the_module_called_without_its_wrapper(two: RankPool) -> None:
-    two.run(unwrapped)
-
-
-def unwrapped(comm: Any) -> None:
+@on_ranks("two")
+def test_the_module_called_without_its_wrapper(comm: Any) -> None:
     net = Net("plain")
     ddp = DistributedDataParallel(net, comm)
     for reduced in (True, False, True):
@@ -330,11 +317,6 @@ def unwrapped(comm: Any) -> None:
         with contextlib.nullcontext() if reduced else ddp.no_sync():
             loss.backward()
         assert differ(comm, net) == (not reduced)
-
-
-def test_a_checkpoint_around_the_wrapper(two: RankPool) -> None:
-    for reentrant in (True, False):
-        two.run(around, reentrant)
 
 
 class Last(nn.Module):
@@ -350,7 +332,9 @@ class Last(nn.Module):
         return self.layer(x).square() + self.bias
 
 
-def around(comm: Any, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks("two")
+def test_a_checkpoint_around_the_wrapper(comm: Any, reentrant: bool) -> None:
     net, alone = Last(), Last()
     ddp = DistributedDataParallel(net, comm)
     for _ in range(2):
@@ -374,11 +358,8 @@ class Two(nn.Module):
         return [(self.weights[number] * x).sum() for number in which]
 
 
-def test_outputs_that_do_not_all_go_into_the_loss(two: RankPool) -> None:
-    two.run(half)
-
-
-def half(comm: Any) -> None:
+@on_ranks("two")
+def test_outputs_that_do_not_all_go_into_the_loss(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for _ in range(2):
@@ -388,11 +369,8 @@ def half(comm: Any) -> None:
         assert net.weights[1].grad is None
 
 
-def test_what_was_used_in_no_sync_alone_is_reduced_on_all_ranks(two: RankPool) -> None:
-    two.run(used_before)
-
-
-def used_before(comm: Any) -> None:
+@on_ranks("two")
+def test_what_was_used_in_no_sync_alone_is_reduced_on_all_ranks(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     x = torch.full((3,), 4.0)
@@ -403,11 +381,8 @@ def used_before(comm: Any) -> None:
     assert net.weights[1].grad.tolist() == [2.0] * 3
 
 
-def test_a_rank_that_uses_no_parameter(two: RankPool) -> None:
-    two.run(none_used)
-
-
-def none_used(comm: Any) -> None:
+@on_ranks("two")
+def test_a_rank_that_uses_no_parameter(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for _ in range(2):
@@ -422,11 +397,8 @@ def none_used(comm: Any) -> None:
         assert net.weights[1].grad is None
 
 
-def test_a_parameter_of_the_loss_beside_the_forward_pass(two: RankPool) -> None:
-    two.run(regularised)
-
-
-def regularised(comm: Any) -> None:
+@on_ranks("two")
+def test_a_parameter_of_the_loss_beside_the_forward_pass(comm: Any) -> None:
     """Its gradient comes before the backward pass comes by the output."""
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
@@ -442,12 +414,9 @@ def regularised(comm: Any) -> None:
 # -- passes that break off ------------------------------------------------------------------------
 
 
-def test_a_pass_that_breaks_off_is_not_taken_for_the_next(two: RankPool) -> None:
-    for static in (False, True):
-        two.run(broken_off, static)
-
-
-def broken_off(comm: Any, static: bool) -> None:
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks("two")
+def test_a_pass_that_breaks_off_is_not_taken_for_the_next(comm: Any, static: bool) -> None:
     net = Net("plain")
     ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, static_graph=static)
 
@@ -474,21 +443,18 @@ def broken_off(comm: Any, static: bool) -> None:
 
 # -- join -----------------------------------------------------------------------------------------
 
-JOINS = {
-    "two forward passes": ("FFBB", "a forward pass has had no backward pass"),
-    "two backward passes": ("FBB", "a second backward pass"),
-    "no backward pass": ("FBF", "a forward pass has had no backward pass"),
-}
 
-
-@pytest.mark.parametrize("name", JOINS)
-def test_join_refuses_what_the_others_could_not_follow(two: RankPool, name: str) -> None:
-    two.run(joined, *JOINS[name])
-
-
-def joined(comm: Any, steps: str, text: str) -> None:
-    net = Two()
-    ddp = DistributedDataParallel(net, comm)
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ("FFBB", "a forward pass has had no backward pass"),
+        ("FBB", "a second backward pass"),
+        ("FBF", "a forward pass has had no backward pass"),
+    ],
+)
+@on_ranks("two")
+def test_join_refuses_what_the_others_could_not_follow(comm: Any, steps: str, text: str) -> None:
+    ddp = DistributedDataParallel(Two(), comm)
 
     def train() -> None:
         losses: list[Any] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import os
 import signal
 from typing import Any
@@ -16,23 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankDiedError, RankPool, RanksFailedError
+from tests.on_ranks import on_ranks, ranks_of
 from tests.test_torch_ddp import batches, loss_of, mlp, shard
 
 # Buckets so small that there are several.
 SMALL = 0.0005
 
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(2, "threads", timeout=60.0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def shm() -> Any:
-    # Dynamo has one state for all threads of a process, and who dies must not be all ranks.
-    with RankPool(2, "shm", timeout=60.0) as made:
-        yield made
+two = ranks_of(("threads", 2))
+# Dynamo has one state for all threads of a process, and who dies must not be all ranks.
+shm = ranks_of(("shm", 2))
 
 
 def train(model: Any, wrapped: Any, parts: Any, steps: int = 4) -> list[torch.Tensor]:
@@ -65,11 +55,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["of a copy", "in place", "around"])
-def test_compiled(shm: RankPool, way: str) -> None:
-    shm.run(compiled, way)
-
-
-def compiled(comm: Any, way: str) -> None:
+@on_ranks("shm")
+def test_compiled(comm: Any, way: str) -> None:
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters
     graphs.clear()
@@ -126,13 +113,10 @@ OPTIONS = [
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids="+".join)
+@on_ranks("two")
 def test_activation_checkpoints(
-    two: RankPool, reentrant: bool, times: int, options: tuple[str, ...]
+    comm: Any, reentrant: bool, times: int, options: tuple[str, ...]
 ) -> None:
-    two.run(checkpointed, reentrant, times, options)
-
-
-def checkpointed(comm: Any, reentrant: bool, times: int, options: tuple[str, ...]) -> None:
     model, alone = Checkpointed(reentrant, times), Checkpointed(None, times)
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, **dict.fromkeys(options, True))
     # Nested passes come to a parameter twice, or to one that no output seems to depend on.
@@ -146,12 +130,9 @@ def checkpointed(comm: Any, reentrant: bool, times: int, options: tuple[str, ...
     )
 
 
-def test_gradients_of_inputs_beside_those_of_parameters(two: RankPool) -> None:
-    two.run(penalized, False)
-    two.run(penalized, True)
-
-
-def penalized(comm: Any, unused: bool) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks("two")
+def test_gradients_of_inputs_beside_those_of_parameters(comm: Any, unused: bool) -> None:
     """A penalty on the gradient by the inputs: ``torch.autograd.grad`` before the backward pass."""
     model, alone = mlp(), mlp()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, find_unused_parameters=unused)
@@ -170,12 +151,9 @@ def penalized(comm: Any, unused: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_scaled_gradients(two: RankPool, dtype: torch.dtype) -> None:
+@on_ranks("two")
+def test_autocast_and_scaled_gradients(comm: Any, dtype: torch.dtype) -> None:
     """An overflow on one rank has all of them leave the step out, and scale by less."""
-    two.run(scaled, dtype)
-
-
-def scaled(comm: Any, dtype: torch.dtype) -> None:
     model, alone = mlp().float(), mlp().float()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,6 +169,9 @@ def scaled(comm: Any, dtype: torch.dtype) -> None:
         if step == 1 and comm.rank == 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
+        if step == 3:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
         scaler.step(optimizer)
         scaler.update()
@@ -202,50 +183,9 @@ def scaled(comm: Any, dtype: torch.dtype) -> None:
             for a, b in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=0.01)
     assert scales == [1024.0, 512.0, 512.0, 512.0]
-    every = comm.all_gather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None])
+    weights = [p.detach().reshape(-1) for p in model.parameters()]
+    every = comm.all_gather(torch.cat([norm.reshape(1), *weights])[None])
     assert torch.equal(every[0], every[1])
-
-
-# -- checkpoints ----------------------------------------------------------------------------------
-
-
-def test_training_goes_on_from_a_file_with_and_without_the_wrapper(two: RankPool) -> None:
-    two.run(resumed)
-
-
-def resumed(comm: Any) -> None:
-    """Two steps, a file, two more: wrapped at first, then both wrapped and bare."""
-
-    def net(seed: int) -> Any:
-        made: Any = mlp(seed)
-        return made.append(nn.BatchNorm1d(2, affine=False).double().eval())  # it has buffers
-
-    def train_on(model: Any, wrapped: Any, data: Any, before: Any = None) -> Any:
-        """Return the state at the end, from a file."""
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        if before is not None:
-            wrapped.load_state_dict(before["model"])
-            optimizer.load_state_dict(copy.deepcopy(before["optimizer"]))
-        for x, y in data:
-            if wrapped is not model:
-                x, y = shard(comm, x), shard(comm, y)
-            optimizer.zero_grad()
-            loss_of(wrapped, x, y).backward()
-            optimizer.step()
-        file = io.BytesIO()
-        torch.save({"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.seek(0)
-        return torch.load(file)
-
-    data = batches(4)
-    alone, model, bare, again = net(3), net(3), net(8), net(9)
-    expected = train_on(alone, alone, data)["model"]
-    halfway = train_on(model, DistributedDataParallel(model, comm), data[:2])
-    assert list(halfway["model"]) == list(expected)
-    for each, wrapped in ((bare, bare), (again, DistributedDataParallel(again, comm))):
-        state = train_on(each, wrapped, data[2:], halfway)["model"]
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
 # -- a rank that dies -----------------------------------------------------------------------------
@@ -268,8 +208,8 @@ def test_a_rank_that_dies_in_a_backward_pass(shm: RankPool, where: str) -> None:
 def dying(comm: Any, where: str) -> None:
     model: Any = mlp()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
-    data = batches(3)
-    loss_of(ddp, *data[0]).backward()
+    first, second = batches(2)
+    loss_of(ddp, *first).backward()
 
     def die(gradient: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +217,7 @@ def dying(comm: Any, where: str) -> None:
     if comm.rank == 1:
         # With the first bucket not yet, or already, on its way.
         model[4 if where == "first" else 0].weight.register_hook(die)
-    loss_of(ddp, *data[1]).backward()
+    loss_of(ddp, *second).backward()
 
 
 def healthy(comm: Any) -> None:

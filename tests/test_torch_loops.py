@@ -11,14 +11,9 @@ from torch import nn
 
 import collective
 from collective.adapters.torch import ShardedOptimizer, sync_gradients, sync_initial_weights
-from collective.testing import RankPool
+from tests.on_ranks import on_ranks, ranks_of
 
-
-@pytest.fixture(scope="module", params=[("threads", 2), ("shm", 3), ("gloo", 2)], ids=str)
-def pool(request: pytest.FixtureRequest) -> Any:
-    backend, size = request.param
-    with RankPool(size, backend, timeout=60.0) as made:
-        yield made
+pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
 
 
 def model_of(seed: int = 1) -> nn.Module:
@@ -36,11 +31,8 @@ def batch(step: int, rows: int = 12) -> torch.Tensor:
 # -- weights and gradients ------------------------------------------------------------------------
 
 
-def test_a_hand_written_loop(pool: RankPool) -> None:
-    pool.run(by_hand)
-
-
-def by_hand(comm: Any) -> None:
+@on_ranks("pool")
+def test_a_hand_written_loop(comm: Any) -> None:
     model, alone = model_of(1 + comm.rank), model_of(1)
     sync_initial_weights(model, comm)
     for step in range(4):
@@ -56,11 +48,8 @@ def by_hand(comm: Any) -> None:
                 b -= 0.1 * b.grad
 
 
-def test_gradients_that_some_ranks_lack(pool: RankPool) -> None:
-    pool.run(lacking)
-
-
-def lacking(comm: Any) -> None:
+@on_ranks("pool")
+def test_gradients_that_some_ranks_lack(comm: Any) -> None:
     a, b, c, d = (nn.Parameter(torch.ones(3)) for _ in range(4))
     words = nn.Parameter(torch.zeros(4, 2))
     a.grad = torch.full((3,), comm.rank + 1.0)
@@ -77,11 +66,6 @@ def lacking(comm: Any) -> None:
 
 
 # -- a state that is spread -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam", "groups"])
-def test_equals_the_optimizer_that_is_spread(pool: RankPool, kind: str) -> None:
-    pool.run(spread, kind)
 
 
 def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
@@ -107,7 +91,9 @@ def trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = Non
             scheduler.step()
 
 
-def spread(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sgd", "adam", "groups"])
+@on_ranks("pool")
+def test_equals_the_optimizer_that_is_spread(comm: Any, kind: str) -> None:
     model, alone = model_of(), model_of()
     optimizers = optimizer_of(kind, model, comm), optimizer_of(kind, alone)
     for each, optimizer in zip((model, alone), optimizers):
@@ -115,28 +101,22 @@ def spread(comm: Any, kind: str) -> None:
         trained(each, optimizer, range(5), scheduler)
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    held = sum(
-        value.numel()
-        for state in optimizers[0]._local.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    everything = sum(
-        value.numel()
-        for state in optimizers[1].state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
+    held, everything = (
+        sum(
+            value.numel()
+            for state in each.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+        for each in (optimizers[0]._local, optimizers[1])
     )
     assert held < 0.75 * everything
     assert comm.all_reduce(torch.tensor(held)).item() == everything
 
 
 @pytest.mark.parametrize("kind", ["adam", "groups"])
-def test_states_of_any_number_of_ranks(pool: RankPool, kind: str) -> None:
-    pool.run(resumed, kind)
-
-
-def resumed(comm: Any, kind: str) -> None:
+@on_ranks("pool")
+def test_states_of_any_number_of_ranks(comm: Any, kind: str) -> None:
     first, alone = model_of(), model_of()
     optimizer, whole = optimizer_of(kind, first, comm), optimizer_of(kind, alone)
     trained(first, optimizer, range(3))
@@ -160,11 +140,8 @@ def resumed(comm: Any, kind: str) -> None:
         small.load_state_dict(state)
 
 
-def test_more_ranks_than_parameters_and_groups_that_come_later(pool: RankPool) -> None:
-    pool.run(few)
-
-
-def few(comm: Any) -> None:
+@on_ranks("pool")
+def test_more_ranks_than_parameters_and_groups_that_come_later(comm: Any) -> None:
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = ShardedOptimizer([a], torch.optim.SGD, comm, lr=1.0)
     optimizer.add_param_group({"params": [b], "lr": 0.5})
@@ -179,11 +156,8 @@ def few(comm: Any) -> None:
     assert b.tolist() == [0.5] * 2
 
 
-def test_other_parameters_are_refused(pool: RankPool) -> None:
-    pool.run(others)
-
-
-def others(comm: Any) -> None:
+@on_ranks("pool")
+def test_other_parameters_are_refused(comm: Any) -> None:
     parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
     with pytest.raises(collective.MismatchError, match="rank 1 has other parameters than rank 0"):
         ShardedOptimizer([parameter], torch.optim.SGD, comm, lr=1.0)

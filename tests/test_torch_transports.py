@@ -6,15 +6,11 @@ What runs on each rank is what those tests run; here the ranks are others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from collective.adapters.torch import ShardedSampler  # noqa: E402
 from collective.testing import RankPool  # noqa: E402
 from tests import (  # noqa: E402
     test_torch_batch_norm,
@@ -44,17 +40,16 @@ def test_distributed_data_parallel(pool: RankPool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["accumulating", "found", "twice"])
-def test_ways_of_passes(pool: RankPool, way: str) -> None:
-    pool.run(getattr(test_torch_ddp, way))
+def test_unused_parameters(pool: RankPool) -> None:
+    pool.run(test_torch_ddp.test_unused_parameters_are_found.program)
 
 
 def test_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
     for weights, expected, counted in pool.run(test_torch_ddp_inputs.joined, False, True):
         torch.testing.assert_close(weights, expected)
         assert counted == 2 + pool.size - 1
-    pool.run(test_torch_ddp_inputs.sums)
-    pool.run(test_torch_ddp_inputs.embedded, True)
+    pool.run(test_torch_ddp_inputs.test_sparse_sums.program)
+    pool.run(test_torch_ddp_inputs.test_sparse_embeddings.program, True)
 
 
 def test_differentiable_collectives(pool: RankPool) -> None:
@@ -69,23 +64,6 @@ def test_batch_norm(pool: RankPool) -> None:
 
 
 def test_a_loop_by_hand_and_an_optimizer_that_is_spread(pool: RankPool) -> None:
-    pool.run(test_torch_loops.by_hand)
-    pool.run(test_torch_loops.spread, "adam")
-    pool.run(test_torch_loops.resumed, "groups")
-
-
-def test_every_sample_is_some_ranks_once(pool: RankPool) -> None:
-    pool.run(sampled)
-
-
-def sampled(comm: Any) -> None:
-    data = TensorDataset(torch.arange(22))
-    orders = []
-    for epoch in range(2):
-        sampler = ShardedSampler(data, comm, seed=5)
-        sampler.set_epoch(epoch)
-        mine = torch.cat([batch for (batch,) in DataLoader(data, batch_size=4, sampler=sampler)])
-        every = comm.all_gather(mine)
-        assert sorted(every.tolist()) == list(range(22))
-        orders.append(every)
-    assert not torch.equal(*orders)
+    pool.run(test_torch_loops.test_a_hand_written_loop.program)
+    pool.run(test_torch_loops.test_equals_the_optimizer_that_is_spread.program, "adam")
+    pool.run(test_torch_loops.test_states_of_any_number_of_ranks.program, "groups")
