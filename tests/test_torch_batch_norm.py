@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from collective.adapters.torch import batch_norm  # noqa: E402
 from collective.adapters.torch.batch_norm import (  # noqa: E402
     SyncBatchNorm,
     convert_sync_batchnorm,
@@ -19,7 +20,10 @@ from collective.adapters.torch.batch_norm import (  # noqa: E402
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError  # noqa: E402
 from collective.testing import RanksFailedError, run_ranks  # noqa: E402
 from tests.derivatives import Spy  # noqa: E402
-from tests.shm_ranks import shm  # noqa: E402, F401
+from tests.on_ranks import on_ranks, ranks_of  # noqa: E402
+
+one = ranks_of(("threads", 1))
+two = ranks_of(("threads", 2))
 
 TOLERANCES = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-12},
@@ -116,139 +120,109 @@ def test_it_is_batch_norm_over_the_joined_batch(name: str) -> None:
     compare(run_ranks(len(CASES[name][0]), one_rank, *CASES[name]), *CASES[name])
 
 
-def test_it_is_between_processes_too(shm: Any) -> None:  # noqa: F811
-    for name in ("float32", "bfloat16", "an empty rank first"):
-        compare(shm(2, one_rank, *CASES[name]), *CASES[name])
-
-
-def test_large_means_and_small_variances_do_not_cancel() -> None:
+@on_ranks("two")
+def test_large_means_and_small_variances_do_not_cancel(comm: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, generator=generator, dtype=torch.float64) * 1e-2 + 1e3
-
-    def program(comm: Any) -> Any:
-        norm = SyncBatchNorm(3, comm, eps=1e-12)
-        return norm(x[comm.rank * 32 :][:32].float())
-
     wide = x.float().double()
     expected = (wide - wide.mean(0)) / wide.std(0, correction=0)
-    got = torch.cat(run_ranks(2, program)).double()
+    mine = slice(comm.rank * 32, comm.rank * 32 + 32)
+    got = SyncBatchNorm(3, comm, eps=1e-12)(x[mine].float()).double()
     # E[x²] - E[x]² in float32 is wrong by the size of the variance itself.
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, expected[mine], rtol=2e-2, atol=2e-2)
 
 
-def test_many_values_are_counted_exactly() -> None:
+@on_ranks("two")
+def test_many_values_are_counted_exactly(comm: Any) -> None:
     """Counts beyond 2**24 have no exact float32; they are merged as float64."""
-
-    def program(comm: Any) -> Any:
-        from collective.adapters.torch import batch_norm
-
-        x = torch.zeros(1, 1).expand(2**24 + 1 + comm.rank, 1)
-        with torch.no_grad():
-            return batch_norm._joined(x[:0] if comm.rank > 1 else x, comm, False).count
-
-    assert run_ranks(2, program) == [2**25 + 3] * 2
+    x = torch.zeros(1, 1).expand(2**24 + 1 + comm.rank, 1)
+    with torch.no_grad():
+        assert batch_norm._joined(x, comm, False).count == 2**25 + 3
 
 
-def test_there_is_one_collective_forward_and_one_backward_and_none_in_evaluation() -> None:
-    def program(comm: Any) -> Any:
-        spy: Any = Spy(comm)
-        norm = SyncBatchNorm(3, spy)
-        x = torch.randn(4, 3, 2, requires_grad=True)
-        y = norm(x)
-        forward, spy.called = spy.called, []
-        y.sum().backward()
-        backward, spy.called = spy.called, []
-        norm.eval()(x).sum().backward()
-        with torch.no_grad():
-            norm.eval()(x)
-        return forward, backward, spy.called
-
-    assert run_ranks(2, program) == [(["all_gather"], ["all_reduce"], [])] * 2
+@on_ranks("two")
+def test_there_is_one_collective_forward_and_one_backward_and_none_in_evaluation(comm: Any) -> None:
+    spy: Any = Spy(comm)
+    norm = SyncBatchNorm(3, spy)
+    x = torch.randn(4, 3, 2, requires_grad=True)
+    y = norm(x)
+    forward, spy.called = spy.called, []
+    y.sum().backward()
+    backward, spy.called = spy.called, []
+    norm.eval()(x).sum().backward()
+    with torch.no_grad():
+        norm.eval()(x)
+    assert (forward, backward, spy.called) == (["all_gather"], ["all_reduce"], [])
 
 
-def test_an_input_that_needs_no_gradient_anywhere_costs_no_collective_backward() -> None:
-    def program(comm: Any) -> Any:
-        spy: Any = Spy(comm)
-        norm = SyncBatchNorm(3, spy)
-        norm(torch.arange(6.0).reshape(2, 3) + comm.rank).pow(2).sum().backward()
-        assert norm.weight.grad.abs().sum() > 0
-        return spy.called
-
-    assert run_ranks(2, program) == [["all_gather"]] * 2
+@on_ranks("two")
+def test_an_input_that_needs_no_gradient_anywhere_costs_no_collective_backward(comm: Any) -> None:
+    spy: Any = Spy(comm)
+    norm = SyncBatchNorm(3, spy)
+    norm(torch.arange(6.0).reshape(2, 3) + comm.rank).pow(2).sum().backward()
+    assert norm.weight.grad.abs().sum() > 0
+    assert spy.called == ["all_gather"]
 
 
-def test_without_gradients_statistics_are_kept_all_the_same() -> None:
-    def program(comm: Any) -> Any:
-        norm = SyncBatchNorm(3, comm)
-        with torch.no_grad():
-            y = norm(torch.full((2, 3), float(comm.rank)))
-        assert not y.requires_grad
-        return norm.running_mean, y.mean(0)
-
-    for rank, (running, mean) in enumerate(run_ranks(2, program)):
-        torch.testing.assert_close(running, torch.full((3,), 0.05))
-        torch.testing.assert_close(mean, torch.full((3,), 2.0 * rank - 1), atol=1e-4, rtol=0)
+@on_ranks("two")
+def test_without_gradients_statistics_are_kept_all_the_same(comm: Any) -> None:
+    norm = SyncBatchNorm(3, comm)
+    with torch.no_grad():
+        y = norm(torch.full((2, 3), float(comm.rank)))
+    assert not y.requires_grad
+    torch.testing.assert_close(norm.running_mean, torch.full((3,), 0.05))
+    mean = torch.full((3,), 2.0 * comm.rank - 1)
+    torch.testing.assert_close(y.mean(0), mean, atol=1e-4, rtol=0)
 
 
-def test_a_rank_without_gradients_takes_part_in_the_others_backward() -> None:
-    def program(comm: Any) -> Any:
-        norm = SyncBatchNorm(3, comm, affine=False)
-        generator = torch.Generator().manual_seed(comm.rank)
-        x = torch.randn(4, 3, generator=generator, requires_grad=comm.rank == 0)
-        norm(x).pow(3).sum().backward()
-        return x.grad is not None
-
-    assert run_ranks(2, program, call_timeout=5) == [True, False]
+@on_ranks("two", call_timeout=5)
+def test_a_rank_without_gradients_takes_part_in_the_others_backward(comm: Any) -> None:
+    norm = SyncBatchNorm(3, comm, affine=False)
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(4, 3, generator=generator, requires_grad=comm.rank == 0)
+    norm(x).pow(3).sum().backward()
+    assert (x.grad is not None) == (comm.rank == 0)
 
 
-def test_all_ranks_without_a_batch_leave_the_statistics_alone() -> None:
-    def program(comm: Any) -> Any:
-        norm = SyncBatchNorm(3, comm)
-        x = torch.zeros(0, 3, 2, requires_grad=True)
-        y = norm(x)
-        y.sum().backward()
-        return y.shape, x.grad.shape, norm.running_mean, norm.running_var
-
-    for shape, gradient, mean, var in run_ranks(2, program):
-        assert shape == gradient == (0, 3, 2)
-        assert torch.equal(mean, torch.zeros(3))
-        assert torch.equal(var, torch.ones(3))
+@on_ranks("two")
+def test_all_ranks_without_a_batch_leave_the_statistics_alone(comm: Any) -> None:
+    norm = SyncBatchNorm(3, comm)
+    x = torch.zeros(0, 3, 2, requires_grad=True)
+    y = norm(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 3, 2)
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+    assert torch.equal(norm.running_var, torch.ones(3))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    def program(comm: Any) -> None:
-        x = torch.randn(4, 3, requires_grad=True)
-        y = SyncBatchNorm(3, comm)(x).pow(2).sum()
-        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-
-    run_ranks(2, program)
+@on_ranks("two")
+def test_a_second_derivative_is_refused(comm: Any) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    y = SyncBatchNorm(3, comm)(x).pow(2).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 # -- what is refused ------------------------------------------------------------------------
 
 
-def test_another_number_of_channels_is_refused_before_anything_is_sent() -> None:
-    def program(comm: Any) -> Any:
-        norm = SyncBatchNorm(3, comm)
-        for bad in (torch.zeros(2, 4), torch.zeros(3)):
-            with pytest.raises(ShapeError, match=r"\(N, 3, \.\.\.\)"):
-                norm(bad)
-        with pytest.raises(InvalidArgumentError, match="floating"):
-            norm(torch.zeros(2, 3, dtype=torch.int64))
-        return norm(torch.ones(2, 3)).shape
-
-    assert run_ranks(2, program, call_timeout=5) == [(2, 3)] * 2
+@on_ranks("two", call_timeout=5)
+def test_another_number_of_channels_is_refused_before_anything_is_sent(comm: Any) -> None:
+    norm = SyncBatchNorm(3, comm)
+    for bad in (torch.zeros(2, 4), torch.zeros(3)):
+        with pytest.raises(ShapeError, match=r"\(N, 3, \.\.\.\)"):
+            norm(bad)
+    with pytest.raises(InvalidArgumentError, match="floating"):
+        norm(torch.zeros(2, 3, dtype=torch.int64))
+    assert norm(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_modules_of_different_channels_are_a_mismatch_on_all_ranks() -> None:
-    def program(comm: Any) -> None:
-        channels = 3 + comm.rank
-        with pytest.raises(MismatchError):
-            SyncBatchNorm(channels, comm)(torch.ones(2, channels))
-
-    run_ranks(2, program, call_timeout=5)
+@on_ranks("two", call_timeout=5)
+def test_modules_of_different_channels_are_a_mismatch_on_all_ranks(comm: Any) -> None:
+    channels = 3 + comm.rank
+    with pytest.raises(MismatchError):
+        SyncBatchNorm(channels, comm)(torch.ones(2, channels))
 
 
 def test_one_rank_with_a_bad_input_ends_the_others() -> None:
@@ -259,12 +233,10 @@ def test_one_rank_with_a_bad_input_ends_the_others() -> None:
         run_ranks(2, program, call_timeout=5)
 
 
-def test_one_value_in_all_is_refused_on_all_ranks() -> None:
-    def program(comm: Any) -> None:
-        with pytest.raises(ValueError, match="one value a channel"):
-            SyncBatchNorm(3, comm)(torch.ones(int(comm.rank == 0), 3))
-
-    run_ranks(2, program, call_timeout=5)
+@on_ranks("two", call_timeout=5)
+def test_one_value_in_all_is_refused_on_all_ranks(comm: Any) -> None:
+    with pytest.raises(ValueError, match="one value a channel"):
+        SyncBatchNorm(3, comm)(torch.ones(int(comm.rank == 0), 3))
 
 
 # -- conversion -----------------------------------------------------------------------------
@@ -280,34 +252,32 @@ class Net(nn.Module):
         self.frozen = nn.BatchNorm2d(3).eval().requires_grad_(False)
 
 
-def test_conversion_keeps_everything_but_the_class() -> None:
-    def program(comm: Any) -> None:
-        torch.manual_seed(0)
-        net = Net()
-        prepared(net.first[1])
-        before = dict(net.state_dict(keep_vars=True))
-        called = []
-        net.frozen.register_forward_hook(lambda *args: called.append(args))
-        found = convert_sync_batchnorm(net, comm)
-        assert found is net
-        after = net.state_dict(keep_vars=True)
-        assert list(after) == list(before)
-        assert all(after[name] is before[name] for name in before)
-        norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        assert [type(m) for m in norms] == [SyncBatchNorm] * 4
-        assert net.shared is net.first[1]
-        assert net.first[1].momentum is None
-        assert net.volume.weight.dtype is torch.float16
-        assert net.volume.running_mean is None
-        assert net.first[1].training
-        assert not net.frozen.training
-        assert not net.frozen.weight.requires_grad
-        net.frozen(torch.ones(2, 3, 1, 1))
-        assert len(called) == 1
-        nn.BatchNorm2d(3).load_state_dict(net.frozen.state_dict())
-        assert "4, eps=1e-05, momentum=0.1, affine=False" in repr(net)
-
-    run_ranks(1, program)
+@on_ranks("one")
+def test_conversion_keeps_everything_but_the_class(comm: Any) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    prepared(net.first[1])
+    before = dict(net.state_dict(keep_vars=True))
+    called = []
+    net.frozen.register_forward_hook(lambda *args: called.append(args))
+    found = convert_sync_batchnorm(net, comm)
+    assert found is net
+    after = net.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert [type(m) for m in norms] == [SyncBatchNorm] * 4
+    assert net.shared is net.first[1]
+    assert net.first[1].momentum is None
+    assert net.volume.weight.dtype is torch.float16
+    assert net.volume.running_mean is None
+    assert net.first[1].training
+    assert not net.frozen.training
+    assert not net.frozen.weight.requires_grad
+    net.frozen(torch.ones(2, 3, 1, 1))
+    assert len(called) == 1
+    nn.BatchNorm2d(3).load_state_dict(net.frozen.state_dict())
+    assert "4, eps=1e-05, momentum=0.1, affine=False" in repr(net)
 
 
 def test_a_converted_net_trains_as_the_plain_one_on_the_joined_batch() -> None:
@@ -333,43 +303,37 @@ def test_a_converted_net_trains_as_the_plain_one_on_the_joined_batch() -> None:
             torch.testing.assert_close(got, parameter.grad)
 
 
-def test_a_norm_itself_is_replaced_and_a_converted_one_again() -> None:
-    def program(comm: Any) -> None:
-        norm = nn.BatchNorm1d(3)
-        made = convert_sync_batchnorm(norm, comm)
-        assert type(made) is SyncBatchNorm
-        assert type(norm) is nn.BatchNorm1d
-        assert type(convert_sync_batchnorm(made, comm)) is SyncBatchNorm
-        assert type(convert_sync_batchnorm(nn.Linear(2, 2), comm)) is nn.Linear
-        assert convert_sync_batchnorm(nn.SyncBatchNorm(3), comm).comm is comm
-
-    run_ranks(1, program)
+@on_ranks("one")
+def test_a_norm_itself_is_replaced_and_a_converted_one_again(comm: Any) -> None:
+    norm = nn.BatchNorm1d(3)
+    made = convert_sync_batchnorm(norm, comm)
+    assert type(made) is SyncBatchNorm
+    assert type(norm) is nn.BatchNorm1d
+    assert type(convert_sync_batchnorm(made, comm)) is SyncBatchNorm
+    assert type(convert_sync_batchnorm(nn.Linear(2, 2), comm)) is nn.Linear
+    assert convert_sync_batchnorm(nn.SyncBatchNorm(3), comm).comm is comm
 
 
-def test_lazy_norms_and_own_subclasses_are_refused_and_nothing_is_changed() -> None:
+@on_ranks("one")
+def test_lazy_norms_and_own_subclasses_are_refused_and_nothing_is_changed(comm: Any) -> None:
     class Own(nn.BatchNorm2d):
         def forward(self, x: Any) -> Any:
             return x
 
-    def program(comm: Any) -> None:
-        net = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d(), Own(3))
-        with pytest.raises(InvalidArgumentError, match=r"1 \(Lazy.*lazy.*2 \(Own\).*by hand"):
-            convert_sync_batchnorm(net, comm)
-        assert type(net[0]) is nn.BatchNorm2d
-        lazy = nn.Sequential(nn.LazyBatchNorm2d())
-        lazy(torch.ones(2, 3, 2, 2))
-        assert type(convert_sync_batchnorm(lazy, comm)[0]) is SyncBatchNorm
-
-    run_ranks(1, program)
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d(), Own(3))
+    with pytest.raises(InvalidArgumentError, match=r"1 \(Lazy.*lazy.*2 \(Own\).*by hand"):
+        convert_sync_batchnorm(net, comm)
+    assert type(net[0]) is nn.BatchNorm2d
+    lazy = nn.Sequential(nn.LazyBatchNorm2d())
+    lazy(torch.ones(2, 3, 2, 2))
+    assert type(convert_sync_batchnorm(lazy, comm)[0]) is SyncBatchNorm
 
 
-def test_a_copy_shares_the_communicator_and_a_pickle_is_refused() -> None:
-    def program(comm: Any) -> None:
-        norm = SyncBatchNorm(3, comm)
-        twin = copy.deepcopy(norm)
-        assert twin.comm is comm
-        assert twin.weight is not norm.weight
-        with pytest.raises(InvalidArgumentError, match="state_dict"):
-            pickle.dumps(norm)
-
-    run_ranks(1, program)
+@on_ranks("one")
+def test_a_copy_shares_the_communicator_and_a_pickle_is_refused(comm: Any) -> None:
+    norm = SyncBatchNorm(3, comm)
+    twin = copy.deepcopy(norm)
+    assert twin.comm is comm
+    assert twin.weight is not norm.weight
+    with pytest.raises(InvalidArgumentError, match="state_dict"):
+        pickle.dumps(norm)

@@ -21,8 +21,10 @@ from collective.errors import (  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
 from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape  # noqa: E402
-from tests.gloo_ranks import gloo  # noqa: E402, F401
-from tests.shm_ranks import shm  # noqa: E402, F401
+from tests.on_ranks import on_ranks, ranks_of  # noqa: E402
+
+two = ranks_of(("threads", 2))
+three = ranks_of(("threads", 3))
 
 
 class Torch(Tape):
@@ -55,10 +57,6 @@ class Torch(Tape):
 TAPE = Torch()
 
 
-def check_directions(comm: Any) -> None:
-    TAPE.check_directions(comm)
-
-
 # Alone torch's own checks do that, below.
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", [*CASES, *FIRST_ONLY])
@@ -71,20 +69,14 @@ def test_the_gradient_of_the_gradient_is_right_as_well(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 2)
 
 
-def test_the_gradient_of_the_gradient_is_right_along_a_direction() -> None:
-    run_ranks(3, check_directions)
+@on_ranks("three")
+def test_the_gradient_of_the_gradient_is_right_along_a_direction(comm: Any) -> None:
+    TAPE.check_directions(comm)
 
 
 @pytest.mark.parametrize("name", ["all_reduce prod", "reduce prod", "ring", "broadcast"])
 def test_third_derivatives_are_right(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 3)
-
-
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("gloo", 2)])
-def test_first_and_second_derivatives_between_processes(
-    transport: str, size: int, request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue(transport)(size, check_directions)
 
 
 def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,44 +121,39 @@ def test_ties_and_all_ops_are_as_torch_has_them_on_stacked_tensors(op: str) -> N
     torch.testing.assert_close(torch.stack(run_ranks(3, program)), joined.grad)
 
 
-def test_a_rank_whose_tensor_is_frozen_takes_part_in_the_others_backward() -> None:
-    def program(comm: Any) -> Any:
-        x = torch.full((2,), comm.rank + 1.0, requires_grad=comm.rank == 0)
-        for call in (F.all_reduce, F.all_gather, F.reduce, F.all_to_all, F.broadcast, F.gather):
-            (call(x, comm) * (comm.rank + 1)).sum().backward()
-        return x.grad
-
-    gradients = run_ranks(2, program, call_timeout=5)
-    # all_reduce 1+2, all_gather 1+2, reduce 1, all_to_all (1, 2), broadcast 1+2, gather 1
-    torch.testing.assert_close(gradients[0], torch.tensor([12.0, 13.0]))
-    assert gradients[1] is None
-
-
-def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph() -> None:
-    def program(comm: Any) -> Any:
-        x = torch.ones(3, dtype=torch.float16, requires_grad=True)
-        found = [F.reduce(x, comm), F.gather(x, comm)]
-        found.append(F.send(x, 0, comm) if comm.rank else F.recv(comm, 1))
-        return [(y.shape, y.dtype, y.requires_grad, y.is_leaf) for y in found]
-
-    delegate = ((), torch.float16, True, False)
-    root, other = run_ranks(2, program)
-    assert other == [delegate] * 3
-    assert [shape for shape, *_ in root] == [(3,), (6,), (3,)]
+@on_ranks("two", call_timeout=5)
+def test_a_rank_whose_tensor_is_frozen_takes_part_in_the_others_backward(comm: Any) -> None:
+    x = torch.full((2,), comm.rank + 1.0, requires_grad=comm.rank == 0)
+    for call in (F.all_reduce, F.all_gather, F.reduce, F.all_to_all, F.broadcast, F.gather):
+        (call(x, comm) * (comm.rank + 1)).sum().backward()
+    if comm.rank:
+        assert x.grad is None
+    else:
+        # all_reduce 1+2, all_gather 1+2, reduce 1, all_to_all (1, 2), broadcast 1+2, gather 1
+        assert x.grad.tolist() == [12, 13]
 
 
-def test_without_gradients_nothing_is_recorded() -> None:
-    def program(comm: Any) -> list[bool]:
-        x = torch.ones(2, requires_grad=True)
-        with torch.no_grad():
-            found = [F.all_reduce(x, comm), F.all_reduce(x, comm, "max"), F.broadcast(x, comm)]
-        with torch.inference_mode():
-            found.append(F.all_gather(x, comm))
-        found.append(F.all_reduce(torch.arange(3), comm))
-        found.append(F.all_gather(torch.arange(3), comm))
-        return [y.requires_grad for y in found]
+@on_ranks("two")
+def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph(
+    comm: Any,
+) -> None:
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    found = [F.reduce(x, comm), F.gather(x, comm)]
+    found.append(F.send(x, 0, comm) if comm.rank else F.recv(comm, 1))
+    assert [tuple(y.shape) for y in found] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
+    assert {(y.dtype, y.requires_grad, y.is_leaf) for y in found} == {(torch.float16, True, False)}
 
-    assert run_ranks(2, program) == [[False] * 6] * 2
+
+@on_ranks("two")
+def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        found = [F.all_reduce(x, comm), F.all_reduce(x, comm, "max"), F.broadcast(x, comm)]
+    with torch.inference_mode():
+        found.append(F.all_gather(x, comm))
+    found.append(F.all_reduce(torch.arange(3), comm))
+    found.append(F.all_gather(torch.arange(3), comm))
+    assert [y.requires_grad for y in found] == [False] * 6
 
 
 def test_results_are_new_tensors_even_at_the_root_and_alone() -> None:
@@ -181,36 +168,30 @@ def test_results_are_new_tensors_even_at_the_root_and_alone() -> None:
     run_ranks(2, program)
 
 
-def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank() -> None:
-    def program(comm: Any) -> list[str]:
-        spy: Any = Spy(comm)
-        x = torch.ones(4, requires_grad=True)
-        a = F.all_reduce(x, spy)
-        b = F.all_gather(x * 2, spy, counts=[4] * comm.size)
-        c = F.scatter(x * 3, spy)
-        d = F.all_to_all(b, spy, recv_counts=[4] * comm.size)
-        # The same loss; the ranks come to it by different ways, and at different depths.
-        parts = [a.sum(), b.sum(), (c * 1 * 1 * 1).sum(), d.sum()]
-        loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
-        spy.called.clear()
-        loss.backward()
-        return spy.called
-
-    expected = ["all_to_all", "gather", "reduce_scatter", "all_reduce"]
-    assert run_ranks(2, program, call_timeout=5) == [expected] * 2
+@on_ranks("two", call_timeout=5)
+def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm: Any) -> None:
+    spy: Any = Spy(comm)
+    x = torch.ones(4, requires_grad=True)
+    a = F.all_reduce(x, spy)
+    b = F.all_gather(x * 2, spy, counts=[4] * comm.size)
+    c = F.scatter(x * 3, spy)
+    d = F.all_to_all(b, spy, recv_counts=[4] * comm.size)
+    # The same loss; the ranks come to it by different ways, and at different depths.
+    parts = [a.sum(), b.sum(), (c * 1 * 1 * 1).sum(), d.sum()]
+    loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
+    spy.called.clear()
+    loss.backward()
+    assert spy.called == ["all_to_all", "gather", "reduce_scatter", "all_reduce"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_gradients_have_the_dtype_and_layout_of_the_input(dtype: Any) -> None:
-    def program(comm: Any) -> Any:
-        x = torch.ones(3, 2, dtype=dtype).t().requires_grad_()
-        y = F.all_gather(F.all_reduce(x, comm, "avg"), comm, 1)
-        (y.abs() ** 2).sum().backward()
-        return x.grad
-
-    for found in run_ranks(2, program):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, torch.full((2, 3), 4, dtype=dtype))
+@on_ranks("two")
+def test_gradients_have_the_dtype_and_layout_of_the_input(comm: Any, dtype: Any) -> None:
+    x = torch.ones(3, 2, dtype=dtype).t().requires_grad_()
+    y = F.all_gather(F.all_reduce(x, comm, "avg"), comm, 1)
+    (y.abs() ** 2).sum().backward()
+    assert x.grad.dtype == dtype
+    torch.testing.assert_close(x.grad, torch.full((2, 3), 4, dtype=dtype))
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -236,10 +217,10 @@ def test_gradients_have_the_dtype_and_layout_of_the_input(dtype: Any) -> None:
         (RankError, lambda c: F.reduce(torch.ones(2), c, 2)),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_sent(error: Any, call: Any) -> None:
-    def program(comm: Any) -> Any:
-        with pytest.raises(error):
-            call(comm)
-        return F.all_reduce(torch.ones(()), comm).item()
-
-    assert run_ranks(2, program, call_timeout=5) == [2, 2]
+@on_ranks("two", call_timeout=5)
+def test_bad_arguments_are_refused_before_anything_is_sent(
+    comm: Any, error: Any, call: Any
+) -> None:
+    with pytest.raises(error):
+        call(comm)
+    assert F.all_reduce(torch.ones(()), comm).item() == 2

@@ -53,14 +53,14 @@ def test_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
 
 
 def test_differentiable_collectives(pool: RankPool) -> None:
-    pool.run(test_torch_functional.check_directions)
+    pool.run(test_torch_functional.TAPE.check_directions)
 
 
 def test_batch_norm(pool: RankPool) -> None:
-    counts = [4, 0, 3, 1][: pool.size]
-    options = {"dtype": torch.float64}
-    case = counts, (2, 3), torch.float64, options
-    test_torch_batch_norm.compare(pool.run(test_torch_batch_norm.one_rank, *case), *case)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        options = {"dtype": dtype} if dtype is torch.float64 else {}
+        case = [16, 0, 8, 4][: pool.size], (2, 3), dtype, options
+        test_torch_batch_norm.compare(pool.run(test_torch_batch_norm.one_rank, *case), *case)
 
 
 def test_a_loop_by_hand_and_an_optimizer_that_is_spread(pool: RankPool) -> None:
