@@ -36,6 +36,11 @@ def batches(steps: int, rows: int = 8, dtype: Any = np.float64) -> list[Any]:
     return [(draw((rows, 6)).astype(dtype), draw((rows, 2)).astype(dtype)) for _ in range(steps)]
 
 
+def samples(count: int) -> Any:
+    draw = np.random.RandomState(5).standard_normal
+    return chainer.datasets.TupleDataset(draw((count, 6)), draw((count, 2)))
+
+
 def loss_of(model: Any, x: Any, y: Any) -> Any:
     return F.mean_squared_error(model(x), y)
 

@@ -86,37 +86,6 @@ print(adapter_of(np.ones(2)).name, is_array(Variable()), "chainer" in sys.module
 # -- through the communicator ----------------------------------------------------------------
 
 
-def every_call(comm: Any) -> None:
-    me, other = comm.rank, 1 - comm.rank
-    x = Variable(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32) + me)
-    expected = {
-        "all_reduce": 2 * np.array([[1.0, 2], [3, 4]]) + 1,
-        "all_gather": [[1, 2], [3, 4], [2, 3], [4, 5]],
-        "reduce_scatter": [[3, 5]] if me == 0 else [[7, 9]],
-        "all_to_all": [[1, 2], [2, 3]] if me == 0 else [[3, 4], [4, 5]],
-        "broadcast": [[1, 2], [3, 4]],
-        "scatter": [[1, 2]] if me == 0 else [[3, 4]],
-        "gather": [[1, 2], [3, 4], [2, 3], [4, 5]] if me == 0 else None,
-        "reduce": [[3, 5], [7, 9]] if me == 0 else None,
-    }
-    for name, wanted in expected.items():
-        found = getattr(comm, name)(x)
-        if wanted is None:
-            assert found is None
-            continue
-        assert type(found) is Variable, name
-        assert type(found.array) is np.ndarray
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found.array, wanted, err_msg=name)
-    work = comm.send(x, other, async_op=True)
-    got = comm.recv(None, other, like=x)
-    work.wait()
-    assert type(got) is Variable
-    np.testing.assert_array_equal(got.array, x.array - me + other)
-    found = comm.scan(Variable(np.float64(3)[None]))
-    assert float(found.array[0]) == 3 * (me + 1)
-
-
 def in_place(comm: Any) -> None:
     parameter = Parameter(np.full((2, 3), comm.rank + 1.0), name="W")
     array = parameter.array
@@ -124,12 +93,7 @@ def in_place(comm: Any) -> None:
     assert parameter.array is array
     np.testing.assert_array_equal(array, np.full((2, 3), 1.5))
     assert parameter.requires_grad
-
-    # To another kind of array, with strides, and beside the caller.
-    whole = np.zeros((2, 6))
-    out = Variable(whole[:, ::2])
-    comm.all_reduce(np.ones((2, 3)), out=out)
-    np.testing.assert_array_equal(whole, [[2, 0] * 3] * 2)
+    # To another kind of array, beside the caller.
     plain = np.zeros((2, 3))
     comm.all_reduce(Variable(np.ones((2, 3))), out=plain, async_op=True).wait()
     np.testing.assert_array_equal(plain, np.full((2, 3), 2))
@@ -138,17 +102,11 @@ def in_place(comm: Any) -> None:
 def structures(comm: Any) -> None:
     model = L.Linear(3, 2, initialW=comm.rank + 1, initial_bias=comm.rank)
     found = comm.all_reduce({"W": model.W, "rest": [model.b, np.ones(2)]})
-    assert type(found["W"]) is Variable
-    assert type(found["rest"][0]) is Variable
-    assert type(found["rest"][1]) is np.ndarray
-    np.testing.assert_array_equal(found["W"].array, np.full((2, 3), 3))
+    assert [type(each) for each in (found["W"], *found["rest"])] == [Variable, Variable, np.ndarray]
     parameters = dict(model.namedparams())
-    assert set(parameters) == {"/W", "/b"}
     comm.broadcast(parameters, root=1, out=parameters)
     np.testing.assert_array_equal(model.W.array, np.full((2, 3), 2))
     np.testing.assert_array_equal(model.b.array, [1, 1])
-    gathered = comm.all_gather([model.b, model.b[:1]])
-    assert [x.shape for x in gathered] == [(4,), (2,)]
 
 
 def mixed(comm: Any) -> None:
@@ -177,10 +135,10 @@ def symmetric(comm: Any) -> None:
     assert parameter.array is x.array
 
 
-def disagreeing(comm: Any) -> str:
-    with pytest.raises(MismatchError) as caught:
+def disagreeing(comm: Any) -> None:
+    differ = r"(?s)rank 0: all_reduce\(float64\[2\].*rank 1: all_reduce\(float64\[3\]"
+    with pytest.raises(MismatchError, match=differ):
         comm.all_reduce(Variable(np.ones(2 + comm.rank)))
-    return str(caught.value)
 
 
 def one_is_not_initialized(comm: Any) -> None:
@@ -191,18 +149,15 @@ def one_is_not_initialized(comm: Any) -> None:
     assert found.array[0] == 2
 
 
-PROGRAMS = [every_call, in_place, structures, mixed, objects, symmetric, one_is_not_initialized]
+# That every call takes variables and returns some is shown by test_kinds.py.
+PROGRAMS = [
+    in_place, structures, mixed, objects, symmetric, disagreeing, one_is_not_initialized
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", PROGRAMS, ids=lambda call: call.__name__)
 def test_variables_through_the_communicator(call: Any, ranks: Any) -> None:
     ranks(2, call)
-
-
-def test_shapes_that_differ_are_told_on_every_rank(ranks: Any) -> None:
-    for message in ranks(2, disagreeing):
-        assert "rank 0: all_reduce(float64[2]" in message
-        assert "rank 1: all_reduce(float64[3]" in message
 
 
 def test_a_result_does_not_lead_back_into_the_graph() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from typing import Any
 
@@ -11,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collective.errors import InvalidArgumentError
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.backward")
 
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
+import chainer
+import chainer.functions as F
+from chainer import _backprop, _backprop_utils
+from chainer.functions.connection.linear import LinearGradWeight
 
 from collective.adapters.chainer.backward import watching
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-from chainer import _backprop, _backprop_utils  # isort: skip
-from chainer.functions.connection.linear import LinearGradWeight  # isort: skip
+from collective.errors import InvalidArgumentError
 
 
 def replaceable() -> tuple[Any, ...]:

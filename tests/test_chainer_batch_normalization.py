@@ -1,32 +1,25 @@
-# ruff: noqa: F811  # the fixture
 """Batch normalisation over all ranks' batches, against Chainer's over the joined batch."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.batch_normalization")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+
 import collective
+from collective.adapters.chainer import SyncBatchNormalization, convert_batch_normalization
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError
-from tests.chainer_ranks import Run, ranks  # noqa: F401
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.batch_normalization import (
-    SyncBatchNormalization,
-    convert_batch_normalization,
-)
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-import chainer.links as L  # isort: skip
-
+from tests.chainer_ranks import on, run
 
 SHAPES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "rows": ((3,), 3, None),
@@ -81,8 +74,8 @@ def results(link: Any, x: Any, gy: Any, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("finetune", [False, True])
 @pytest.mark.parametrize("world", ["threads-2", "shm-4"])
-def test_equals_the_joined_batch(ranks: Run, world: str, name: str, finetune: bool) -> None:
-    compare(ranks(world, joined, name, "float64", finetune), name, finetune)
+def test_equals_the_joined_batch(world: str, name: str, finetune: bool) -> None:
+    compare(run(world, joined, name, "float64", finetune), name, finetune)
 
 
 def compare(found: list[Any], name: str, finetune: bool) -> None:
@@ -114,9 +107,9 @@ def joined(comm: Any, name: str, dtype: str, finetune: bool) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2)])
-def test_other_dtypes(ranks: Run, dtype: str, tolerance: float) -> None:
+def test_other_dtypes(dtype: str, tolerance: float) -> None:
     # Far from zero: a variance by the difference of squares would be all rounding.
-    found = ranks("threads-2", half, dtype)
+    found = run("threads-2", half, dtype)
     x, gy = (np.concatenate(each) for each in inputs(2, (3, 4, 5), dtype))
     whole = results(made(3, None, "float64"), x.astype("f8"), gy.astype("f8"))
     for key in ("y", "gx"):
@@ -130,40 +123,30 @@ def half(comm: Any, dtype: str) -> Any:
     return results(made(3, None, "float32", comm), x, gy)
 
 
-def test_evaluation_asks_nobody(ranks: Run) -> None:
-    ranks("threads-2", evaluation)
-
-
-def evaluation(comm: Any) -> None:
+@on("threads-2")
+def test_evaluation_asks_nobody(comm: Any) -> None:
     link = made(3, None, "float32", comm)
     x = inputs(2, (3,), "float32")[0][0]
     if comm.rank == 0:
-        with chainer.using_config("train", False):
-            found = link(x).array
         expected = L.BatchNormalization(3)
         fill(expected)
         with chainer.using_config("train", False):
-            np.testing.assert_allclose(found, expected(x).array, rtol=1e-6)
+            np.testing.assert_allclose(link(x).array, expected(x).array, rtol=1e-6)
 
 
-def test_a_rank_without_gradients_takes_part(ranks: Run) -> None:
-    found = ranks("threads-2", one_sided)
-    assert found[1] is None
-    assert found[0] is not None
-
-
-def one_sided(comm: Any) -> Any:
+@on("threads-2")
+def test_a_rank_without_gradients_takes_part(comm: Any) -> None:
     link = SyncBatchNormalization(3, comm, use_gamma=False, use_beta=False)
     x, gy = (each[comm.rank] for each in inputs(2, (3,), "float32"))
     x = chainer.Variable(x, requires_grad=comm.rank == 0)
     y = link(x)
     y.grad = gy
     y.backward()
-    return x.grad
+    assert (x.grad is None) == (comm.rank == 1)
 
 
-def test_a_model_is_converted_in_its_place(ranks: Run) -> None:
-    found = ranks("threads-2", converted)
+def test_a_model_is_converted_in_its_place() -> None:
+    found = run("threads-2", converted)
     x, _ = inputs(2, (6,), "float32")
     model = Net()
     model.cleargrads()
@@ -220,10 +203,7 @@ def test_what_is_refused() -> None:
             F.sum(y).backward(enable_double_backprop=True)
 
 
-def test_links_of_different_sizes(ranks: Run) -> None:
-    ranks("threads-2", differing)
-
-
-def differing(comm: Any) -> None:
+@on("threads-2")
+def test_links_of_different_sizes(comm: Any) -> None:
     with pytest.raises(MismatchError):
         SyncBatchNormalization(3 + comm.rank, comm)(np.ones((2, 3 + comm.rank), "f"))

@@ -36,16 +36,11 @@ INSTALLED = Path(chainer.__file__).parent.parent
 ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
 
 
-def python(*arguments: Any, path: Any = None, **options: Any) -> str:
-    """Run a Python that finds this project, and first of all ``path``; return what it prints."""
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in (path, ROOT) if each)
-    done = run_python(*arguments, env=environment, **options)
+def python(text: str, *options: str, path: Any = None) -> str:
+    """Run a program that finds this project, and first of all ``path``; return what it prints."""
+    found = os.pathsep.join(str(each) for each in (path, ROOT) if each)
+    done = run_python(*options, "-c", textwrap.dedent(text), PYTHONPATH=found)
     return done.stdout + done.stderr
-
-
-def program(text: str) -> str:
-    return textwrap.dedent(text)
 
 
 def source_of(module: str) -> str:
@@ -135,27 +130,26 @@ def test_a_module_that_needs_nothing_is_loaded_as_installed(monkeypatch: Any) ->
 
 def test_chainer_and_chainermn_are_imported_without_a_warning_and_leave_nothing_behind() -> None:
     seen = python(
+        """
+        import sys
+        import numpy
+        had = set(vars(numpy))
+        from collective.adapters.chainer.compatibility.edits import without_pkg_resources
+        import chainer, chainermn
+        from chainer.functions.array import as_strided, resize_images
+        from chainermn.functions.batch_normalization import get_communication_backend
+
+        print(chainer.__version__, get_communication_backend(None))
+        new = {n for n in set(vars(numpy)) - had if "numpy." + n not in sys.modules}
+        print(sorted(new & {"sctypes", "float", "int", "bool", "object"}))
+        gone = {"mpi4py"} | ({"pkg_resources"} if without_pkg_resources() else set())
+        print([n for n in sys.modules if n.partition(".")[0] in gone
+               or n.startswith(("numpy.distutils", "chainermn.communicators.pure_nccl"))])
+        for module in (as_strided, resize_images, chainer.links):
+            print(type(module.__loader__).__name__, module.__file__ == module.__spec__.origin)
+        """,
         "-W",
         "error",
-        "-c",
-        program("""
-            import sys
-            import numpy
-            had = set(vars(numpy))
-            from collective.adapters.chainer.compatibility.edits import without_pkg_resources
-            import chainer, chainermn
-            from chainer.functions.array import as_strided, resize_images
-            from chainermn.functions.batch_normalization import get_communication_backend
-
-            print(chainer.__version__, get_communication_backend(None))
-            new = {n for n in set(vars(numpy)) - had if "numpy." + n not in sys.modules}
-            print(sorted(new & {"sctypes", "float", "int", "bool", "object"}))
-            gone = {"mpi4py"} | ({"pkg_resources"} if without_pkg_resources() else set())
-            print([n for n in sys.modules if n.partition(".")[0] in gone
-                   or n.startswith(("numpy.distutils", "chainermn.communicators.pure_nccl"))])
-            for module in (as_strided, resize_images, chainer.links):
-                print(type(module.__loader__).__name__, module.__file__ == module.__spec__.origin)
-        """),
     ).splitlines()
     first = "_Loader True" if ON_NUMPY_2 else "SourceFileLoader True"
     assert seen == ["7.8.1 mpi", "[]", "[]", first, "_Loader True", "SourceFileLoader True"]
@@ -170,20 +164,17 @@ def test_tracebacks_and_inspection_show_the_lines_as_installed(tmp_path: Path) -
 
 
 def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
-    seen = python(
-        "-c",
-        program("""
-            import numpy as np, sys, types
-            # As programs do that mend it themselves.
-            np.sctypes = {"int": [np.int32], "float": [np.float32]}
-            for name in ("pkg_resources", "numpy.distutils", "numpy.distutils.system_info"):
-                sys.modules[name] = types.ModuleType(name)
-            sys.modules["pkg_resources"].require = lambda text: None
-            import chainer
-            import collective.adapters.chainer
-            print(chainer.Variable is not None)
-        """),
-    )
+    seen = python("""
+        import numpy as np, sys, types
+        # As programs do that mend it themselves.
+        np.sctypes = {"int": [np.int32], "float": [np.float32]}
+        for name in ("pkg_resources", "numpy.distutils", "numpy.distutils.system_info"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["pkg_resources"].require = lambda text: None
+        import chainer
+        import collective.adapters.chainer
+        print(chainer.Variable is not None)
+        """)
     assert "True" in seen
     assert "RuntimeWarning: chainer was imported before collective.adapters.chainer" in seen
     assert "chainer.functions.array.resize_images" in seen
@@ -201,16 +192,13 @@ def test_a_variable_of_numpys_is_still_on_the_cpu() -> None:
 
 @pytest.mark.skipif(not ON_NUMPY_2, reason="there Chainer can be imported")
 def test_chainer_half_imported_is_refused() -> None:
-    seen = python(
-        "-c",
-        program("""
-            try:
-                import chainer
-            except (AttributeError, ImportError):
-                pass
-            import collective.adapters.chainer
-        """),
-    )
+    seen = python("""
+        try:
+            import chainer
+        except (AttributeError, ImportError):
+            pass
+        import collective.adapters.chainer
+        """)
     assert "ImportError: collective.adapters.chainer: chainer is half-imported" in seen
     assert "Start Python anew" in seen
 
@@ -231,9 +219,7 @@ def other(tmp_path: Path) -> Path:
 
 def test_another_version_without_the_text_is_refused(other: Path) -> None:
     seen = python(
-        "-c",
-        "import collective.adapters.chainer, chainer.functions.array.resize_images",
-        path=other,
+        "import collective.adapters.chainer, chainer.functions.array.resize_images", path=other
     )
     assert (
         "ImportError: chainer.functions.array.resize_images: 'numpy.float)' is there 0 times"
@@ -248,9 +234,7 @@ def test_a_chainer_without_its_source_is_refused(other: Path) -> None:
     compileall.compile_dir(other, quiet=1, legacy=True)
     (other / "chainer/functions/array/resize_images.py").unlink()
     seen = python(
-        "-c",
-        "import collective.adapters.chainer, chainer.functions.array.resize_images",
-        path=other,
+        "import collective.adapters.chainer, chainer.functions.array.resize_images", path=other
     )
     assert "has no source" in seen
 
@@ -261,7 +245,7 @@ def test_chainerx_is_refused(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from chainerx import _core\n")
     (package / "_core.py").touch()
-    seen = python("-c", "import collective.adapters.chainer, chainerx", path=tmp_path)
+    seen = python("import collective.adapters.chainer, chainerx", path=tmp_path)
     assert "ImportError: chainerx: this Chainer was built with ChainerX" in seen
     assert "without CHAINER_BUILD_CHAINERX, or numpy<2" in seen
 
@@ -280,17 +264,14 @@ def test_requirements_are_checked_as_pkg_resources_did() -> None:
 
 def test_chainers_decorators_for_tests_ask_the_same() -> None:
     # Not within pytest: Chainer's tools for tests want markers of their own.
-    seen = python(
-        "-c",
-        program("""
-            import collective.adapters.chainer
-            from chainer import testing
+    seen = python("""
+        import collective.adapters.chainer
+        from chainer import testing
 
-            for text in ("numpy>=1", "numpy<1", "no-such-package"):
-                test = testing.with_requires(text)(lambda: None)
-                print(getattr(test, "__unittest_skip__", False), end=" ")
-        """),
-    )
+        for text in ("numpy>=1", "numpy<1", "no-such-package"):
+            test = testing.with_requires(text)(lambda: None)
+            print(getattr(test, "__unittest_skip__", False), end=" ")
+        """)
     assert seen == "False True True "
 
 
@@ -334,7 +315,7 @@ def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: 
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     own = sysconfig.get_path("purelib")
     (site / "a.pth").write_text(f"{own}\n{INSTALLED}\n{ROOT}\n")
-    line = python("-m", "collective.adapters.chainer.compatibility.startup")
+    line = run_python("-m", "collective.adapters.chainer.compatibility.startup").stdout
     (site / "collective_chainer.pth").write_text(line)
     body = """
     import sys
@@ -346,7 +327,7 @@ def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: 
     import chainermn, chainer
     print(*state(), chainer.__version__, "collective.adapters.chainer.chainermn" in sys.modules)
     """
-    done = run(tmp_path / "env" / "bin" / "python", "-W", "error", "-c", program(body))
+    done = run(tmp_path / "env" / "bin" / "python", "-W", "error", "-c", textwrap.dedent(body))
     assert done.stdout.splitlines() == [
         "[] True",
         "['chainer', 'collective', 'inspect', 'numpy'] False 7.8.1 True",

@@ -1,29 +1,28 @@
-# ruff: noqa: F811  # the fixture
 """Evaluation on shards, against one process that has all samples."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.evaluator")
+
+import chainer
+from chainer.iterators import SerialIterator
+from chainer.training.extensions import Evaluator
+
 import collective
+from collective.adapters.chainer import (
+    ShardedIterator,
+    create_multi_node_evaluator,
+    scatter_dataset,
+)
 from collective.errors import InvalidArgumentError
-from tests.chainer_ranks import Run, ranks  # noqa: F401
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
-from collective.adapters.chainer.evaluator import create_multi_node_evaluator
-
-import chainer  # isort: skip  # by the adapter's leave
-from chainer.iterators import SerialIterator  # isort: skip
-from chainer.training.extensions import Evaluator  # isort: skip
-
+from tests.chainer_ranks import on, run
 
 WORLDS = ["threads-4", "shm-2"]
 
@@ -61,27 +60,18 @@ def evaluated(comm: Any, count: int, batch: int, iterator: str) -> Any:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("count", [3, 13, 32])
 @pytest.mark.parametrize("iterator", ["sharded", "scattered"])
-def test_means_are_exact_on_uneven_shards(
-    ranks: Run, world: str, count: int, iterator: str
-) -> None:
+def test_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str) -> None:
     data = values(count)
-    found = ranks(world, evaluated, count, 4, iterator)
+    found = run(world, evaluated, count, 4, iterator)
     assert all(each == found[0] for each in found)
     assert set(found[0]) == {"validation/main/mean", "validation/main/large"}
     assert found[0]["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
     assert found[0]["validation/main/large"] == pytest.approx(data[data > 0].mean(), rel=1e-14)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_no_samples_at_all(ranks: Run, world: str) -> None:
-    assert ranks(world, evaluated, 0, 4, "scattered") == [{}] * int(world[-1])
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_infinities_and_nan(ranks: Run, world: str) -> None:
-    for found in ranks(world, strange):
-        assert math.isnan(found["main/nan"])
-        assert found["main/inf"] == math.inf
+@on(*WORLDS)
+def test_no_samples_at_all(comm: Any) -> None:
+    assert evaluated(comm, 0, 4, "scattered") == {}
 
 
 class Strange(chainer.Link):
@@ -90,9 +80,12 @@ class Strange(chainer.Link):
         chainer.report({"inf": float("inf") if x[0] else 1.0}, self)
 
 
-def strange(comm: Any) -> Any:
+@on(*WORLDS)
+def test_infinities_and_nan(comm: Any) -> None:
     it = ShardedIterator(np.arange(comm.size), 1, comm, repeat=False, shuffle=False)
-    return create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
+    found = create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
+    assert math.isnan(found["main/nan"])
+    assert found["main/inf"] == math.inf
 
 
 class Own(Evaluator):

@@ -1,21 +1,21 @@
-# ruff: noqa: F811  # the fixture
 """The optimizer of several processes: gradients of all ranks, reduced beside the backward pass."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.optimizer")
+
+import chainer
+import chainer.functions as F
+from chainer.functions.connection.linear import LinearGradWeight
+
+from collective.adapters.chainer import create_multi_node_optimizer
 from collective.errors import GradientError, InvalidArgumentError
-from tests.chainer_ranks import Run, ranks  # noqa: F401
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 from tests.chainer_models import (
     HOOKS,
     Model,
@@ -28,10 +28,7 @@ from tests.chainer_models import (
     trained_alone,
     weights,
 )
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-from chainer.functions.connection.linear import LinearGradWeight  # isort: skip
+from tests.chainer_ranks import on, run
 
 WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 
@@ -42,25 +39,35 @@ WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_equals_one_process_on_the_joined_batch(
-    ranks: Run, world: str, bucket_mib: float, way: str
-) -> None:
-    found = ranks(world, training, "momentum", bucket_mib, way)
+def test_equals_one_process_on_the_joined_batch(world: str, bucket_mib: float, way: str) -> None:
+    found = run(world, training, "momentum", bucket_mib, way)
     assert_same(found)
     assert_close(found[0], trained_alone(5))
 
 
 @pytest.mark.parametrize("kind", ["adam", "weight decay", "clipping"])
-def test_hooks_see_the_average(ranks: Run, kind: str) -> None:
-    found = ranks("shm-2", training, kind, 0.0002, "lossfun")
+def test_hooks_see_the_average(kind: str) -> None:
+    found = run("shm-2", training, kind, 0.0002, "lossfun")
     assert_same(found)
     assert_close(found[0], trained_alone(5, kind))
 
 
+def set_up(comm: Any, optimizer: Any, model: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Return a model and the optimizer that trains it on all ranks."""
+    model = model or Model()
+    return model, create_multi_node_optimizer(optimizer, comm, **options).setup(model)
+
+
+def first_batch(comm: Any) -> tuple[Any, ...]:
+    """Return this rank's part of it."""
+    return tuple(shard(comm, each) for each in batches(1)[0])
+
+
 def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
-    model = Model(seed=3 + comm.rank)  # rank 0's weights count
-    optimizer = create_multi_node_optimizer(optimizers()[kind], comm, bucket_mib=bucket_mib)
-    optimizer.setup(model)
+    # Rank 0's weights count.
+    model, optimizer = set_up(
+        comm, optimizers()[kind], Model(seed=3 + comm.rank), bucket_mib=bucket_mib
+    )
     if kind in HOOKS:
         optimizer.add_hook(HOOKS[kind])
     for x, y in batches(5):
@@ -80,33 +87,27 @@ def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
 
 
 @pytest.mark.parametrize("world", ["shm-2", "shm-4"])
-def test_equal_gradients_leave_the_bits_of_one_process(ranks: Run, world: str) -> None:
+def test_equal_gradients_leave_the_bits_of_one_process(world: str) -> None:
     # Powers of two: the average of equal numbers is that number.
-    found = ranks(world, training_on_equal_batches)
+    found = run(world, training_on_equal_batches)
     expected = trained_alone(4, "adam", Model(dtype=np.float32), dtype=np.float32)
     assert_same([expected, *found])
 
 
 def training_on_equal_batches(comm: Any) -> Any:
-    model = Model(dtype=np.float32)
-    optimizer = create_multi_node_optimizer(optimizers()["adam"], comm, bucket_mib=0.0002)
-    optimizer.setup(model)
+    adam, model = optimizers()["adam"], Model(dtype=np.float32)
+    model, optimizer = set_up(comm, adam, model, bucket_mib=0.0002)
     for x, y in batches(4, dtype=np.float32):
         optimizer.update(loss_of, model, x, y)
     return weights(model)
 
 
-def test_gradients_are_reduced_during_the_backward_pass(ranks: Run) -> None:
-    ranks("shm-2", early)
-
-
-def early(comm: Any) -> None:
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm, bucket_mib=0.0002)
-    optimizer.setup(model)
+@on("shm-2")
+def test_gradients_are_reduced_during_the_backward_pass(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
     launched: list[int] = []
     passes: list[int] = []
-    x, y = (shard(comm, each) for each in batches(1)[0])
+    x, y = first_batch(comm)
     optimizer.update(loss_of, model, x, y)
     gradients = optimizer._gradients
     reduce = gradients.average
@@ -130,16 +131,10 @@ def early(comm: Any) -> None:
         assert parameter.grad is view
 
 
-def test_gradients_of_dense_layers_are_computed_in_their_buckets(ranks: Run) -> None:
-    # The middle layer is used twice, so its gradient is the sum of two.
-    assert ranks("shm-2", computed_elsewhere) == [[(8, 8), (8, 8)]] * 2
-
-
-def computed_elsewhere(comm: Any) -> Any:
-    """Return the shapes of dense layers' gradients in a step that are in memory of their own."""
-    model, shapes = Model(), []
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
-    x, y = (shard(comm, each) for each in batches(1)[0])
+@on("shm-2")
+def test_gradients_of_dense_layers_are_computed_in_their_buckets(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
+    shapes = []  # of gradients that are in memory of their own
     original = LinearGradWeight.forward
 
     def noting(node: Any, inputs: Any) -> Any:
@@ -149,10 +144,11 @@ def computed_elsewhere(comm: Any) -> Any:
 
     LinearGradWeight.forward = noting
     try:
-        optimizer.update(loss_of, model, x, y)
+        optimizer.update(loss_of, model, *first_batch(comm))
     finally:
         LinearGradWeight.forward = original
-    return shapes
+    # The middle layer is used twice, so its gradient is the sum of two.
+    assert shapes == [(8, 8)] * 2
 
 
 # -- what is used, and how often ------------------------------------------------------------------
@@ -168,8 +164,8 @@ class Branches(Model):
         return self.last(F.tanh(self.middle(h)) if self.middle_too else h)
 
 
-def test_unused_parameters_count_as_zeros(ranks: Run) -> None:
-    found = ranks("shm-2", branches, None)
+def test_unused_parameters_count_as_zeros() -> None:
+    found = run("shm-2", branches, None)
     assert_same(found)
     expected = {}
     for rank in range(2):
@@ -186,28 +182,26 @@ def test_unused_parameters_count_as_zeros(ranks: Run) -> None:
 
 
 @pytest.mark.parametrize("way", ["lossfun", "plain"])
-def test_the_loss_scale_is_divided_out_of_unused_parameters_too(ranks: Run, way: str) -> None:
-    assert_close(ranks("shm-2", branches, 512.0, way)[1], ranks("shm-2", branches, None)[1], 1e-12)
+def test_the_loss_scale_is_divided_out_of_unused_parameters_too(way: str) -> None:
+    assert_close(run("shm-2", branches, 512.0, way)[1], run("shm-2", branches, None)[1], 1e-12)
 
 
 def branches(comm: Any, scale: float | None, way: str = "lossfun") -> Any:
-    model = Branches()
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.5), Branches())
     model.middle_too = comm.rank == 0
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.5), comm).setup(model)
     if scale is not None:
         optimizer.set_loss_scale(scale)
-    x, y = (shard(comm, each) for each in batches(1)[0])
     if way == "lossfun":
-        optimizer.update(loss_of, model, x, y)
+        optimizer.update(loss_of, model, *first_batch(comm))
     else:
         model.cleargrads()
-        loss_of(model, x, y).backward(loss_scale=scale)
+        loss_of(model, *first_batch(comm)).backward(loss_scale=scale)
         optimizer.update()
     return weights(model)
 
 
-def test_gradients_accumulate_without_sync(ranks: Run) -> None:
-    found = ranks("shm-2", accumulating)
+def test_gradients_accumulate_without_sync() -> None:
+    found = run("shm-2", accumulating)
     assert_same(found)
     model = Model()
     optimizer = chainer.optimizers.SGD(0.1).setup(model)
@@ -220,8 +214,7 @@ def test_gradients_accumulate_without_sync(ranks: Run) -> None:
 
 
 def accumulating(comm: Any) -> Any:
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
     for first in (0, 2):
         model.cleargrads()
         (x, y), (x2, y2) = batches(4)[first : first + 2]
@@ -234,28 +227,20 @@ def accumulating(comm: Any) -> Any:
     return weights(model)
 
 
-def test_what_is_added_after_the_reduction_is_reduced_too(ranks: Run) -> None:
-    assert_same(ranks("shm-2", adding))
-
-
-def adding(comm: Any) -> Any:
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
-    x, y = (shard(comm, each) for each in batches(1)[0])
+@on("shm-2")
+def test_what_is_added_after_the_reduction_is_reduced_too(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
+    x, y = first_batch(comm)
     model.cleargrads()
     optimizer.backward(loss_of(model, x, y))
     loss_of(model, x, 2 * y).backward()
     optimizer.update()
-    return weights(model)
+    assert_same(comm.all_gather_object(weights(model)))
 
 
-def test_a_second_pass_within_reducing_is_refused(ranks: Run) -> None:
-    ranks("shm-2", second_pass)
-
-
-def second_pass(comm: Any) -> None:
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
+@on("shm-2")
+def test_a_second_pass_within_reducing_is_refused(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
     x, y = batches(1)[0]
     model.cleargrads()
 
@@ -269,21 +254,18 @@ def second_pass(comm: Any) -> None:
     optimizer.update(loss_of, model, x, y)  # the next step is as any other
 
 
-def test_two_models_take_turns(ranks: Run) -> None:
-    first, second = zip(*ranks("shm-2", two_models), strict=True)
+def test_two_models_take_turns() -> None:
+    first, second = zip(*run("shm-2", two_models), strict=True)
     assert_same(list(first))
     assert_same(list(second))
     assert_close(first[0], trained_alone(3))
 
 
 def two_models(comm: Any) -> Any:
-    models = Model(3), Model(4)
-    made = [
-        create_multi_node_optimizer(chainer.optimizers.MomentumSGD(0.1), comm, bucket_mib=0.0002)
-        for _ in models
-    ]
-    for optimizer, model in zip(made, models, strict=True):
-        optimizer.setup(model)
+    kind = chainer.optimizers.MomentumSGD
+    models, made = zip(
+        *(set_up(comm, kind(0.1), Model(seed), bucket_mib=0.0002) for seed in (3, 4)), strict=True
+    )
     for x, y in batches(3):
         x, y = shard(comm, x), shard(comm, y)
         # The second one's loss goes through the first, whose gradients are not its business.

@@ -1,9 +1,7 @@
-# ruff: noqa: F811  # the fixture
 """The optimizer of several processes: equal replicas, its state, options, and what goes wrong."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import warnings
@@ -13,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.optimizer")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+from chainer import _backprop, _backprop_utils
+
 import collective
+from collective.adapters.chainer import broadcast_state, create_multi_node_optimizer
 from collective.errors import (
     CollectiveError,
     CommunicatorAbortedError,
@@ -23,13 +30,6 @@ from collective.errors import (
 from collective.testing import RanksFailedError, run_ranks
 from collective.testing.checks_shrink import gather
 from collective.training.compression import Cast
-from tests.chainer_ranks import Run, ranks  # noqa: F401
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.optimizer import create_multi_node_optimizer
-from collective.adapters.chainer.state import broadcast_state
 from tests.chainer_models import (
     Model,
     assert_close,
@@ -40,12 +40,8 @@ from tests.chainer_models import (
     trained_alone,
     weights,
 )
-from tests.test_chainer_optimizer import WORLDS, training_on_equal_batches
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-import chainer.links as L  # isort: skip
-from chainer import _backprop, _backprop_utils  # isort: skip
+from tests.chainer_ranks import on
+from tests.test_chainer_optimizer import WORLDS, first_batch, set_up, training_on_equal_batches
 
 # -- lazy parameters and the state ----------------------------------------------------------------
 
@@ -62,21 +58,11 @@ class Lazy(chainer.Chain):
         return self.last(F.relu(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_lazy_parameters_get_rank_0_values_before_they_are_used(ranks: Run, world: str) -> None:
-    found = ranks(world, lazy)
-    assert_same([after for _, after in found])
-    for name, array in found[0][0].items():
-        assert (array == found[1][0][name]).all(), name
-        if name.endswith("W"):
-            assert (array != found[0][1][name]).any(), f"{name}: the first step was none"
-
-
-def lazy(comm: Any) -> Any:
+@on(*WORLDS)
+def test_lazy_parameters_get_rank_0_values_before_they_are_used(comm: Any) -> None:
     if not comm.backend.startswith("threads"):  # threads share one generator
         np.random.seed(comm.rank)
-    model = Lazy()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), Lazy())
     x, y = (shard(comm, each) for each in batches(1, rows=16, dtype=np.float32)[0])
     loss = loss_of(model, x, y)
     before = weights(model)
@@ -84,111 +70,80 @@ def lazy(comm: Any) -> Any:
     optimizer.backward(loss)
     optimizer.update()
     assert optimizer.t == 1
-    return before, weights(model)
+    after = weights(model)
+    assert_same(comm.all_gather_object(before))
+    assert_same(comm.all_gather_object(after))
+    for name in ("/first/W", "/last/W"):
+        assert (before[name] != after[name]).any(), f"{name}: the first step was none"
 
 
-def test_what_rank_0_loads_goes_to_all_with_the_first_step(ranks: Run) -> None:
-    found = ranks("shm-2", loaded, "lossfun")
-    assert_same(found)
-
-
-def test_what_some_ranks_load_is_an_error_where_it_comes_too_late(ranks: Run) -> None:
-    for text in ranks("shm-2", loaded, "plain"):
-        assert "rank(s) [1] are not rank 0's" in text
-
-
-def loaded(comm: Any, way: str) -> Any:
+@on("shm-2")
+def test_what_rank_0_loads_goes_to_all_with_the_first_step_or_is_an_error(comm: Any) -> None:
     file = io.BytesIO()
     chainer.serializers.save_npz(file, Model(99))
-    file.seek(0)
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
-    if comm.rank == 0:
-        chainer.serializers.load_npz(file, model)
-    x, y = (shard(comm, each) for each in batches(1)[0])
-    if way == "lossfun":
-        optimizer.update(loss_of, model, x, y)
-        return weights(model)
-    model.cleargrads()
-    loss_of(model, x, y).backward()
-    with pytest.raises(MismatchError) as caught:
-        optimizer.update()
-    return str(caught.value)
+    for late in (False, True):
+        model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
+        if comm.rank == 0:
+            file.seek(0)
+            chainer.serializers.load_npz(file, model)
+        if late:
+            model.cleargrads()
+            loss_of(model, *first_batch(comm)).backward()
+            with pytest.raises(MismatchError, match=r"rank\(s\) \[1\] are not rank 0's"):
+                optimizer.update()
+        else:
+            optimizer.update(loss_of, model, *first_batch(comm))
+            assert_same(comm.all_gather_object(weights(model)))
 
 
-def test_persistent_values_come_from_rank_0(ranks: Run) -> None:
-    assert ranks("shm-2", persistent) == [([2.5] * 4, 7)] * 2
-
-
-def persistent(comm: Any) -> Any:
+@on("shm-2")
+def test_persistent_values_come_from_rank_0(comm: Any) -> None:
     link = L.BatchNormalization(4)
     if comm.rank == 0:
         link.avg_mean[...] = 2.5
         link.N = 7
     broadcast_state(link, comm)
-    return link.avg_mean.tolist(), link.N
+    assert (link.avg_mean.tolist(), link.N) == ([2.5] * 4, 7)
 
 
-def test_links_that_differ_are_refused_on_all_ranks(ranks: Run) -> None:
-    for text in ranks("shm-2", differing):
-        assert "rank 1 has /W float32[3, 5], rank 0 /W float32[3, 4]" in text
+@on("shm-2")
+def test_links_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
+    differ = r"rank 1 has /W float32\[3, 5\], rank 0 /W float32\[3, 4\]"
+    with pytest.raises(MismatchError, match=differ):
+        set_up(comm, chainer.optimizers.SGD(), L.Linear(4 + comm.rank, 3))
 
 
-def differing(comm: Any) -> str:
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
-    with pytest.raises(MismatchError) as caught:
-        optimizer.setup(L.Linear(4 + comm.rank, 3))
-    return str(caught.value)
-
-
-def test_the_state_is_the_bare_optimizers(ranks: Run) -> None:
-    for written in ranks("shm-2", state_written):
-        model = Model()
-        bare = chainer.optimizers.Adam(0.01).setup(model)
-        chainer.serializers.load_npz(io.BytesIO(written), bare)
-        assert bare.t == 3
-        assert set(chainer.serializers.npz.serialize(bare)) == set(np.load(io.BytesIO(written)))
-
-
-def state_written(comm: Any) -> bytes:
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.Adam(0.01), comm).setup(model)
+@on("shm-2")
+def test_the_state_is_the_bare_optimizers(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.Adam(0.01))
     for x, y in batches(3):
         optimizer.update(loss_of, model, x, y)
     file = io.BytesIO()
     chainer.serializers.save_npz(file, optimizer)
-    return file.getvalue()
+    bare = chainer.optimizers.Adam(0.01).setup(Model())
+    file.seek(0)
+    chainer.serializers.load_npz(file, bare)
+    assert bare.t == 3
+    file.seek(0)
+    assert set(chainer.serializers.npz.serialize(bare)) == set(np.load(file))
 
 
 # -- options --------------------------------------------------------------------------------------
 
 
-def test_compressed(ranks: Run) -> None:
-    found = ranks("shm-2", compressed)
-    assert_same(found)
-    assert_close(found[0], trained_alone(3), 1e-2)
-
-
-def compressed(comm: Any) -> Any:
-    model = Model()
-    optimizer = create_multi_node_optimizer(
-        chainer.optimizers.MomentumSGD(0.1), comm, reduce=Cast(comm.dup(), "float16")
-    )
-    optimizer.setup(model)
+@on("shm-2")
+def test_compressed(comm: Any) -> None:
+    momentum = chainer.optimizers.MomentumSGD(0.1)
+    model, optimizer = set_up(comm, momentum, reduce=Cast(comm.dup(), "float16"))
     for x, y in batches(3):
         optimizer.update(loss_of, model, shard(comm, x), shard(comm, y))
-    return weights(model)
+    assert_same(comm.all_gather_object(weights(model)))
+    assert_close(weights(model), trained_alone(3), 1e-2)
 
 
-def test_half_precision_with_a_dynamic_loss_scale(ranks: Run) -> None:
-    found = ranks("shm-2", half)
-    assert_same([each for each, _ in found])
-    assert found[0][1] == found[1][1]
-
-
-def half(comm: Any) -> Any:
-    model = Model(dtype=np.float16)
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm).setup(model)
+@on("shm-2")
+def test_half_precision_with_a_dynamic_loss_scale(comm: Any) -> None:
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), Model(dtype=np.float16))
     optimizer.loss_scaling(interval=2)
     for step, (x, y) in enumerate(batches(5, dtype=np.float16)):
         if step == 3 and comm.rank == 1:  # too large for one rank alone
@@ -196,7 +151,8 @@ def half(comm: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer.update(loss_of, model, x, y)
-    return weights(model), optimizer._loss_scale
+    assert_same(comm.all_gather_object(weights(model)))
+    assert len(set(comm.all_gather_object(optimizer._loss_scale))) == 1
 
 
 def test_bad_options() -> None:
@@ -217,12 +173,6 @@ def test_one_rank_trains_as_the_bare_optimizer() -> None:
 # -- failures -------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_in_its_backward_pass(ranks: Run) -> None:
-    text, error = ranks("shm-2", failing)
-    assert text == "on purpose"
-    assert "rank 0" in error
-
-
 class Broken(chainer.FunctionNode):
     def forward(self, inputs: Any) -> Any:
         return inputs
@@ -231,12 +181,11 @@ class Broken(chainer.FunctionNode):
         raise RuntimeError("on purpose")
 
 
-def failing(comm: Any) -> str:
+@on("shm-2")
+def test_a_rank_that_fails_in_its_backward_pass(comm: Any) -> None:
     originals = _backprop._backprop_to_all, _backprop_utils.backprop_step
-    model = Model()
     group = comm.dup()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), group, bucket_mib=0.0002)
-    optimizer.setup(model)
+    model, optimizer = set_up(group, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
     x, y = batches(1)[0]
     optimizer.update(loss_of, model, x, y)
     before = weights(model)
@@ -247,12 +196,11 @@ def failing(comm: Any) -> str:
             (h,) = Broken().apply((h,))
         return F.mean_squared_error(model.last(h), y)
 
-    with pytest.raises((RuntimeError, CommunicatorAbortedError)) as caught, group:
+    error = (CommunicatorAbortedError, "rank 0") if comm.rank else (RuntimeError, "^on purpose$")
+    with pytest.raises(error[0], match=error[1]), group:
         optimizer.update(lossfun, x, y)
     assert (_backprop._backprop_to_all, _backprop_utils.backprop_step) == originals
     assert_same([before, weights(model)])
-    assert comm.rank == 0 or isinstance(caught.value, CollectiveError)
-    return str(caught.value)
 
 
 def test_a_rank_that_dies_in_its_backward_pass(tmp_path: Path) -> None:
@@ -263,9 +211,7 @@ def test_a_rank_that_dies_in_its_backward_pass(tmp_path: Path) -> None:
 
 def dying(comm: Any, folder: str) -> None:
     originals = _backprop._backprop_to_all, _backprop_utils.backprop_step
-    model = Model()
-    optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm, bucket_mib=0.0002)
-    optimizer.setup(model)
+    model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
     x, y = batches(1)[0]
     optimizer.update(loss_of, model, x, y)
     gather(comm, folder)

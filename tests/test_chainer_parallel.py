@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.parallel_updater")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+
+from collective.adapters.chainer import ParallelUpdater, Replicas
 from collective.errors import InvalidArgumentError
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.parallel_updater import ParallelUpdater, Replicas
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-import chainer.links as L  # isort: skip
+from tests.chainer_models import Model, assert_close, samples, weights
 
 
-def samples(count: int = 32) -> Any:
-    draw = np.random.RandomState(5)
-    x, y = draw.standard_normal((count, 6)), draw.standard_normal((count, 2))
-    return chainer.datasets.TupleDataset(x, y)
-
-
-class Net(chainer.Chain):
+class Net(Model):
     def __init__(self, lazy: bool = False) -> None:
         super().__init__()
-        draw = np.random.RandomState(3).standard_normal
-        with self.init_scope(), chainer.using_config("dtype", np.dtype("f8")):
-            if lazy:
+        if lazy:
+            del self.first, self.last
+            with self.init_scope(), chainer.using_config("dtype", np.dtype("f8")):
                 self.first, self.last = L.Linear(None, 8), L.Linear(None, 2)
-            else:
-                self.first = L.Linear(6, 8, initialW=draw((8, 6)) / 4)
-                self.last = L.Linear(8, 2, initialW=draw((2, 8)) / 4)
         self.threads: set[int] = set()
 
     def forward(self, x: Any, y: Any) -> Any:
         self.threads.add(threading.get_ident())
         assert chainer.config.train == "as here"
-        loss = F.mean_squared_error(self.last(F.tanh(self.first(x))), y)
+        loss = F.mean_squared_error(super().forward(x), y)
         chainer.report({"loss": loss}, self)
         return loss
 
@@ -54,20 +44,22 @@ def train_mode() -> Any:
         yield
 
 
-def weights(link: Any) -> dict[str, Any]:
-    return {name: np.array(p.array) for name, p in sorted(link.namedparams())}
+def converted(replicas: Replicas, count: int = 8) -> list[Any]:
+    """Return the first samples as the replicas' batches."""
+    parts = replicas.split(samples(32)[:count])
+    return [chainer.dataset.concat_examples(part) for part in parts]
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-12)
+def assert_same_gradients(model: Any, other: Any) -> None:
+    for (_, a), (_, b) in zip(model.namedparams(), other.namedparams(), strict=True):
+        np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12, atol=1e-15)
 
 
 def trained(make: Any, steps: int = 5, batch: int = 7, **hooks: Any) -> tuple[Any, Any]:
     """Train with an updater; return its weights, and the Trainer."""
     model = Net()
     optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
-    iterator = chainer.iterators.SerialIterator(samples(), batch, shuffle=False)
+    iterator = chainer.iterators.SerialIterator(samples(32), batch, shuffle=False)
     updater = make(iterator, optimizer)
     trainer = chainer.training.Trainer(updater, (steps, "iteration"), out=hooks["out"])
     trainer.run()
@@ -107,7 +99,7 @@ def test_the_loop_without_a_trainer() -> None:
     optimizer = chainer.optimizers.Adam(0.01).setup(model)
     reference = chainer.optimizers.Adam(0.01).setup(alone)
     replicas = Replicas(model, ["@numpy", "@numpy", "@numpy"])
-    data = samples()
+    data = samples(32)
     for start in range(0, 32, 8):
         batch = data[start : start + 8]
         parts = [chainer.dataset.concat_examples(part) for part in replicas.split(batch)]
@@ -129,19 +121,17 @@ def test_copies_start_from_what_the_link_draws() -> None:
     optimizer = chainer.optimizers.SGD(0.1).setup(model)
     replicas = Replicas(model, ["@numpy", "@numpy"])
     with chainer.using_config("dtype", np.dtype("f8")):
-        parts = [chainer.dataset.concat_examples(part) for part in replicas.split(samples()[:8])]
-        replicas.backward(parts)
+        replicas.backward(converted(replicas))
     before = weights(model)
     assert_close(weights(replicas.links[1]), before)
     alone = Net(lazy=True)
-    whole = chainer.dataset.concat_examples(samples()[:8])
+    whole = chainer.dataset.concat_examples(samples(32)[:8])
     for name, p in alone.namedparams():
         p.initialize(before[name].shape)
         p.array = before[name]
     alone.cleargrads()
     alone(*whole).backward()
-    for (_, a), (_, b) in zip(model.namedparams(), alone.namedparams(), strict=True):
-        np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+    assert_same_gradients(model, alone)
     optimizer.update()
     replicas.close()
 
@@ -152,8 +142,7 @@ def test_the_loss_scale_is_divided_out() -> None:
         model = Net()
         optimizer = chainer.optimizers.SGD(0.1).setup(model)
         replicas = Replicas(model, ["@numpy"] * 2)
-        parts = [chainer.dataset.concat_examples(p) for p in replicas.split(samples()[:8])]
-        replicas.backward(parts, loss_scale=scale)
+        replicas.backward(converted(replicas), loss_scale=scale)
         optimizer.update()
         replicas.close()
         found.append(weights(model))
@@ -170,9 +159,8 @@ def test_an_error_of_a_replica_is_raised_when_all_have_ended() -> None:
         ended.append(len(x))
         return replicas.links[0](x, y)
 
-    parts = [chainer.dataset.concat_examples(part) for part in replicas.split(samples()[:8])]
     with pytest.raises(ValueError, match="on purpose"):
-        replicas.backward(parts, loss_func=loss_func)
+        replicas.backward(converted(replicas), loss_func=loss_func)
     assert ended == [3, 3]
     replicas.close()
 
@@ -180,13 +168,12 @@ def test_an_error_of_a_replica_is_raised_when_all_have_ended() -> None:
 def test_a_small_batch_leaves_replicas_without_samples() -> None:
     model, alone = Net(), Net()
     replicas = Replicas(model, ["@numpy"] * 3)
-    part = chainer.dataset.concat_examples(samples()[:1])
+    part = chainer.dataset.concat_examples(samples(32)[:1])
     losses = replicas.backward([part, None, None])
     assert losses[1:] == [None, None]
     alone.cleargrads()
     alone(*part).backward()
-    for (_, a), (_, b) in zip(model.namedparams(), alone.namedparams(), strict=True):
-        np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12)
+    assert_same_gradients(model, alone)
     replicas.close()
 
 

@@ -20,9 +20,7 @@ import chainer.links as L
 import collective
 from collective.adapters.chainer import Pipeline
 from collective.testing import run_ranks
-from tests.chainer_ranks import Run, ranks
-
-__all__ = ["ranks"]
+from tests.chainer_ranks import on, run
 
 _CLOSE = 1e-12
 
@@ -175,8 +173,8 @@ def test_loss_and_gradients_are_those_of_one_process(size: int, how: dict[str, A
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_among_processes(ranks: Run, schedule: str) -> None:
-    found = ranks("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
+def test_among_processes(schedule: str) -> None:
+    found = run("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
     assert_close(found, whole(plain, 2, 10))
 
 
@@ -290,17 +288,13 @@ def test_of_how_many_microbatches_activations_are_kept(schedule: str, expected: 
     assert run_ranks(3, kept, schedule) == expected
 
 
-def timelines(comm: Any) -> Any:
+@on("threads-2")
+def test_the_timeline_has_each_pass_in_its_order(comm: Any) -> None:
     pipe = Pipeline(plain(comm.size), comm, **HOW)
     pipe.step(*batch(10), squares)
-    return pipe.timeline
-
-
-def test_the_timeline_has_each_pass_in_its_order() -> None:
-    for spans in run_ranks(2, timelines):
-        assert len(spans) == 8
-        times = [moment for span in spans for moment in (span.start, span.end)]
-        assert times == sorted(times)
+    assert len(pipe.timeline) == 8
+    times = [moment for span in pipe.timeline for moment in (span.start, span.end)]
+    assert times == sorted(times)
 
 
 # -- what goes wrong -------------------------------------------------------------------------
@@ -336,31 +330,20 @@ def check_failure(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("world", ["threads-3", "shm-2"])
-def test_a_stage_that_raises_ends_the_step_on_all_ranks(ranks: Run, world: str) -> None:
-    check_failure(ranks(world, failing))
+def test_a_stage_that_raises_ends_the_step_on_all_ranks(world: str) -> None:
+    check_failure(run(world, failing))
 
 
-def differing(comm: Any, option: str, values: list[Any]) -> None:
-    how = {**HOW, option: values[comm.rank]}
-    with pytest.raises(collective.MismatchError, match=f"{option}={values[0]!r}.*{values[1]!r}"):
-        Pipeline(plain(2), comm, **how)
-    assert comm.all_reduce(np.array([1]))[0] == 2
-
-
+@on("threads-2")
 @pytest.mark.parametrize(
     ("option", "values"),
     [("microbatches", [2, 4]), ("schedule", ["1f1b", "gpipe"]), ("reduction", ["mean", "sum"])],
 )
-def test_ranks_that_disagree(option: str, values: list[Any]) -> None:
-    run_ranks(2, differing, option, values)
-
-
-def refused_step(comm: Any, error: type[Exception], match: str, given: tuple[Any, ...]) -> None:
-    pipe = Pipeline(plain(2), comm, **HOW)
-    with pytest.raises(error, match=match):
-        pipe.step(*given)
-    # It can be used as before.
-    assert (pipe.step(*batch(10), squares) is None) == (comm.rank == 0)
+def test_ranks_that_disagree(comm: Any, option: str, values: list[Any]) -> None:
+    how = {**HOW, option: values[comm.rank]}
+    with pytest.raises(collective.MismatchError, match=f"{option}={values[0]!r}.*{values[1]!r}"):
+        Pipeline(plain(2), comm, **how)
+    assert comm.all_reduce(np.array([1]))[0] == 2
 
 
 _X, _T = batch(10)
@@ -374,36 +357,29 @@ REFUSED_STEPS = {
 }
 
 
+@on("threads-2")
 @pytest.mark.parametrize("name", REFUSED_STEPS)
-def test_a_batch_that_is_refused_on_all_ranks(name: str) -> None:
+def test_a_batch_that_is_refused_on_all_ranks(comm: Any, name: str) -> None:
     given, match = REFUSED_STEPS[name]
-    run_ranks(2, refused_step, collective.InvalidArgumentError, match, given)
+    pipe = Pipeline(plain(2), comm, **HOW)
+    with pytest.raises(collective.InvalidArgumentError, match=match):
+        pipe.step(*given)
+    # It can be used as before.
+    assert (pipe.step(*batch(10), squares) is None) == (comm.rank == 0)
 
 
-def calls_differ(comm: Any) -> None:
+@on("threads-2")
+def test_another_call_on_another_rank(comm: Any) -> None:
     pipe = Pipeline(plain(2), comm, **HOW)
     with pytest.raises(collective.MismatchError, match="rank 0 called step and rank 1 predict"):
         pipe.step(*batch(10), squares) if comm.rank == 0 else pipe.predict()
 
 
-def test_another_call_on_another_rank() -> None:
-    run_ranks(2, calls_differ)
-
-
-def no_number(comm: Any) -> None:
+@on("threads-1")
+def test_a_loss_that_is_no_number(comm: Any) -> None:
     pipe = Pipeline(plain(1), comm, **HOW)
     with pytest.raises(collective.ShapeError, match=r"\(3, 5\) as loss.*Pass loss="):
         pipe.step(batch(10)[0])
-
-
-def test_a_loss_that_is_no_number() -> None:
-    run_ranks(1, no_number)
-
-
-def refused(comm: Any, how: dict[str, Any], error: type[Exception], match: str) -> None:
-    how = {**HOW, "stages": plain(1), **how}
-    with pytest.raises(error, match=match):
-        Pipeline(how.pop("stages"), comm, **how)
 
 
 REFUSED = {
@@ -418,21 +394,21 @@ REFUSED = {
 }
 
 
+@on("threads-1")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    how, match = REFUSED[name]
-    run_ranks(1, refused, how, collective.InvalidArgumentError, match)
+def test_what_is_refused(comm: Any, name: str) -> None:
+    given, match = REFUSED[name]
+    how = {**HOW, "stages": plain(1), **given}
+    with pytest.raises(collective.InvalidArgumentError, match=match):
+        Pipeline(how.pop("stages"), comm, **how)
 
 
-def shared(comm: Any) -> None:
+@on("threads-2")
+def test_stages_that_share_a_parameter(comm: Any) -> None:
     both = Layer(0)
     stages = [both, chainer.Sequential(Layer(1), both)]
     with pytest.raises(collective.UnsupportedError, match=r"/1/dense/[Wb] of stage 1 is /dense/"):
         Pipeline(stages, comm, **HOW)
-
-
-def test_stages_that_share_a_parameter() -> None:
-    run_ranks(2, shared)
 
 
 def test_a_skip_connection_across_stages() -> None:

@@ -1,45 +1,46 @@
-# ruff: noqa: F811  # the fixture
 """Snapshots of a distributed run, and going on from them on the same and on other ranks."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.snapshot")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+from chainer import training
+from chainer.iterators import SerialIterator
+
+from collective.adapters.chainer import (
+    MultiNodeSnapshot,
+    MultiNodeUpdater,
+    ShardedIterator,
+    create_multi_node_optimizer,
+    load_snapshot,
+    save_snapshot,
+    scatter_dataset,
+)
 from collective.errors import CollectiveError, InvalidArgumentError
-from tests.chainer_ranks import Run, ranks  # noqa: F401
-
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
-
-from collective.adapters.chainer.dataset import ShardedIterator, scatter_dataset
-from collective.adapters.chainer.optimizer import create_multi_node_optimizer
-from collective.adapters.chainer.snapshot import MultiNodeSnapshot, load_snapshot, save_snapshot
-from collective.adapters.chainer.updaters import MultiNodeUpdater
-
-import chainer  # isort: skip  # by the adapter's leave
-import chainer.functions as F  # isort: skip
-import chainer.links as L  # isort: skip
-from chainer import training  # isort: skip
-from chainer.iterators import SerialIterator  # isort: skip
+from tests.chainer_models import Model, samples
+from tests.chainer_ranks import on, run
 
 
-class Net(chainer.Chain):
+class Net(Model):
     """With statistics of this rank's batches, and random numbers of its own."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
-        draw = np.random.RandomState(3).standard_normal
         self.plain = plain
         with self.init_scope(), chainer.using_config("dtype", np.dtype("f8")):
-            self.first = L.Linear(6, 8, initialW=draw((8, 6)) / 4)
             self.norm = L.BatchNormalization(8)
-            self.last = L.Linear(8, 2, initialW=draw((2, 8)) / 4)
 
     def forward(self, x: Any, y: Any) -> Any:
         h = F.tanh(self.first(x))
@@ -50,22 +51,15 @@ class Net(chainer.Chain):
         return loss
 
 
-def samples() -> Any:
-    draw = np.random.RandomState(5)
-    return chainer.datasets.TupleDataset(
-        draw.standard_normal((23, 6)), draw.standard_normal((23, 2))
-    )
-
-
 def trainer_of(comm: Any, steps: int, out: str, kind: str) -> Any:
     np.random.seed(comm.rank)
     net = Net(plain=kind == "plain")
     optimizer = create_multi_node_optimizer(chainer.optimizers.Adam(0.01), comm).setup(net)
     iterator: Any
     if kind == "scattered":
-        iterator = SerialIterator(scatter_dataset(samples(), comm, padded=True), 4)
+        iterator = SerialIterator(scatter_dataset(samples(23), comm, padded=True), 4)
     else:
-        iterator = ShardedIterator(samples(), 8 // comm.size, comm)
+        iterator = ShardedIterator(samples(23), 8 // comm.size, comm)
     updater = MultiNodeUpdater(iterator, optimizer, comm)
     trainer = training.Trainer(updater, (steps, "iteration"), out=out)
     if comm.rank == 0:
@@ -102,11 +96,9 @@ def resumed(comm: Any, out: str, kind: str) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["sharded", "scattered"])
-def test_as_many_ranks_go_on_with_the_same_bits(
-    ranks: Run, size: int, kind: str, tmp_path: Path
-) -> None:
-    expected = ranks(f"shm-{size}", whole, str(tmp_path / "out"), kind)
-    found = ranks(f"shm-{size}", resumed, str(tmp_path / "out"), kind)
+def test_as_many_ranks_go_on_with_the_same_bits(size: int, kind: str, tmp_path: Path) -> None:
+    expected = run(f"shm-{size}", whole, str(tmp_path / "out"), kind)
+    found = run(f"shm-{size}", resumed, str(tmp_path / "out"), kind)
     for rank in range(size):
         assert found[rank].keys() == expected[rank].keys()
         for name, value in expected[rank].items():
@@ -115,11 +107,11 @@ def test_as_many_ranks_go_on_with_the_same_bits(
     assert expected[0][mean] != expected[1][mean], "nothing was the ranks' own"
 
 
-def test_another_number_of_ranks_goes_on(ranks: Run, tmp_path: Path) -> None:
+def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    expected = ranks("shm-2", whole, out, "plain")[0]
+    expected = run("shm-2", whole, out, "plain")[0]
     for size in (1, 4):
-        for found in ranks(f"shm-{size}", resumed, out, "plain"):
+        for found in run(f"shm-{size}", resumed, out, "plain"):
             assert found.keys() == expected.keys()
             for name in ("updater/iterator:main/current_position", "updater/optimizer:main/t"):
                 assert found[name] == expected[name]
@@ -129,23 +121,22 @@ def test_another_number_of_ranks_goes_on(ranks: Run, tmp_path: Path) -> None:
                     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_shards_of_another_number_of_ranks_are_refused(ranks: Run, tmp_path: Path) -> None:
+def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    ranks("shm-2", whole, out, "scattered")
-    for text in ranks("shm-4", refused, out):
-        assert "the snapshot is of 2 ranks, whose updater/iterator:main had shards" in text
+    run("shm-2", whole, out, "scattered")
+    run("shm-4", refused, out)
 
 
-def refused(comm: Any, out: str) -> str:
+def refused(comm: Any, out: str) -> None:
     trainer = trainer_of(comm, 5, out + "-2", "scattered")
-    with pytest.raises(InvalidArgumentError) as caught:
+    shards = "the snapshot is of 2 ranks, whose updater/iterator:main had shards"
+    with pytest.raises(InvalidArgumentError, match=shards):
         load_snapshot(os.path.join(out, "snapshot_iter_3"), trainer, comm)
     assert trainer.updater.iteration == 0
-    return str(caught.value)
 
 
-def test_chainer_reads_the_file(ranks: Run, tmp_path: Path) -> None:
-    expected = ranks("shm-2", whole, str(tmp_path), "sharded")[0]
+def test_chainer_reads_the_file(tmp_path: Path) -> None:
+    expected = run("shm-2", whole, str(tmp_path), "sharded")[0]
     net = Net(plain=False)
     file = str(tmp_path / "snapshot_iter_3")
     chainer.serializers.load_npz(file, net, path="updater/model:main/")
@@ -157,13 +148,11 @@ def test_chainer_reads_the_file(ranks: Run, tmp_path: Path) -> None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_the_newest_is_loaded_by_itself_and_old_ones_are_removed(
-    ranks: Run, tmp_path: Path
-) -> None:
+def test_the_newest_is_loaded_by_itself_and_old_ones_are_removed(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    assert ranks("shm-2", auto, out, 4) == [(0, 4)] * 2
+    assert run("shm-2", auto, out, 4) == [(0, 4)] * 2
     assert sorted(each.name for each in (tmp_path / "out").glob("snap*")) == ["snap-3", "snap-4"]
-    assert ranks("shm-2", auto, out, 6) == [(4, 6)] * 2
+    assert run("shm-2", auto, out, 6) == [(4, 6)] * 2
     assert sorted(each.name for each in (tmp_path / "out").glob("snap*")) == ["snap-5", "snap-6"]
 
 
@@ -182,54 +171,30 @@ def auto(comm: Any, out: str, steps: int) -> Any:
     return started[0], trainer.updater.iteration
 
 
-def test_a_write_that_fails_leaves_the_old_file(ranks: Run, tmp_path: Path) -> None:
-    for text in ranks("shm-2", unwritable, str(tmp_path)):
-        assert "rank 0 could not write" in text
-        assert "unharmed" in text
-
-
-def unwritable(comm: Any, out: str) -> str:
-    net = L.Linear(3, 3)
-    path = Path(out, "state")
+@on("shm-2")
+def test_a_write_that_fails_leaves_the_old_file(comm: Any, tmp_path: Path) -> None:
+    net, path = L.Linear(3, 3), tmp_path / "state"
     save_snapshot(path, net, comm)
     before = path.read_bytes()
-    import collective.adapters.chainer.snapshot as module
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    original = module.os.fsync
-    module.os.fsync = full
-    try:
-        with pytest.raises(CollectiveError) as caught:
-            save_snapshot(path, net, comm)
-    finally:
-        module.os.fsync = original
-    assert path.read_bytes() == before
-    assert os.listdir(out) == ["state"]
-    comm.barrier()
-    return str(caught.value)
-
-
-def test_what_cannot_be_read_is_an_error_on_all_ranks(ranks: Run, tmp_path: Path) -> None:
-    (tmp_path / "broken").write_bytes(b"PK\x03\x04 and no more")
-    for missing, broken, other in ranks("shm-2", unreadable, str(tmp_path)):
-        assert "could not read" in missing
-        assert "No such file" in missing
-        assert "could not read" in broken
-        assert "does not fit to the target of rank 1" in other
-
-
-def unreadable(comm: Any, out: str) -> Any:
-    texts = []
-    path = Path(out, "good")
-    save_snapshot(path, L.Linear(3, 3), comm)
-    for name, target in (
-        ("missing", L.Linear(3, 3)),
-        ("broken", L.Linear(3, 3)),
-        ("good", L.Linear(3, 3 + comm.rank)),
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch("os.fsync", side_effect=full),
+        pytest.raises(CollectiveError, match=r"rank 0 could not write .*unharmed"),
     ):
-        with pytest.raises(CollectiveError) as caught:
-            load_snapshot(Path(out, name), target, comm)
-        texts.append(str(caught.value))
-    return texts
+        save_snapshot(path, net, comm)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["state"]
+    comm.barrier()
+
+
+@on("shm-2")
+def test_what_cannot_be_read_is_an_error_on_all_ranks(comm: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"PK\x03\x04 and no more")
+    save_snapshot(tmp_path / "good", L.Linear(3, 3), comm)
+    for name, columns, text in (
+        ("missing", 3, "could not read .*No such file"),
+        ("broken", 3, "could not read"),
+        ("good", 3 + comm.rank, "does not fit to the target of rank 1"),
+    ):
+        with pytest.raises(CollectiveError, match=text):
+            load_snapshot(tmp_path / name, L.Linear(3, columns), comm)

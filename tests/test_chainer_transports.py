@@ -5,18 +5,17 @@ What runs on each rank is what those tests run; here the ranks are others.
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.arrays")
 
-from collective.adapters.chainer.chainermn import CollectiveCommunicator
+import chainer
+
 from collective.testing import RankPool
 from tests import (
     test_chainer_batch_normalization,
@@ -30,9 +29,8 @@ from tests import (
     test_chainermn_training,
 )
 from tests.chainer_models import assert_close, assert_same, trained_alone
+from tests.chainer_ranks import as_chainermn, as_it_is
 from tests.mpi_launches import pool_of, world_of
-
-import chainer  # isort: skip  # by the adapter's leave
 
 _WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
@@ -51,7 +49,8 @@ def test_an_optimizer(pool: RankPool, way: str) -> None:
 
 
 def test_gradients_of_dense_layers_in_their_buckets(pool: RankPool) -> None:
-    assert pool.run(test_chainer_optimizer.computed_elsewhere) == [[(8, 8)] * 2] * pool.size
+    test = test_chainer_optimizer.test_gradients_of_dense_layers_are_computed_in_their_buckets
+    pool.run(as_it_is, test)
 
 
 @pytest.mark.parametrize("name", test_chainer_batch_normalization.SHAPES)
@@ -91,21 +90,15 @@ def test_a_snapshot(pool: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        test_chainermn_calls.check_messages,
-        test_chainermn_calls.check_objects,
-        test_chainermn_gradients.check_means,
-        test_chainermn_gradients.check_double_buffering,
-        test_chainermn_training.check_same_as_alone,
-        test_chainermn_training.check_iterators,
-        test_chainermn_training.check_evaluators,
+        test_chainermn_calls.test_messages_of_one_array_and_of_several,
+        test_chainermn_calls.test_objects,
+        test_chainermn_gradients.test_gradients_become_their_mean,
+        test_chainermn_gradients.test_double_buffering_applies_means_one_step_late,
+        test_chainermn_training.test_training_on_shards_equals_training_alone,
+        test_chainermn_training.test_iterators_give_all_ranks_the_same_batches,
+        test_chainermn_training.test_evaluators_see_all_shards,
     ],
     ids=lambda check: check.__name__,
 )
 def test_chainermn(pool: RankPool, check: Any) -> None:
-    pool.run(as_chainermn_has_it, check)
-
-
-def as_chainermn_has_it(comm: Any, check: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # ChainerMN calls itself experimental
-        check(CollectiveCommunicator(comm))
+    pool.run(as_chainermn, check)

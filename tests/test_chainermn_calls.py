@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("collective.adapters.chainer")
-chainer = pytest.importorskip("chainer")
-chainermn = pytest.importorskip("chainermn")
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.chainermn")
 
-import numpy as np  # noqa: E402
+import chainer
+import chainermn
+import numpy as np
 
-from collective.adapters.chainer.chainermn.arrays import (  # noqa: E402
-    MessageMismatchError,
-    MessageTypeError,
-)
-from collective.adapters.chainer.chainermn.communicator import CollectiveCommunicator  # noqa: E402
-from collective.errors import InvalidArgumentError, MismatchError, PeerFailedError  # noqa: E402
-from collective.testing import RanksFailedError  # noqa: E402
-from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+from collective.adapters.chainer.chainermn import CollectiveCommunicator
+from collective.adapters.chainer.chainermn.arrays import MessageMismatchError, MessageTypeError
+from collective.errors import InvalidArgumentError, MismatchError, PeerFailedError
+from collective.testing import RanksFailedError
+from tests.chainer_ranks import EVERYWHERE, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
 
@@ -43,8 +41,11 @@ def same(found: Any, wanted: Any) -> None:
     assert np.array_equal(found, wanted)
 
 
-def check_arrays(comm: Any, dtypes: tuple[str, ...]) -> None:
-    for dtype in dtypes:
+@on(*EVERYWHERE, chainermn=True)
+def test_arrays_of_every_dtype_whose_shapes_differ(comm: Any) -> None:
+    # All on one place, as what differs between transports is not the type.
+    everything = (comm.comm.backend, comm.size) == ("shm", 2)
+    for dtype in DTYPES if everything else ("float16", "int64"):
         every = [array(rank, dtype) for rank in range(comm.size)]
         mine = every[comm.rank]
         for found, wanted in zip(comm.allgather(mine), every):
@@ -73,13 +74,8 @@ def check_arrays(comm: Any, dtypes: tuple[str, ...]) -> None:
     same(comm.allgather(np.float32(comm.rank))[-1], np.array(comm.size - 1, np.float32))
 
 
-@EVERYWHERE
-def test_arrays_of_every_dtype_whose_shapes_differ(world: Any) -> None:
-    # All on one place, as what differs between transports is not the type.
-    run(world, check_arrays, DTYPES if world == ("shm", 2) else ("float16", "int64"))
-
-
-def check_messages(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_messages_of_one_array_and_of_several(comm: Any) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for dtype in DTYPES:
         for sent in (array(2, dtype), (array(1, dtype), array(3, dtype)), [array(0, dtype)]):
@@ -97,12 +93,8 @@ def check_messages(comm: Any) -> None:
                 same(a, b)
 
 
-@EVERYWHERE
-def test_messages_of_one_array_and_of_several(world: Any) -> None:
-    run(world, check_messages)
-
-
-def check_objects(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_objects(comm: Any) -> None:
     data = chainer.datasets.TupleDataset(np.arange(4), ["a", "b", "c", "d"])
     assert comm.bcast_obj(None) is None
     assert comm.bcast_obj("mine" if comm.rank else None) is None
@@ -120,7 +112,9 @@ class Status:
     source = tag = -5
 
 
-def check_object_messages(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_objects_with_tags(comm: Any) -> None:
+    # On threads and gloo a sender waits for its receiver, who asks in another order here.
     if comm.rank == 0:
         for tag, letter in ((3, "first"), (9, "second"), (0, "third"), (9, None)):
             comm.send_obj(letter, 1, tag=tag)
@@ -141,17 +135,8 @@ def check_object_messages(comm: Any) -> None:
         assert comm.recv(0, 4).tolist() == [0, 1]
 
 
-@EVERYWHERE
-def test_objects(world: Any) -> None:
-    run(world, check_objects)
-
-
-def test_objects_with_tags() -> None:
-    # On threads and gloo a sender waits for its receiver, who asks in another order here.
-    run(("shm", 2), check_object_messages)
-
-
-def check_from_anybody(comm: Any) -> None:
+@on("shm-4", chainermn=True)
+def test_objects_from_anybody(comm: Any) -> None:
     if comm.rank:
         comm.send_obj(comm.rank, 0)
     else:
@@ -162,11 +147,8 @@ def check_from_anybody(comm: Any) -> None:
         assert found == set(range(1, comm.size))
 
 
-def test_objects_from_anybody() -> None:
-    run(("shm", 4), check_from_anybody)
-
-
-def check_without_pickle(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_objects_without_pickle(comm: Any) -> None:
     comm.set_config("pickle", False)
     assert comm.bcast_obj({"a": (1, np.arange(3))})["a"][0] == 1
     with pytest.raises(InvalidArgumentError, match="neither plain data nor an array"):
@@ -180,11 +162,8 @@ def check_without_pickle(comm: Any) -> None:
             comm.bcast_obj(None)
 
 
-def test_objects_without_pickle() -> None:
-    run(("shm", 2), check_without_pickle)
-
-
-def check_refusals(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_what_is_refused_before_anything_is_sent(comm: Any) -> None:
     x = np.ones(2, "f")
     for given in (chainer.Variable(x), [1.0, 2.0], "text", 3.0, None):
         for call in (comm.allreduce, comm.allgather, comm.gather):
@@ -215,11 +194,8 @@ def check_refusals(comm: Any) -> None:
     assert comm.allreduce(x).tolist() == [comm.size] * 2
 
 
-def test_what_is_refused_before_anything_is_sent() -> None:
-    run(("shm", 2), check_refusals)
-
-
-def check_disagreement(comm: Any) -> None:
+@on("shm-2", "threads-2", chainermn=True)
+def test_ranks_that_disagree_all_hear_of_it(comm: Any) -> None:
     x = np.ones(2, "d" if comm.rank else "f")
     for call in (comm.allgather, comm.gather, lambda x: comm.alltoall((x,) * comm.size)):
         with pytest.raises(MessageMismatchError, match="rank 0 float32, rank 1 float64") as caught:
@@ -232,11 +208,6 @@ def check_disagreement(comm: Any) -> None:
     assert comm.allreduce_obj(1) == comm.size
 
 
-@pytest.mark.parametrize("world", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_ranks_that_disagree_all_hear_of_it(world: Any) -> None:
-    run(world, check_disagreement)
-
-
 def raise_on_one(comm: Any) -> None:
     if comm.rank == 0:
         comm.bcast(chainer.Variable(np.ones(2)))
@@ -247,11 +218,12 @@ def raise_on_one(comm: Any) -> None:
 
 def test_an_error_of_the_root_reaches_those_who_wait() -> None:
     with pytest.raises(RanksFailedError, match="a Variable") as caught:
-        run(("shm", 2), raise_on_one, shared=False)
+        run("shm-2", as_chainermn, raise_on_one)
     assert sorted(caught.value.errors) == [0]
 
 
-def check_settings(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_settings_are_of_one_communicator(comm: Any) -> None:
     base = chainermn.CommunicatorBase
     other = comm.split(0, comm.rank)
     comm.set_config("allreduce_grad_dtype", np.float16)
@@ -278,11 +250,8 @@ def check_settings(comm: Any) -> None:
     assert comm.get_config("allreduce_grad_dtype") == np.float16
 
 
-def test_settings_are_of_one_communicator() -> None:
-    run(("shm", 2), check_settings)
-
-
-def check_groups(comm: Any) -> tuple[int, ...]:
+@on("shm-4", chainermn=True)
+def test_groups_ranks_and_life(comm: Any) -> None:
     half = comm.split(comm.rank % 2, -comm.rank)
     assert isinstance(half, CollectiveCommunicator)
     assert half.size == comm.size // 2
@@ -296,17 +265,12 @@ def check_groups(comm: Any) -> tuple[int, ...]:
     comm.finalize()
     # It was given, and is the test's to close.
     assert not comm.comm.closed
-    return (
-        comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size,
-    )  # fmt: skip
+    assert (comm.rank, comm.size) == (comm.intra_rank, comm.intra_size) == (comm.comm.rank, 4)
+    assert (comm.inter_rank, comm.inter_size) == (0, 1)
 
 
-def test_groups_ranks_and_life() -> None:
-    found = run(("shm", 4), check_groups)
-    assert found == [(rank, 4, rank, 4, 0, 1) for rank in range(4)]
-
-
-def check_mpi_comm(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_mpi_comm_carries_objects_where_there_is_no_mpi(comm: Any) -> None:
     mpi_comm = comm.mpi_comm
     here, other = comm.rank, 1 - comm.rank
     assert (mpi_comm.rank, mpi_comm.size) == (here, 2)
@@ -335,10 +299,6 @@ def check_mpi_comm(comm: Any) -> None:
     comm.set_config("pickle", False)
     with pytest.raises(InvalidArgumentError, match="pickle"):
         mpi_comm.allgather(SimpleNamespace())
-
-
-def test_mpi_comm_carries_objects_where_there_is_no_mpi() -> None:
-    run(("shm", 2), check_mpi_comm)
 
 
 def test_nothing_that_chainermn_asks_for_is_missing() -> None:

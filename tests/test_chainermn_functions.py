@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("collective.adapters.chainer")
-chainer = pytest.importorskip("chainer")
-chainermn = pytest.importorskip("chainermn")
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.chainermn")
 
-import numpy as np  # noqa: E402
-from chainermn import functions  # noqa: E402
+import chainer
+import chainermn
+import numpy as np
+from chainermn import functions
 
-from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, on
 
 pytestmark = QUIETLY
-
-DTYPES = ("float16", "float32", "float64")
-
-FEW = pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
 
 
 def variable(rank: int, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Any:
@@ -27,9 +24,12 @@ def variable(rank: int, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Any:
     return chainer.Variable(np.asarray((np.arange(count).reshape(shape) + rank) / 8, dtype))
 
 
-def check_collectives(comm: Any, dtypes: tuple[str, ...]) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_collectives_and_their_gradients(comm: Any) -> None:
     size, rank = comm.size, comm.rank
-    for dtype in dtypes:
+    # What differs between transports is not the type.
+    everything = (comm.comm.backend, size) == ("shm", 2)
+    for dtype in ("float16", "float32", "float64") if everything else ("float16",):
         with chainer.using_config("dtype", dtype):
             x = variable(rank, dtype)
             ys = functions.allgather(comm, x)
@@ -73,13 +73,8 @@ def check_collectives(comm: Any, dtypes: tuple[str, ...]) -> None:
                     assert [float(x.grad[0, 0]) for x in xs] == list(range(1, size + 1))
 
 
-@EVERYWHERE
-def test_collectives_and_their_gradients(world: Any) -> None:
-    # What differs between transports is not the type.
-    run(world, check_collectives, DTYPES if world == ("shm", 2) else DTYPES[:1])
-
-
-def check_messages(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_messages_and_their_gradients(comm: Any) -> None:
     """A ring: x travels once around, and its gradient back."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     x = variable(0, "float32")
@@ -104,11 +99,6 @@ def check_messages(comm: Any) -> None:
         (chainer.functions.sum(first) * 3 + second * 7).backward()
 
 
-@EVERYWHERE
-def test_messages_and_their_gradients(world: Any) -> None:
-    run(world, check_messages)
-
-
 def linear(seed: int) -> Any:
     made = chainer.links.Linear(3, 3)
     made.W.array[...] = np.random.RandomState(seed).randn(3, 3)
@@ -127,7 +117,8 @@ class Parts(chainermn.MultiNodeChainList):  # type: ignore[misc]
             self.add_link(linear(2), rank_in=0, rank_out=0)
 
 
-def check_parts(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_a_chain_over_ranks_computes_as_one_on_one(comm: Any) -> None:
     if comm.rank > 1:
         return
     x = variable(0, "float32")
@@ -149,11 +140,6 @@ def check_parts(comm: Any) -> None:
         np.testing.assert_allclose(own.W.grad, reference.W.grad, rtol=1e-4)
 
 
-@EVERYWHERE
-def test_a_chain_over_ranks_computes_as_one_on_one(world: Any) -> None:
-    run(world, check_parts)
-
-
 def lstm() -> Any:
     made = chainer.links.NStepLSTM(1, 2, 3, 0)
     rng = np.random.RandomState(4)
@@ -162,7 +148,8 @@ def lstm() -> Any:
     return made
 
 
-def check_recurrent(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_a_recurrent_network_over_ranks(comm: Any) -> None:
     rng = np.random.RandomState(6)
     steps = [[chainer.Variable(rng.randn(4, 2).astype("f"))] for _ in range(2)]
     first, second = lstm(), lstm()
@@ -188,12 +175,8 @@ def check_recurrent(comm: Any) -> None:
         np.testing.assert_allclose(own.grad, wanted.grad, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@FEW
-def test_a_recurrent_network_over_ranks(world: Any) -> None:
-    run(world, check_recurrent)
-
-
-def check_batch_normalization(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_batch_normalization_sees_the_batches_of_all_ranks(comm: Any) -> None:
     rng = np.random.RandomState(7)
     for dtype, tolerance in (("float32", 1e-4), ("float64", 1e-9)):
         whole = rng.randn(4 * comm.size, 3, 2).astype(dtype)
@@ -218,8 +201,3 @@ def check_batch_normalization(comm: Any) -> None:
         np.testing.assert_allclose(own.avg_mean, reference.avg_mean, rtol=tolerance, atol=1e-6)
     with pytest.raises(ValueError, match="nccl"):
         chainermn.links.MultiNodeBatchNormalization(3, comm, communication_backend="nccl")
-
-
-@EVERYWHERE
-def test_batch_normalization_sees_the_batches_of_all_ranks(world: Any) -> None:
-    run(world, check_batch_normalization)

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("collective.adapters.chainer")
-chainer = pytest.importorskip("chainer")
-chainermn = pytest.importorskip("chainermn")
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.chainermn")
 
-import numpy as np  # noqa: E402
+import chainer
+import chainermn
+import numpy as np
 
-from collective.errors import DtypeError, MismatchError, PeerLostError  # noqa: E402
-from collective.testing import RanksFailedError  # noqa: E402
-from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+from collective.errors import DtypeError, MismatchError, PeerLostError
+from collective.testing import RanksFailedError
+from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
 
@@ -43,7 +44,8 @@ def mean(size: int, shape: tuple[int, ...], dtype: str) -> Any:
     return np.asarray(np.mean(every, axis=0), dtype)
 
 
-def check_means(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_gradients_become_their_mean(comm: Any) -> None:
     for dtype in ("float16", "float32", "float64"):
         link = model(dtype)
         for _ in range(3):  # the memory is used again
@@ -64,12 +66,8 @@ def check_means(comm: Any) -> None:
             assert link.b.grad == 0
 
 
-@EVERYWHERE
-def test_gradients_become_their_mean(world: Any) -> None:
-    run(world, check_means)
-
-
-def check_what_arrays_there_are(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_gradients_of_any_layout_are_only_read(comm: Any) -> None:
     size, rank = comm.size, comm.rank
     link = model(a=(4, 6), b=(4, 6), c=(4, 6), d=(4, 6))
     local = gradient(rank, (4, 6), "float32")
@@ -90,7 +88,8 @@ def check_what_arrays_there_are(comm: Any) -> None:
     assert np.array_equal(link.d.grad, expected)
 
 
-def check_float16(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_gradients_are_reduced_in_the_type_that_was_set(comm: Any) -> None:
     link = model("float16", a=(3,))
     link.a.grad = np.array([60_000, -60_000, 1], np.float16)
     comm.multi_node_mean_grad(link)
@@ -104,7 +103,8 @@ def check_float16(comm: Any) -> None:
         assert link.a.grad.tolist() == [2049 if exact else 2048, 1]
 
 
-def check_two_models(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_two_models_have_memory_of_their_own(comm: Any) -> None:
     one, other = model(a=(3,)), model(a=(3,))
     for step in range(3):
         one.a.grad = np.full(3, comm.rank + step, "f")
@@ -117,7 +117,8 @@ def check_two_models(comm: Any) -> None:
         assert (other.a.grad == 5 * (comm.size - 1)).all()
 
 
-def check_late_parameters(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_parameters_that_are_initialised_later_join(comm: Any) -> None:
     link = chainer.Sequential(chainer.links.Linear(None, 2), chainer.links.Linear(2, 2))
     link[1].cleargrads()
     link[1].W.grad = np.full((2, 2), comm.rank, "f")
@@ -131,17 +132,8 @@ def check_late_parameters(comm: Any) -> None:
     assert link[1].W.grad is None
 
 
-@pytest.mark.parametrize(
-    "check",
-    [check_what_arrays_there_are, check_float16, check_two_models, check_late_parameters],
-    ids=lambda check: check.__name__,
-)
-@pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
-def test_gradients(world: Any, check: Any) -> None:
-    run(world, check)
-
-
-def check_data(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_all_ranks_get_the_parameters_of_the_first(comm: Any) -> None:
     link = model("float16", a=(3, 4), b=(), c=(2,))
     late = chainer.Parameter()
     with link.init_scope():
@@ -163,12 +155,8 @@ def check_data(comm: Any) -> None:
     assert not link.a.array.any()
 
 
-@EVERYWHERE
-def test_all_ranks_get_the_parameters_of_the_first(world: Any) -> None:
-    run(world, check_data)
-
-
-def check_arrays_in_place(comm: Any) -> None:
+@on("shm-4", chainermn=True)
+def test_means_of_arrays(comm: Any) -> None:
     half = (comm.size - 1) / 2
     for dtype in ("float16", "float32", "float64"):
         x = np.full((3, 4), comm.rank, dtype)
@@ -184,14 +172,11 @@ def check_arrays_in_place(comm: Any) -> None:
         comm._multi_node_mean(None, np.array([1.0, np.nan if comm.rank else 1.0]))
 
 
-def test_means_of_arrays() -> None:
-    run(("shm", 4), check_arrays_in_place)
-
-
 # -- what goes wrong ------------------------------------------------------------------------
 
 
-def check_missing(comm: Any) -> None:
+@on("shm-2", "gloo-2", "threads-2", chainermn=True)
+def test_a_gradient_that_only_some_have_is_named_on_all_ranks(comm: Any) -> None:
     link = model(a=(2,), b=(2,), c=(2,))
 
     def fill(absent: str | None) -> dict[str, Any]:
@@ -222,12 +207,8 @@ def check_missing(comm: Any) -> None:
         comm.multi_node_mean_grad(link, zero_fill=comm.rank == 0)
 
 
-@pytest.mark.parametrize("world", [("shm", 2), ("gloo", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_a_gradient_that_only_some_have_is_named_on_all_ranks(world: Any) -> None:
-    run(world, check_missing)
-
-
-def check_different_models(comm: Any) -> None:
+@on("shm-2", "threads-2", chainermn=True)
+def test_different_models_are_told_apart_on_all_ranks(comm: Any) -> None:
     link = model(a=(2, 2 + comm.rank), b=(3,))
     link.zerograds()
     with pytest.raises(MismatchError, match=r"/a float32\[2, 3\], rank 0 /a float32\[2, 2\]"):
@@ -248,12 +229,8 @@ def check_different_models(comm: Any) -> None:
     assert comm.allreduce_obj(1) == comm.size
 
 
-@pytest.mark.parametrize("world", [("shm", 2), ("threads", 2)], ids=lambda p: p[0])
-def test_different_models_are_told_apart_on_all_ranks(world: Any) -> None:
-    run(world, check_different_models)
-
-
-def check_divergence(comm: Any) -> None:
+@on("shm-2", chainermn=True)
+def test_debug_mode_finds_what_is_not_finite_on_all_ranks(comm: Any) -> None:
     link = model(a=(2,), b=(2,))
     for debug in (False, True):
         link.a.grad = np.zeros(2, "f")
@@ -264,10 +241,6 @@ def check_divergence(comm: Any) -> None:
                     comm.multi_node_mean_grad(link)
             else:
                 comm.multi_node_mean_grad(link)
-
-
-def test_debug_mode_finds_what_is_not_finite_on_all_ranks() -> None:
-    run(("shm", 2), check_divergence)
 
 
 def die_in_the_middle(comm: Any) -> None:
@@ -288,10 +261,10 @@ def die_in_the_middle(comm: Any) -> None:
         comm.bcast_data(link)
 
 
-@pytest.mark.parametrize("world", [("shm", 4), ("gloo", 2)], ids=lambda p: p[0])
-def test_a_rank_that_dies_in_a_step_is_named_on_the_others(world: Any) -> None:
+@pytest.mark.parametrize("world", ["shm-4", "gloo-2"])
+def test_a_rank_that_dies_in_a_step_is_named_on_the_others(world: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        run(world, die_in_the_middle, shared=False)
+        run(world, as_chainermn, die_in_the_middle)
     assert sorted(caught.value.errors) == [1]
 
 
@@ -307,7 +280,7 @@ def fail_in_the_middle(comm: Any) -> None:
 
 def test_a_rank_that_raises_in_a_step_ends_the_others() -> None:
     with pytest.raises(RanksFailedError, match="a step of rank 0") as caught:
-        run(("threads", 2), fail_in_the_middle, shared=False)
+        run("threads-2", as_chainermn, fail_in_the_middle)
     assert sorted(caught.value.errors) == [0, 1]
 
 
@@ -327,7 +300,8 @@ class Quadratic(chainer.Link):  # type: ignore[misc]
         return chainer.functions.sum((self.w - target) ** 2) / 2
 
 
-def check_double_buffering(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_double_buffering_applies_means_one_step_late(comm: Any) -> None:
     link = Quadratic()
     link.w.array += comm.rank
     plain = chainer.optimizers.SGD(0.5)
@@ -358,8 +332,3 @@ def check_double_buffering(comm: Any) -> None:
     for _ in range(3):
         optimizer.update(link, targets[0][comm.rank])
     assert len(set(map(tuple, comm.allgather(link.w.array)))) == 1
-
-
-@EVERYWHERE
-def test_double_buffering_applies_means_one_step_late(world: Any) -> None:
-    run(world, check_double_buffering)

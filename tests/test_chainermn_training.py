@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("collective.adapters.chainer")
-chainer = pytest.importorskip("chainer")
-chainermn = pytest.importorskip("chainermn")
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.chainermn")
 
-import numpy as np  # noqa: E402
-from chainer import training  # noqa: E402
-from chainer.training import extensions  # noqa: E402
+import chainer
+import chainermn
+import numpy as np
+from chainer import training
+from chainer.training import extensions
 
-from collective.errors import PeerFailedError  # noqa: E402
-from collective.testing import RanksFailedError  # noqa: E402
-from tests.chainermn_ranks import EVERYWHERE, QUIETLY, run  # noqa: E402
+from collective.errors import PeerFailedError
+from collective.testing import RanksFailedError
+from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
-
-FEW = pytest.mark.parametrize("world", [("shm", 4), ("threads", 2)], ids=lambda p: p[0])
 
 
 def examples(count: int = 48) -> Any:
@@ -60,7 +59,8 @@ def trained_alone(steps: int, batch: int, size: int, optimizer: Any) -> Any:
     return weights(model)
 
 
-def check_same_as_alone(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_training_on_shards_equals_training_alone(comm: Any) -> None:
     # The first update only gives all ranks the weights of the first.
     model = classifier(comm.rank)
     data = chainermn.scatter_dataset(examples() if comm.rank == 0 else None, comm)
@@ -79,12 +79,8 @@ def check_same_as_alone(comm: Any) -> None:
         assert np.array_equal(other, weights(model))
 
 
-@EVERYWHERE
-def test_training_on_shards_equals_training_alone(world: Any) -> None:
-    run(world, check_same_as_alone)
-
-
-def check_datasets(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_datasets_are_scattered(comm: Any) -> None:
     data = list(range(10 * comm.size + 1))
     shard = chainermn.scatter_dataset(data if comm.rank == 0 else None, comm, shuffle=True, seed=1)
     every = comm.allreduce_obj(list(shard))
@@ -100,12 +96,8 @@ def check_datasets(comm: Any) -> None:
     assert list(chainermn.datasets.create_empty_dataset(shard)) == [()] * len(shard)
 
 
-@EVERYWHERE
-def test_datasets_are_scattered(world: Any) -> None:
-    run(world, check_datasets)
-
-
-def check_iterators(comm: Any) -> None:
+@on(*EVERYWHERE, chainermn=True)
+def test_iterators_give_all_ranks_the_same_batches(comm: Any) -> None:
     pairs = [(np.full(2, k, "f"), np.int32(k)) for k in range(6)]
     numbers = np.arange(6, dtype="f")
     for data in (pairs, numbers):
@@ -125,11 +117,6 @@ def check_iterators(comm: Any) -> None:
         assert comm.allreduce_obj([batch]) == [batch] * comm.size
 
 
-@EVERYWHERE
-def test_iterators_give_all_ranks_the_same_batches(world: Any) -> None:
-    run(world, check_iterators)
-
-
 class Generic(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[misc]
     """Collects what each rank computes of its examples."""
 
@@ -137,7 +124,8 @@ class Generic(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[m
         return [float(value) for value in x * 2]
 
 
-def check_evaluators(comm: Any) -> None:
+@on(*FEW, chainermn=True)
+def test_evaluators_see_all_shards(comm: Any) -> None:
     model = classifier(0)
     data = examples()
     shard = chainermn.scatter_dataset(data, comm)
@@ -162,12 +150,7 @@ def check_evaluators(comm: Any) -> None:
         assert result is None
 
 
-@FEW
-def test_evaluators_see_all_shards(world: Any) -> None:
-    run(world, check_evaluators)
-
-
-def make_trainer(comm: Any, out: str, epochs: int) -> tuple[Any, Any, Any]:
+def make_trainer(comm: Any, out: Path, epochs: int) -> tuple[Any, Any, Any]:
     model = classifier(comm.rank)
     data = chainermn.scatter_dataset(examples() if comm.rank == 0 else None, comm)
     optimizer = chainermn.create_multi_node_optimizer(
@@ -175,11 +158,12 @@ def make_trainer(comm: Any, out: str, epochs: int) -> tuple[Any, Any, Any]:
     ).setup(model)
     iterator = chainer.iterators.SerialIterator(data, 4, shuffle=False)
     updater = training.StandardUpdater(iterator, optimizer)
-    return training.Trainer(updater, (epochs, "epoch"), out), model, optimizer
+    return training.Trainer(updater, (epochs, "epoch"), str(out)), model, optimizer
 
 
-def check_trainer(comm: Any, out: str) -> None:
-    trainer, model, _ = make_trainer(comm, f"{out}/{comm.rank}", 3)
+@on(*FEW, chainermn=True)
+def test_a_trainer_with_extensions(comm: Any, tmp_path: Path) -> None:
+    trainer, model, _ = make_trainer(comm, tmp_path / str(comm.rank), 3)
     test = chainermn.scatter_dataset(examples() if comm.rank == 0 else None, comm)
     iterator = chainer.iterators.SerialIterator(test, 6, repeat=False, shuffle=False)
     evaluator = chainermn.create_multi_node_evaluator(extensions.Evaluator(iterator, model), comm)
@@ -203,61 +187,54 @@ def check_trainer(comm: Any, out: str) -> None:
     assert entries[-1]["all/loss"] < entries[0]["all/loss"]
 
 
-@FEW
-def test_a_trainer_with_extensions(world: Any, tmp_path: Path) -> None:
-    run(world, check_trainer, str(tmp_path))
-
-
-def check_early_stopping(comm: Any, out: str) -> None:
+@on(*FEW, chainermn=True)
+def test_early_stopping_stops_all_ranks_at_once(comm: Any, tmp_path: Path) -> None:
     trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
         comm, check_trigger=(1, "epoch"), monitor="main/loss", patience=1, mode="max",
         max_trigger=(9, "epoch"),
     )  # fmt: skip
-    updater = make_trainer(comm, f"{out}/{comm.rank}", 1)[0].updater
-    trainer = training.Trainer(updater, trigger, out)
+    updater = make_trainer(comm, tmp_path / str(comm.rank), 1)[0].updater
+    trainer = training.Trainer(updater, trigger, str(tmp_path))
     trainer.run()
     # The loss falls, which counts as getting worse here.
     assert comm.allreduce_obj([trainer.updater.epoch]) == [2] * comm.size
 
 
-@FEW
-def test_early_stopping_stops_all_ranks_at_once(world: Any, tmp_path: Path) -> None:
-    run(world, check_early_stopping, str(tmp_path))
-
-
-def check_snapshots(comm: Any, out: str) -> None:
+@on(*FEW, chainermn=True)
+def test_snapshots_are_resumed(comm: Any, tmp_path: Path) -> None:
     def snapshots() -> Any:
         kept = extensions.snapshot(autoload=True)
         return chainermn.extensions.multi_node_snapshot(comm, kept, [[0], range(1, comm.size)])
 
-    trainer, model, _ = make_trainer(comm, out, 2)
+    trainer, model, _ = make_trainer(comm, tmp_path, 2)
     trainer.extend(snapshots(), trigger=(1, "epoch"))
     trainer.run()
     last = trainer.updater.iteration
     comm.allreduce_obj(0)  # the files are there
-    assert sorted(os.listdir(out)) == sorted(
+    assert sorted(os.listdir(tmp_path)) == sorted(
         f"snapshot_iter_{last // 2 * epoch}.{rank}" for epoch in (1, 2) for rank in (0, 1)
     )
-    again, copy, _ = make_trainer(comm, out, 2)
+    again, copy, _ = make_trainer(comm, tmp_path, 2)
     again.extend(snapshots(), trigger=(1, "epoch"))
     again.run()  # it is over already
     assert again.updater.iteration == last
     assert np.array_equal(weights(copy), weights(model))
 
 
-def check_checkpoints(comm: Any, out: str) -> None:
-    updater = make_trainer(comm, out, 2)[0].updater
-    keeper = chainermn.create_multi_node_checkpointer("run", comm, path=out)
+@on(*FEW, chainermn=True)
+def test_checkpoints_are_resumed(comm: Any, tmp_path: Path) -> None:
+    updater = make_trainer(comm, tmp_path, 2)[0].updater
+    keeper = chainermn.create_multi_node_checkpointer("run", comm, path=str(tmp_path))
     for step in range(8):
         updater.update()
         if step % 2:
             keeper.save(updater, updater.iteration)
     comm.allreduce_obj(0)
     if comm.rank == 1:  # a rank that has lost its latest: all go back to the one before
-        os.remove(f"{out}/run.1.8")
+        (tmp_path / "run.1.8").unlink()
     comm.allreduce_obj(0)
-    again, copy, optimizer = make_trainer(comm, out, 2)
-    resumed = chainermn.create_multi_node_checkpointer("run", comm, path=out)
+    again, copy, optimizer = make_trainer(comm, tmp_path, 2)
+    resumed = chainermn.create_multi_node_checkpointer("run", comm, path=str(tmp_path))
     resumed.maybe_load(again.updater, optimizer)
     assert again.updater.iteration == 6
     for other in comm.allgather(weights(copy)):
@@ -267,14 +244,8 @@ def check_checkpoints(comm: Any, out: str) -> None:
     keeper.finalize()
 
 
-@pytest.mark.parametrize("check", [check_snapshots, check_checkpoints], ids=lambda c: c.__name__)
-@FEW
-def test_saved_runs_are_resumed(world: Any, check: Any, tmp_path: Path) -> None:
-    run(world, check, str(tmp_path))
-
-
-def raise_in_a_step(comm: Any, out: str) -> None:
-    trainer, _, _ = make_trainer(comm, f"{out}/{comm.rank}", 3)
+def raise_in_a_step(comm: Any, tmp_path: Path) -> None:
+    trainer, _, _ = make_trainer(comm, tmp_path / str(comm.rank), 3)
 
     @training.make_extension(trigger=(3, "iteration"))
     def fail(trainer: Any) -> None:
@@ -290,5 +261,5 @@ def raise_in_a_step(comm: Any, out: str) -> None:
 
 def test_a_trainer_that_fails_ends_those_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="in an extension of rank 1") as caught:
-        run(("shm", 4), raise_in_a_step, str(tmp_path), shared=False)
+        run("shm-4", as_chainermn, raise_in_a_step, tmp_path=tmp_path)
     assert sorted(caught.value.errors) == [1]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("chainer") is None:
-    pytest.skip("chainer is not installed", allow_module_level=True)
+# First, as it is what makes Chainer's import work.
+pytest.importorskip("collective.adapters.chainer.elastic")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
 
 from collective import elastic
 from collective.adapters.chainer import (
@@ -23,21 +26,11 @@ from collective.adapters.chainer import (
     create_multi_node_optimizer,
 )
 from collective.errors import InvalidArgumentError, RankError
-from collective.testing import RankPool
-
-import chainer  # isort: skip
-import chainer.functions as F  # isort: skip
-import chainer.links as L  # isort: skip
+from tests.chainer_ranks import on, run
 
 SAMPLES, BATCH, STEPS = 96, 4, 20
 #: Rank 2 is lost in step 2, and rank 0 in step 9, in the second epoch.
 LOSSES = {2: 2, 0: 9}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(3, "threads", timeout=60.0) as pool:
-        yield pool
 
 
 def made() -> tuple[Any, np.ndarray, np.ndarray]:
@@ -117,8 +110,8 @@ def by_hand(comm) -> bytes:
     return outcome(link) if comm.rank in members else b""
 
 
-def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once(ranks):
-    found, expected = ranks.run(elastically), ranks.run(by_hand)
+def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once():
+    found, expected = run("threads-3", elastically), run("threads-3", by_hand)
     assert [bytes_ for _, bytes_ in found] == expected
     assert expected[1] != b""
     counted = collections.Counter(
@@ -176,11 +169,12 @@ def with_a_trainer(comm, folder: str) -> Any:
     return outcome(link)
 
 
-def test_a_trainer_has_the_bits_of_a_loop_by_hand(ranks, tmp_path: Path):
-    assert ranks.run(with_a_trainer, str(tmp_path)) == ranks.run(by_hand)
+def test_a_trainer_has_the_bits_of_a_loop_by_hand(tmp_path: Path):
+    assert run("threads-3", with_a_trainer, str(tmp_path)) == run("threads-3", by_hand)
 
 
-def run_twice(comm, folder: str) -> bool:
+@on("threads-3")
+def test_a_trainer_that_was_through_runs_again(comm, tmp_path: Path):
     """The second time from before the first step."""
     link, inputs, targets = made()
     iterator = ShardedIterator(chainer.datasets.TupleDataset(inputs, targets), 32, comm)
@@ -191,7 +185,7 @@ def run_twice(comm, folder: str) -> bool:
         return F.softmax_cross_entropy(link(inputs), targets)
 
     updater = MultiNodeUpdater(iterator, optimizer, comm, loss_func=loss_of)
-    trainer = chainer.training.Trainer(updater, (2, "epoch"), folder)
+    trainer = chainer.training.Trainer(updater, (2, "epoch"), str(tmp_path))
     log = chainer.training.extensions.LogReport(trigger=(1, "epoch"), log_name=None)
     trainer.extend(log)
     state = elastic.State(comm, trainer=trainer)
@@ -201,14 +195,12 @@ def run_twice(comm, folder: str) -> bool:
         entries = [[each["epoch"], each["iteration"], each["main/loss"]] for each in log.log]
         found.append([entries, optimizer.t, b"".join(p.array.tobytes() for p in link.params())])
         state.restore()
-    return len(found[0][0]) == 2 and found[0] == found[1]
+    assert len(found[0][0]) == 2
+    assert found[0] == found[1]
 
 
-def test_a_trainer_that_was_through_runs_again(ranks, tmp_path: Path):
-    assert ranks.run(run_twice, str(tmp_path)) == [True] * 3
-
-
-def of_another_updater(comm) -> str:
+@on("threads-1")
+def test_an_updater_of_which_nothing_is_known_is_refused(comm):
     class Updater(chainer.training.Updater):
         def get_all_optimizers(self):
             return {}
@@ -216,15 +208,8 @@ def of_another_updater(comm) -> str:
         def connect_trainer(self, trainer):
             pass
 
-    try:
+    with pytest.raises(InvalidArgumentError, match="needed is a StandardUpdater"):
         elastic.State(comm, trainer=chainer.training.Trainer(Updater()))
-    except InvalidArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_an_updater_of_which_nothing_is_known_is_refused(ranks):
-    assert all("needed is a StandardUpdater" in text for text in ranks.run(of_another_updater))
 
 
 @pytest.mark.parametrize("consumed", [0, 7, 24])
@@ -246,7 +231,8 @@ def test_a_place_that_is_none_is_refused(where: Any, error: type[Exception]):
         ShardedIterator(range(25), 3, (0, 4)).reshard(*where)
 
 
-def back_to_the_start(comm) -> bool:
+@on("threads-1")
+def test_what_is_restored_has_the_optimizers_bits_again(comm):
     """Also before the first step, when the optimizer's rules have no state yet."""
     link, inputs, targets = made()
     optimizer = chainer.optimizers.Adam()
@@ -261,43 +247,29 @@ def back_to_the_start(comm) -> bool:
 
     fresh = steps()
     state.restore()
-    same = steps() == fresh
+    assert steps() == fresh
     state.commit()
     later = steps()
     for _ in range(2):  # the first of which would spoil a copy that was not copied
         state.restore()
-        same = same and steps() == later != fresh
-    return same
+        assert steps() == later != fresh
 
 
-def test_what_is_restored_has_the_optimizers_bits_again(ranks):
-    assert ranks.run(back_to_the_start) == [True] * 3
-
-
-def over_others(comm) -> tuple[bool, list[float]]:
+@on("threads-3")
+def test_an_optimizer_goes_on_over_other_ranks(comm):
     link = chainer.Sequential(L.Linear(2, 2, initialW=1), SyncBatchNormalization(2, comm))
     optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
     group = comm.group([0, 2] if comm.rank != 1 else [1])
     optimizer.rebind(group)
     x = np.array([[1, 0], [0, 1], [1, 1]], "f") * (comm.rank + 1)
     optimizer.update(lambda: F.sum(link(x) ** 2))
-    comm.barrier()
-    return link[1].comm is group, [float(p.grad.sum()) for _, p in sorted(link.namedparams())]
-
-
-def test_an_optimizer_goes_on_over_other_ranks(ranks):
-    (bound, first), (_, alone), (_, last) = ranks.run(over_others)
-    assert bound
+    assert link[1].comm is group
+    sums = [float(p.grad.sum()) for _, p in sorted(link.namedparams())]
+    first, alone, last = comm.all_gather_object(sums)
     assert first == last != alone
 
 
-def uninitialized(comm) -> str:
-    try:
+@on("threads-1")
+def test_parameters_that_nobody_can_undo_are_refused(comm):
+    with pytest.raises(InvalidArgumentError, match=r"/W .*input sizes"):
         elastic.State(comm, model=L.Linear(None, 3))
-    except InvalidArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_parameters_that_nobody_can_undo_are_refused(ranks):
-    assert all("/W" in text and "input sizes" in text for text in ranks.run(uninitialized))
