@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import sittings
-from reach import Ratio, fastest
+from promises import fastest
+from reach import Ratio
 
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import Pace, Record, Task

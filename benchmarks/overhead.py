@@ -36,6 +36,7 @@ from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.libraries import BenchLibrary, Ours
 from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.operations import count_wrong, lengths, value_of
 from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
@@ -97,32 +98,16 @@ def compared(
 
 def _prepared(library: BenchLibrary, operation: str, nbytes: int) -> tuple[Any, Any]:
     """Return the call, and a check of it on fresh data."""
-    size = library.size
-    count = -(-nbytes // 4 // size) * size
-    part = count // size
-    lengths = {"all_gather": (part, count), "reduce_scatter": (count, part)}
-    x, y = (library.new(length, "ordinary") for length in lengths.get(operation, (count, count)))
+    *counts, part = lengths(operation, nbytes, 4, library.size)
+    x, y = (None if count is None else library.new(count, "ordinary") for count in counts)
     call = library.call(operation, x, y)
-    peer = library.rank ^ 1
 
     def check() -> None:
-        a, b = library.numpy(x), library.numpy(y)
-        a[:] = library.rank + 1 + np.arange(a.size) % 7
-        call()
-        base, ranks = np.arange(count) % 7, np.arange(1, size + 1)
-        whole = base * size + ranks.sum()
-        expected = {
-            "all_reduce": (a, whole),
-            "broadcast": (a, 1 + base),
-            "all_gather": (b, np.concatenate([r + np.arange(part) % 7 for r in ranks])),
-            "reduce_scatter": (b, whole[library.rank * part :][:part]),
-            "all_to_all": (
-                b, np.concatenate([r + base[library.rank * part :][:part] for r in ranks]),
-            ),
-            "send_recv": (b, peer + 1 + base if peer < size else b),
-        }  # fmt: skip
-        found, right = expected[operation]
-        assert np.array_equal(found, right), f"{library.version}: {operation} is wrong"
+        a = library.numpy(x)
+        a[:] = value_of("float32", library.size)(library.rank, np.arange(a.size))
+        found = library.numpy(library.result(x, y, call()))
+        wrong = count_wrong(operation, "float32", library.rank, library.size, part, found)
+        assert not wrong, f"{library.version}: {operation} is wrong"
         a[:] = 0  # sums that are repeated thousands of times stay finite
 
     return call, check

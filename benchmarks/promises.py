@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memory import Footprint
 from waiting import Wait
 
-from collective.tools.bench.measure import Record, fastest_mpi, find
+from collective.tools.bench.measure import Record
 from collective.tools.show import size_name
 
-__all__ = ["KIB", "MIB", "OPERATIONS", "Bound", "Judged", "hold", "judge"]
+__all__ = ["KIB", "MIB", "OPERATIONS", "Bound", "Judged", "fastest", "hold", "judge"]
 
 #: Those of which something was promised.
 OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
@@ -80,36 +80,31 @@ def hold(what: str, must: str, aim: str, bounds: Sequence[Bound]) -> Judged:
     return Judged(what, must, aim or "–", "; ".join(map(str, bounds)), verdict)
 
 
+def fastest(records: Sequence[Record], nbytes: int, *libraries: str) -> Record | None:
+    """Return the record of the fastest of some peers' libraries at a size, if there is one."""
+    theirs = [
+        record
+        for record in records
+        if record.contestant.partition("/")[0] in libraries and record.nbytes == nbytes
+    ]
+    return min(theirs, key=lambda record: record.seconds, default=None)
+
+
 class _Speeds:
     """How many times faster ours is than rivals, by size."""
 
     def __init__(self, records: Sequence[Record], operation: str, ranks: int, side: str) -> None:
-        self._records = records
-        self._key = operation, ranks
-        self._side = side
-        self._ours = [
-            r for r in records if (r.operation, r.ranks, r.side) == (operation, ranks, side)
-        ]
+        self._here = [r for r in records if (r.operation, r.ranks) == (operation, ranks)]
+        self._ours = [record for record in self._here if record.side == side]
 
     def seconds(self, low: int, high: int) -> dict[str, float]:
         return {size_name(r.nbytes): r.seconds for r in self._ours if low <= r.nbytes <= high}
 
     def over(self, rival: str, low: int = 0, high: int = 1 << 62) -> dict[str, float]:
-        """Return the ratios to ``rival`` ("MPI" is the fastest of them) between two sizes."""
-
-        def theirs(nbytes: int) -> Record | None:
-            if rival == "MPI":
-                return fastest_mpi(self._records, *self._key, nbytes)
-            return find(self._records, *self._key, nbytes, rival)
-
-        return self._ratios(theirs, low, high)
-
-    def _ratios(
-        self, theirs: Callable[[int], Record | None], low: int, high: int
-    ) -> dict[str, float]:
+        """Return the ratios to ``rival`` between two sizes: to the fastest of its libraries."""
         found = {}
         for ours in self._ours:
-            other = theirs(ours.nbytes)
+            other = fastest(self._here, ours.nbytes, rival)
             if other is not None and low <= ours.nbytes <= high:
                 found[size_name(ours.nbytes)] = other.seconds / ours.seconds
         return found
@@ -137,7 +132,7 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
             "5 × MPI, 1 × memcpy",
             "8 × MPI",
             [
-                Bound("× MPI", symmetric.over("MPI", 16 * MIB), 5, 8),
+                Bound("× MPI", symmetric.over("mpi4py", 16 * MIB), 5, 8),
                 Bound("× memcpy", symmetric.over("memcpy", 16 * MIB), 1),
             ],
         ),
@@ -145,14 +140,14 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
             "all_reduce, symmetric, 64 KiB to 1 MiB",
             "1 × MPI",
             "2 × MPI",
-            [Bound("× MPI", symmetric.over("MPI", 64 * KIB, MIB), 1, 2)],
+            [Bound("× MPI", symmetric.over("mpi4py", 64 * KIB, MIB), 1, 2)],
         ),
         hold(
             "all_reduce, ordinary, 16 MiB up",
             "1 × MPI, 2 × Gloo",
             "1/1.5 × memcpy",
             [
-                Bound("× MPI", ordinary.over("MPI", 16 * MIB), 1),
+                Bound("× MPI", ordinary.over("mpi4py", 16 * MIB), 1),
                 Bound("× Gloo", ordinary.over("torch", 16 * MIB), 2),
                 Bound("× memcpy", ordinary.over("memcpy", 16 * MIB), aim=1 / 1.5),
             ],
@@ -163,7 +158,7 @@ def _of_two_ranks(records: Sequence[Record]) -> list[Judged]:
         bounds = [
             Bound("µs", times, 5, at_least=False),
             Bound("× Gloo", speeds.over("torch", 0, KIB), 20),
-            Bound("× MPI", speeds.over("MPI", 0, KIB), aim=1),
+            Bound("× MPI", speeds.over("mpi4py", 0, KIB), aim=1),
         ]
         what = f"all_reduce, {memory}, 4 B to 1 KiB"
         judged.append(hold(what, "5 µs, 20 × Gloo", "1 × MPI", bounds))
@@ -176,7 +171,7 @@ def _of_four_ranks(records: Sequence[Record]) -> list[Judged]:
         speeds = _Speeds(records, "all_reduce", 4, f"shm {memory}")
         bounds = [
             Bound("× Gloo", speeds.over("torch"), 3),
-            Bound("× MPI", speeds.over("MPI", 64 * KIB + 1), 1),
+            Bound("× MPI", speeds.over("mpi4py", 64 * KIB + 1), 1),
         ]
         what = f"all_reduce, {memory}, 4 ranks"
         judged.append(hold(what, "3 × Gloo, above 64 KiB 1 × MPI", "", bounds))
@@ -188,7 +183,7 @@ def _of_other_operations(records: Sequence[Record]) -> list[Judged]:
     for operation in OPERATIONS[1:]:
         for memory in ("symmetric", "ordinary"):
             speeds = _Speeds(records, operation, 2, f"shm {memory}")
-            bound = Bound("× MPI", speeds.over("MPI", 64 * KIB), 1)
+            bound = Bound("× MPI", speeds.over("mpi4py", 64 * KIB), 1)
             judged.append(hold(f"{operation}, {memory}, 64 KiB up", "1 × MPI", "", [bound]))
     return judged
 

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import overhead
 import peers
-from promises import KIB, MIB, Bound, Judged, hold
+from promises import KIB, MIB, Bound, Judged, fastest, hold
 from sittings import Sittings
 
 from collective.errors import CollectiveError
@@ -30,7 +30,7 @@ from collective.tools.bench.measure import Pace, Record, Task
 from collective.tools.bench.run import Results
 from collective.tools.show import Progress, microseconds, parse_size, print_table, size_name
 
-__all__ = ["ROWS", "Ratio", "fastest", "judge", "measure", "show"]
+__all__ = ["ROWS", "Ratio", "judge", "measure", "show"]
 
 _OTHERS = (
     "send_recv broadcast all_gather reduce_scatter all_to_all gather scatter reduce barrier".split()
@@ -223,16 +223,6 @@ _AIMS = (
 )
 
 
-def fastest(records: Sequence[Record], nbytes: int, *libraries: str) -> Record | None:
-    """Return the record of the fastest of some peers' libraries at a size, if there is one."""
-    theirs = [
-        record
-        for record in records
-        if record.contestant.partition("/")[0] in libraries and record.nbytes == nbytes
-    ]
-    return min(theirs, key=lambda record: record.seconds, default=None)
-
-
 def judge(records: Sequence[Record], added: dict[str, dict[str, float]]) -> list[Judged]:
     """Hold the figures of a run against what is to be reached; the worst size counts."""
     found = [aim.verdict(records) for aim in _AIMS]
@@ -286,10 +276,7 @@ def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
     print_table(
         headline(run["machine"]),
         ["to reach", "must", "aim", "the worst measured", "verdict"],
-        [
-            [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
-            for judged in judge(results.records, run["added"])
-        ],
+        [[*astuple(judged)] for judged in judge(results.records, run["added"])],
         markdown,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import memory
@@ -90,10 +90,7 @@ def _show_promises(run: dict[str, Any], details: bool, markdown: bool) -> None:
     print_table(
         headline(run["machine"]),
         ["promise", "must", "aim", "measured", "verdict"],
-        [
-            [judged.what, judged.must, judged.aim, judged.measured, judged.verdict]
-            for judged in judge(results.records, waits, footprints)
-        ],
+        [[*astuple(judged)] for judged in judge(results.records, waits, footprints)],
         markdown,
     )
 

@@ -16,12 +16,10 @@ from collective.tools.show import size_name
 
 from .arena import Arena, ArenaError
 from .contestants import Side
-from .mpi_environments import VENDORS
 from .operations import ALL, lengths
 
 __all__ = [
-    "BACK_TO_BACK", "METHODS", "Gap", "Pace", "Record", "Task", "Turns", "compare", "fastest_mpi",
-    "find", "method_of",
+    "BACK_TO_BACK", "METHODS", "Gap", "Pace", "Record", "Task", "Turns", "compare", "method_of",
 ]  # fmt: skip
 
 #: How calls are timed. ``"latency"``: each call by itself from a common start, the slowest
@@ -339,26 +337,3 @@ class _TaskTurns(Turns):
                 wrong=self._wrong,
                 turns=tuple(middles),
             )
-
-
-def find(
-    records: Sequence[Record], operation: str, ranks: int, nbytes: int, side: str
-) -> Record | None:
-    """Return the record of a side, if there is one."""
-    for record in records:
-        key = (record.operation, record.ranks, record.nbytes, record.side)
-        if key == (operation, ranks, nbytes, side):
-            return record
-    return None
-
-
-def fastest_mpi(
-    records: Sequence[Record], operation: str, ranks: int, nbytes: int
-) -> Record | None:
-    """Return the record of the fastest MPI library, if there is one."""
-    found = [
-        record
-        for vendor in VENDORS
-        if (record := find(records, operation, ranks, nbytes, f"mpi4py/{vendor}")) is not None
-    ]
-    return min(found, key=lambda record: record.seconds, default=None)

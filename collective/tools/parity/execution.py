@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from .bounds import ulp
 from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, CaseLeaf
 from .frameworks import ArrayFramework, framework
 
-__all__ = ["Difference", "Verdict", "call", "prepare", "run_cases"]
+__all__ = ["Difference", "Verdict", "call", "prepare", "run_cases", "spread"]
 
 Array = np.ndarray[Any, Any]
 
@@ -172,11 +172,17 @@ def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ..
     if not steps:
         return kind.make(np.ascontiguousarray(array).reshape(array.shape), dtype, ())
     steps = tuple(step if kind.backwards else abs(step) for step in steps)
+    whole, part = spread(array, steps, _GUARD)
+    return kind.make(whole, dtype, part)
+
+
+def spread(array: Array, steps: tuple[int, ...], rest: int) -> tuple[Array, tuple[slice, ...]]:
+    """Return an array full of ``rest`` but for ``array`` in the slices that are returned, too."""
     part = tuple(slice(None, None, step) for step in steps)
     lengths = [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)]
-    whole = np.full(lengths, _GUARD, array.dtype)
+    whole = np.full(lengths, rest, array.dtype)
     whole[part] = array
-    return kind.make(whole, dtype, part)
+    return whole, part
 
 
 def _steps_of(leaf: CaseLeaf, reference: oracle.Reference) -> tuple[int, ...]:
@@ -224,41 +230,19 @@ def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str)
         options["axis"] = case.axis
     if case.operation in ("broadcast", "scatter") and comm.rank != root and case.omitted:
         x, options["like"] = None, like
-    make = _CALLS.get(case.operation, _plainly)
-    return make(comm, case, x, options)
-
-
-_ALONG_AN_AXIS = ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter")
-
-
-def _plainly(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
-    return getattr(comm, case.operation)(x, **options)
-
-
-def _sendrecv(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
+    if case.operation not in ("sendrecv", "send_recv"):
+        return getattr(comm, case.operation)(x, **options)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return comm.sendrecv(x, right, left, tag=3, **options)
-
-
-def _send_recv(comm: Communicator, case: Case, x: Any, options: dict[str, Any]) -> Any:
-    """Send to the next rank while receiving from the one before."""
-    if comm.size == 1:  # send and recv are for others
-        return _sendrecv(comm, case, x, options)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if case.operation == "sendrecv" or comm.size == 1:  # send and recv are for others
+        return comm.sendrecv(x, right, left, tag=3, **options)
+    # To the next rank while receiving from the one before.
     work = comm.send(x, right, async_op=True)
-    found = comm.recv(options.get("out"), left, like=_first(x))
+    found = comm.recv(out, left, like=nested.flatten(x)[0])
     work.wait()
     return found
 
 
-def _first(x: Any) -> Any:
-    return nested.flatten(x)[0]
-
-
-_CALLS: dict[str, Callable[[Communicator, Case, Any, dict[str, Any]], Any]] = {
-    "sendrecv": _sendrecv,
-    "send_recv": _send_recv,
-}
+_ALONG_AN_AXIS = ("scatter", "gather", "all_gather", "all_to_all", "reduce_scatter")
 
 
 # -- the comparison -------------------------------------------------------------------------------

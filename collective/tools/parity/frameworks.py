@@ -27,12 +27,14 @@ class ArrayFramework:
         like: its name for ``like=``.
         on_gpu: whether its arrays are in the memory of a GPU.
         backwards: whether its arrays may have negative strides.
+        takes_ml_dtypes: whether its arrays may be of dtypes of ml_dtypes.
     """
 
     name: ClassVar[str] = "numpy"
     like: ClassVar[str] = "numpy"
     on_gpu: ClassVar[bool] = False
     backwards: ClassVar[bool] = True
+    takes_ml_dtypes: ClassVar[bool] = True
 
     def unavailable(self) -> str:
         """Return why it cannot be used here, or nothing. May import it."""
@@ -45,7 +47,7 @@ class ArrayFramework:
     def dtypes(self) -> frozenset[str]:
         """Return the dtypes that its arrays can have."""
         foreign = frozenset(FOREIGN)
-        if importlib.util.find_spec("ml_dtypes") is not None:
+        if self.takes_ml_dtypes and importlib.util.find_spec("ml_dtypes") is not None:
             kinds = importlib.import_module("ml_dtypes")
             foreign = frozenset(name for name in FOREIGN if not hasattr(kinds, name))
         return frozenset(BY_NAME) - foreign
@@ -143,6 +145,7 @@ class CupyFramework(ArrayFramework):
     name = "cupy"
     like = "cupy"
     on_gpu = True
+    takes_ml_dtypes = False  # which have no kernels that would fill them
 
     def unavailable(self) -> str:
         missing = _missing("cupy")
@@ -158,10 +161,6 @@ class CupyFramework(ArrayFramework):
     def settle(self, local_rank: int) -> None:
         cupy = importlib.import_module("cupy")
         cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
-
-    def dtypes(self) -> frozenset[str]:
-        # Its own dtypes are NumPy's; those of ml_dtypes have no kernels that would fill them.
-        return frozenset(BY_NAME) - frozenset(FOREIGN)
 
     def read(self, x: Any) -> Array:
         return np.asarray(importlib.import_module("cupy").asnumpy(x))
@@ -179,6 +178,7 @@ class CudaFramework(ArrayFramework):
     name = "cuda"
     like = "cuda"
     on_gpu = True
+    takes_ml_dtypes = False
 
     def __init__(self) -> None:
         # Ranks that are threads share this object.
@@ -197,9 +197,6 @@ class CudaFramework(ArrayFramework):
             return "" if cuda.device_count() else "no GPU here"
         except CollectiveError as error:
             return str(error)
-
-    def dtypes(self) -> frozenset[str]:
-        return frozenset(BY_NAME) - frozenset(FOREIGN)
 
     def read(self, x: Any) -> Array:
         return np.array(x.copy().to_host())
@@ -225,7 +222,7 @@ class ChainerFramework(ArrayFramework):
 
     name = "chainer"
     like = "chainer"
-    backwards = True
+    takes_ml_dtypes = False
 
     def unavailable(self) -> str:
         missing = _missing("chainer")
@@ -241,9 +238,6 @@ class ChainerFramework(ArrayFramework):
         # It makes `import chainer` work beside today's NumPy.
         importlib.import_module("collective.adapters.chainer")
         return importlib.import_module("chainer")
-
-    def dtypes(self) -> frozenset[str]:
-        return frozenset(BY_NAME) - frozenset(FOREIGN)
 
     def make(self, whole: Array, dtype: str, part: tuple[slice, ...]) -> Any:
         copy = whole.copy()

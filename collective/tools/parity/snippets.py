@@ -13,7 +13,7 @@ from collective.testing import run_ranks
 
 from . import oracle
 from .cases import REDUCTIONS, ROOTED, Case
-from .execution import run_cases
+from .execution import run_cases, spread
 
 __all__ = ["reproduce", "snippet"]
 
@@ -125,13 +125,8 @@ def _nested(data: Any, shown: Any) -> str:
 def _array(array: Any, dtype: str, steps: tuple[int, ...], kind: str) -> str:
     if steps and kind != "numpy":
         steps = tuple(map(abs, steps))
-    part = tuple(slice(None, None, step) for step in steps)
     if steps:
-        whole = np.zeros(
-            [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)], array.dtype
-        )
-        whole[part] = array
-        array = whole
+        array, _ = spread(array, steps, 0)
     text = f"np.array({array.tolist()}, {str(array.dtype)!r}).reshape({array.shape})"
     if dtype in FOREIGN and kind == "numpy":
         text += f".view(ml_dtypes.{dtype})"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from collective.backends.hierarchical import HierarchicalBackend
 from collective.contract import registry
+from collective.contract.world import World
 from collective.errors import BackendUnavailableError
 from collective.testing.ranks import backend_class
 
-__all__ = ["Transport", "survey"]
+__all__ = ["Transport", "TwoHosts", "survey"]
 
 # One machine has one host, so hierarchical would not use the network at all.
-_STAND_INS = {"hierarchical": "collective.tools.parity.two_hosts:TwoHosts"}
+_STAND_INS = {"hierarchical": f"{__name__}:TwoHosts"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class Transport:
     on_gpu: bool = True
     reason: str = ""
     fix: str = ""
+
+
+class TwoHosts(HierarchicalBackend):
+    """``hierarchical`` with the last rank on another host: the network has something to carry."""
+
+    @classmethod
+    def host_of(cls, world: World) -> str:
+        return "other" if world.rank == world.size - 1 else "this"
 
 
 def survey(

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from collective.tools.bench.operations import ALL
+
 from . import steps as finding
 from .events import IN_CALLS, RankTrace, Slice
 
-__all__ = ["Intervals", "OperationCost", "Profile", "StepTimes", "bus_factor", "profile"]
+__all__ = ["Intervals", "OperationCost", "Profile", "StepTimes", "profile"]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 # Who waits for whom.
 _FROM_ROOT = {"broadcast", "scatter"}
 _TO_ROOT = {"reduce", "gather"}
-_PIECEWISE = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
 _MESSAGES = {"send", "recv", "sendrecv"}
 # What is measured of a step, as StepTimes calls it.
 _PARTS = ("step", "comp", "sync", "waiting", "background", "hidden", "window")
@@ -168,13 +169,6 @@ class Profile:
     clock_error: float
 
 
-def bus_factor(operation: str, ranks: int) -> float:
-    """Return busbw / algbw, as nccl-tests defines it (doc/PERFORMANCE.md there)."""
-    if operation == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if operation in _PIECEWISE else 1.0
-
-
 def profile(traces: Sequence[RankTrace]) -> Profile:
     """Return what the traced calls cost."""
     blocked = {
@@ -234,7 +228,8 @@ def _add(
     nbytes *= operation.name not in _MEMORY
     ranks = max(call.args.get("ranks", len(made)) for call in made.values())
     operation.nbytes += nbytes
-    operation.bus_bytes += nbytes * bus_factor(operation.name, ranks)
+    factor = ALL[operation.name].busbw(ranks) if operation.name in ALL else 1.0
+    operation.bus_bytes += nbytes * factor
     waited, moved = [], []
     for rank, call in made.items():
         took = call.end - call.start
