@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,29 +121,26 @@ class _Bench:
 
         return {name: around(call) for name, call in self.raw(x, y, there).items()}
 
-    def ours(self, x: Any, y: Any) -> dict[str, Request]:
+    def ours(self, x: Any, y: Any, **how: Any) -> dict[str, Request]:
         """Return the same on two arrays."""
         comm, counts = self.comm, [_COUNT]
         return {
-            "all_reduce(x, out=x)": lambda: comm.all_reduce(x, out=x),
-            "all_reduce(x, out=y)": lambda: comm.all_reduce(x, out=y),
-            "all_reduce(x)": lambda: comm.all_reduce(x),
-            "broadcast(x, out=x)": lambda: comm.broadcast(x, out=x),
-            "all_gather(x, counts=, out=y)": lambda: comm.all_gather(x, counts=counts, out=y),
+            "all_reduce(x, out=x)": partial(comm.all_reduce, x, out=x, **how),
+            "all_reduce(x, out=y)": partial(comm.all_reduce, x, out=y, **how),
+            "all_reduce(x)": partial(comm.all_reduce, x, **how),
+            "broadcast(x, out=x)": partial(comm.broadcast, x, out=x, **how),
+            "all_gather(x, counts=, out=y)": partial(
+                comm.all_gather, x, counts=counts, out=y, **how
+            ),
         }
 
     def asynchronous(self, x: Any, y: Any) -> dict[str, Request]:
         """Return the same with ``async_op=True``, and ``wait()``."""
-        comm, counts = self.comm, [_COUNT]
-        return {
-            "all_reduce(x, out=x)": lambda: comm.all_reduce(x, out=x, async_op=True).wait(),
-            "all_reduce(x, out=y)": lambda: comm.all_reduce(x, out=y, async_op=True).wait(),
-            "all_reduce(x)": lambda: comm.all_reduce(x, async_op=True).wait(),
-            "broadcast(x, out=x)": lambda: comm.broadcast(x, out=x, async_op=True).wait(),
-            "all_gather(x, counts=, out=y)": lambda: comm.all_gather(
-                x, counts=counts, out=y, async_op=True
-            ).wait(),
-        }
+
+        def waited(begin: Any) -> Request:
+            return lambda: begin().wait()
+
+        return {name: waited(call) for name, call in self.ours(x, y, async_op=True).items()}
 
     def layers(self, x: Any, x_address: int) -> dict[str, Request]:
         """Return an all-reduce in place at each of our layers, the lowest first."""

@@ -64,13 +64,11 @@ class Ranks:
         with ThreadPoolExecutor(size) as pool:
             return [each.result() for each in [pool.submit(function, rank) for rank in range(size)]]
 
-    def create(self, size: int, **options: Any) -> list[NcclComm]:
+    def create(self, size: int) -> list[NcclComm]:
         unique_id = self.library.unique_id()
 
         def one(rank: int) -> NcclComm:
-            return NcclComm.create(
-                self.library, unique_id, rank, size, cuda.device(rank), within(), **options
-            )
+            return NcclComm.create(self.library, unique_id, rank, size, cuda.device(rank), within())
 
         return self.run(size, one)
 

@@ -1,4 +1,7 @@
-"""NCCL's communicators over the ABI fake: how they come up, are derived, fail and go."""
+"""NCCL's communicators over the ABI fake: how they come up, fail and go, and what they have.
+
+What they enqueue, new versions and old ones alike: test_nccl_conformance.py.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
-    UnsupportedError,
 )
+from collective.memory.dtypes import BY_NAME
 
 __all__ = ["fresh", "ranks"]  # fixtures
 
@@ -54,8 +57,10 @@ def test_ranks_come_up_and_reduce(fresh: Callable[[int], Ranks], version: int, s
     assert not any(comm.handle for comm in comms)
     name = "ncclCommInitRank(" if version == OLDER else "ncclCommInitRankConfig"
     assert len(ranks.fake.log(name)) == size
-    assert len(ranks.fake.log("ncclCommFinalize")) == (0 if version == OLDER else size)
-    assert len(ranks.fake.log("ncclCommDestroy")) == size
+    # Those that initialised without blocking have been split.
+    made = 2 * size if version == NEW else size
+    assert len(ranks.fake.log("ncclCommFinalize")) == (0 if version == OLDER else made)
+    assert len(ranks.fake.log("ncclCommDestroy")) == made
     assert ranks.fake.log("ncclCommAbort") == []
 
 
@@ -153,7 +158,7 @@ def test_an_error_during_init_has_nccls_words(fresh: Callable[[int], Ranks], ver
 
 
 def test_calls_may_block_though_initialisation_does_not(ranks: Ranks) -> None:
-    comms = ranks.create(2, blocking=True)
+    comms = ranks.create(2)
     assert all("blocking=0" in line for line in ranks.fake.log("ncclCommInitRankConfig"))
     x = np.ones(1, np.float32)
 
@@ -161,70 +166,34 @@ def test_calls_may_block_though_initialisation_does_not(ranks: Ranks) -> None:
         return comms[rank].all_reduce(at(x), at(x), 0, FLOAT32, SUM, ranks.stream(rank))
 
     assert ranks.run(2, one) == [False, False]  # not even when the ranks connect
-    assert ranks.sums(comms) == [[3.0] * 3] * 2
     destroy(ranks, comms)
-    # The first one has gone, too.
-    assert len(ranks.fake.log("ncclCommDestroy")) == 4
 
 
-# -- deriving -----------------------------------------------------------------------------------
+def test_a_split_that_is_given_up_leaves_nothing(ranks: Ranks) -> None:
+    unique_id = ranks.library.unique_id()
 
-
-def test_split_by_color_in_the_order_of_keys(ranks: Ranks) -> None:
-    comms = ranks.create(4)
-
-    def one(rank: int) -> NcclComm | None:
-        color = None if rank == 3 else rank % 2
-        return comms[rank].split(color, -rank, within())
-
-    parts = ranks.run(4, one)
-    assert parts[3] is None
-    assert [(part.rank, part.size) for part in parts if part] == [(1, 2), (0, 1), (0, 2)]
-    assert ranks.sums([part for part in (parts[0], parts[2]) if part]) == [[3.0] * 3] * 2
-    assert ranks.sums(comms) == [[10.0] * 3] * 4  # they go on to work
-    destroy(ranks, [part for part in (parts[0], parts[2]) if part])
-
-
-def test_split_that_is_given_up_aborts_both(ranks: Ranks) -> None:
-    comms = ranks.create(2)
-    with pytest.raises(CollectiveTimeoutError):
-        comms[0].split(0, 0, within(0.05))
-    assert comms[0].handle == 0
-    with pytest.raises(CommunicatorAbortedError, match="rank 0 was aborted"):
-        comms[0].all_reduce(1, 1, 1, FLOAT32, SUM, 0)
-    comms[1].abort()
-
-
-def test_shrink_leaves_the_others(ranks: Ranks) -> None:
-    comms = ranks.create(3)
-    left = {}
+    def poll() -> None:
+        if ranks.fake.log("ncclCommSplit"):
+            raise CollectiveTimeoutError("rank 1 is not there")
 
     def one(rank: int) -> None:
-        if rank != 1:
-            left[rank] = comms[rank].shrink([1], within())
+        if rank == 1:  # never comes to the split
+            comm = NcclComm(ranks.library, 1, 2, cuda.device(1))
+            comm._initialise(unique_id, within())
+            comm.abort()
+            return
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 is not there"):
+            NcclComm.create(ranks.library, unique_id, 0, 2, cuda.device(0), poll)
 
-    ranks.run(3, one)
-    assert [(left[rank].rank, left[rank].size) for rank in (0, 2)] == [(0, 2), (1, 2)]
-    assert ranks.sums([left[0], left[2]]) == [[3.0] * 3] * 2
-
-
-def test_old_versions_name_the_one_that_can(fresh: Callable[[int], Ranks]) -> None:
-    ranks = fresh(OLD)
-    (comm,) = ranks.create(1)
-    with pytest.raises(UnsupportedError, match=r"2\.18\.1 brings it"):
-        comm.split(0, 0, within())
-    with pytest.raises(UnsupportedError, match=r"2\.27\.3 brings it"):
-        comm.shrink([], within())
-    with pytest.raises(UnsupportedError, match=r"2\.19\.1 brings it"):
-        comm.register(1 << 20, 64)
-    assert ranks.sums([comm]) == [[1.0] * 3]
-    comm.destroy(within())
+    ranks.run(2, one)
+    assert len(ranks.fake.log("ncclCommAbort")) == 2
 
 
 # -- going --------------------------------------------------------------------------------------
 
 
-def test_an_error_of_another_rank_is_seen(ranks: Ranks) -> None:
+def test_an_error_of_another_rank_is_seen(fresh: Callable[[int], Ranks]) -> None:
+    ranks = fresh(OLD)  # whose calls do not block
     comms = ranks.create(2)
     assert [comm.async_error() for comm in comms] == [None, None]
     x = np.ones(3, np.float32)
@@ -246,6 +215,7 @@ def test_an_error_of_another_rank_is_seen(ranks: Ranks) -> None:
 
 def test_abort_frees_once_from_any_thread(ranks: Ranks) -> None:
     (comm,) = ranks.create(1)
+    ranks.fake.clear_log()
     ranks.run(4, lambda rank: comm.abort())
     comm.abort()
     comm.destroy(within())
@@ -253,7 +223,8 @@ def test_abort_frees_once_from_any_thread(ranks: Ranks) -> None:
     assert ranks.fake.log("ncclCommDestroy") == []
 
 
-def test_abort_wakes_a_call_that_waits_for_another_rank(ranks: Ranks) -> None:
+def test_abort_wakes_a_call_that_waits_for_another_rank(fresh: Callable[[int], Ranks]) -> None:
+    ranks = fresh(OLD)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
     begun = threading.Event()
@@ -271,8 +242,9 @@ def test_abort_wakes_a_call_that_waits_for_another_rank(ranks: Ranks) -> None:
     comms[1].abort()
 
 
-def test_abort_wakes_a_call_that_blocks(fresh: Callable[[int], Ranks]) -> None:
-    ranks = fresh(OLDER)
+@pytest.mark.parametrize("version", [NEW, OLDER])
+def test_abort_wakes_a_call_that_blocks(fresh: Callable[[int], Ranks], version: int) -> None:
+    ranks = fresh(version)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
 
@@ -289,7 +261,8 @@ def test_abort_wakes_a_call_that_blocks(fresh: Callable[[int], Ranks]) -> None:
     assert len(ranks.fake.log("ncclCommAbort")) == 2
 
 
-def test_destroy_that_is_given_up_aborts(ranks: Ranks) -> None:
+def test_destroy_that_is_given_up_aborts(fresh: Callable[[int], Ranks]) -> None:
+    ranks = fresh(OLD)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
     # Its peer never receives, so what is enqueued does not end.
@@ -299,3 +272,76 @@ def test_destroy_that_is_given_up_aborts(ranks: Ranks) -> None:
     assert comms[0].handle == 0
     assert len(ranks.fake.log("ncclCommAbort")) == 1
     comms[1].abort()
+
+
+# -- what it enqueues, and has beside itself ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_premultiplied_sum(ranks: Ranks, dtype: str) -> None:
+    kind = BY_NAME[dtype]
+    code = ranks.library.dtype(kind)
+    assert code is not None
+    comms = ranks.create(2)
+    one = np.array([0x3F80], np.uint16) if dtype == "bfloat16" else np.ones(1, kind.storage)
+    out = [one.copy() for _ in comms]
+
+    def reduce(rank: int) -> None:
+        op = comms[rank].premul_sum(0.375, kind)
+        assert comms[rank].premul_sum(0.375, kind) == op
+        stream = ranks.stream(rank)
+        if comms[rank].all_reduce(at(out[rank]), at(out[rank]), 1, code, op, stream):
+            comms[rank].settle(within())
+        ranks.wait(stream, rank)
+
+    ranks.run(2, reduce)
+    wanted = np.array([0x3F40], np.uint16) if dtype == "bfloat16" else 0.75
+    assert [array.tolist() for array in out] == [np.broadcast_to(wanted, 1).tolist()] * 2
+    assert len(ranks.fake.log("ncclRedOpCreatePreMulSum")) == 2
+    destroy(ranks, comms)
+    assert len(ranks.fake.log("ncclRedOpDestroy")) == 2
+
+
+def test_factors_that_vary_do_not_pile_up(ranks: Ranks) -> None:
+    (comm,) = ranks.create(1)
+    for number in range(200):
+        comm.premul_sum(number, BY_NAME["float32"])
+    assert len(ranks.fake.log("ncclRedOpDestroy")) == 200 - 60
+    comm.destroy(within())
+
+
+def test_a_group_ends_when_its_body_raises(ranks: Ranks) -> None:
+    (comm,) = ranks.create(1)
+    with pytest.raises(ZeroDivisionError), comm.group():
+        raise ZeroDivisionError
+    starts, ends = (len(ranks.fake.log(name)) for name in ("ncclGroupStart", "ncclGroupEnd"))
+    assert starts == ends == 1
+    assert ranks.sums([comm]) == [[1.0] * 3]
+
+
+def test_what_nccl_refuses_in_a_group_is_raised_once(ranks: Ranks) -> None:
+    (comm,) = ranks.create(1)
+    refused = pytest.raises(BackendError, match="ncclAllReduce of rank 0: invalid argument")
+    with refused, comm.group():
+        comm.all_reduce(0, 0, 3, FLOAT32, SUM, 0)
+    assert ranks.sums([comm]) == [[1.0] * 3]
+
+
+def test_memory_of_nccls_own_is_registered(ranks: Ranks) -> None:
+    comms = ranks.create(2)
+
+    def one(rank: int) -> None:
+        comm = comms[rank]
+        address = comm.mem_alloc(8192)
+        assert cuda.owner_of(address) == rank
+        handle = comm.register(address, 8192)
+        comm.deregister(handle)
+        window = comm.window(address, 8192, within())
+        assert window
+        comm.close_window(window)
+        comm.destroy(within())
+        comm.close_window(window)  # nothing is left to take back
+        comm.mem_free(address)
+
+    ranks.run(2, one)
+    assert len(ranks.fake.log("ncclMemFree")) == 2

@@ -101,8 +101,6 @@ def test_codes_are_those_of_the_header(header: str) -> None:
     assert enum(header, "ncclScalarResidence_t")["ncclScalarHostImmediate"] == (
         prototypes.SCALAR_ON_HOST
     )
-    assert constant(header, "NCCL_SPLIT_NOCOLOR") == prototypes.NO_COLOR
-    assert constant(header, "NCCL_SHRINK_ABORT") == prototypes.SHRINK_ABORT
     assert constant(header, "NCCL_WIN_COLL_SYMMETRIC") == prototypes.WINDOW_SYMMETRIC
     assert constant(header, "NCCL_UNIQUE_ID_BYTES") == ctypes.sizeof(UniqueId)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -12,18 +15,27 @@ import pytest
 
 pytest.importorskip("fakes")
 
+from fakes import Fake
+from gpu_programs import error_of, until
 from nccl_callers import FAR, Caller, FakeNccl, Run, needs_compiler, pools, read, side_by_side
 
-from collective import ops
+from collective import cuda, ops
+from collective.backends.nccl import NcclBackend
 from collective.contract.backend import ANY_SOURCE
-from collective.errors import UnsupportedError
+from collective.contract.world import World
+from collective.errors import (
+    AllocationError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    UnsupportedError,
+)
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
 from collective.request import Request
+from collective.start.memory_store import MemoryStore
 
 pytestmark = needs_compiler
 
-SIZES = (1, 2, 3, 4)
 CALL = Request("test")
 
 
@@ -40,24 +52,18 @@ def numbers(rank: int, count: int, dtype: str = "float32") -> np.ndarray[Any, An
 # -- collectives ------------------------------------------------------------------------
 
 
-def reduces(comm: Any) -> None:
-    caller = Caller(comm)
-    every = np.stack([numbers(r, 17) for r in range(caller.size)])
-    src, dst = caller.buffer(every[caller.rank]), caller.empty(17, "float32")
-    caller.call("all_reduce", src, dst, op=ops.as_op("sum"))
-    np.testing.assert_array_equal(read(dst), np.sum(every, axis=0))
-    for root in range(caller.size):
-        dst = caller.empty(17, "float32")
-        at_root = caller.rank == root
-        caller.call("reduce", src, dst if at_root else None, op=ops.as_op("sum"), root=root)
-        if at_root:
-            np.testing.assert_array_equal(read(dst), np.sum(every, axis=0))
-    np.testing.assert_array_equal(read(src), every[caller.rank])
+def adds(caller: Caller, timeout: float = FAR) -> Any:
+    """Make a call that takes all ranks; return what it writes to."""
+    x = caller.buffer(np.ones(4))  # to make one waits for the stream
+    caller.call("all_reduce", x, x, op=ops.as_op("sum"), timeout=timeout)
+    return x
 
 
-@pytest.mark.parametrize("size", [1, 4])  # of two and three: test_nccl_conformance.py
-def test_reduce_and_all_reduce(nccl: Run, size: int) -> None:
-    nccl(size, reduces, shared=True)
+def connect(caller: Caller) -> None:
+    """Make the communicator, so that later calls do not wait for the other ranks."""
+    adds(caller)
+    caller.finish()
+    caller.backend.plan(Request("barrier"))(None, None, FAR)
 
 
 def exchanges(comm: Any, table: list[list[int]]) -> None:
@@ -123,8 +129,7 @@ def batches(comm: Any) -> None:
     with caller.backend.batch():
         for each in buffers:
             caller.call("all_reduce", each, each, op=one)
-        with caller.backend.batch():
-            caller.call("broadcast", buffers[1], buffers[1], root=size - 1)
+        caller.call("broadcast", buffers[1], buffers[1], root=size - 1)
     for each, n in zip(buffers[::2], (5, 300)):
         np.testing.assert_array_equal(read(each), sum(numbers(r, n) for r in range(size)))
     with caller.backend.batch():
@@ -173,30 +178,6 @@ def on_host(comm: Any) -> None:
 def test_host_memory_needs_no_gpu() -> None:
     for run in pools(NoGpu):
         run(3, on_host)
-
-
-# -- groups -----------------------------------------------------------------------------
-
-
-def shrinks(comm: Any, used: bool) -> None:
-    caller = Caller(comm)
-    if used:
-        x = caller.buffer(np.ones(2))
-        caller.call("all_reduce", x, x, op=ops.as_op("sum"))
-    if caller.rank == 1:
-        return
-    less = Caller(caller.backend.shrink([1], FAR))
-    assert (less.rank, less.size) == ([0, None, 1][caller.rank], 2)
-    assert (less.backend._comm is not None) is used
-    x = less.buffer(np.ones(2))
-    less.call("all_reduce", x, x, op=ops.as_op("sum"))
-    assert read(x).tolist() == [2, 2]
-    less.backend.close()
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_shrink(nccl: Run, used: bool) -> None:
-    nccl(3, shrinks, used)
 
 
 # -- messages ---------------------------------------------------------------------------
@@ -270,33 +251,23 @@ def many_at_once(comm: Any) -> None:
             mine.backend.recv(got, src, tag, FAR)
             np.testing.assert_array_equal(read(got), expected)
 
+    def exchange(peer: int, tag: int) -> None:
+        mine = caller.on(caller.device.new_stream())
+        for turn in range(3):
+            src, expected = (content(*pair, tag, turn) for pair in ((rank, peer), (peer, rank)))
+            got = mine.empty(expected.size, "int64")
+            mine.backend.sendrecv(mine.buffer(src), peer, got, peer, tag, FAR)
+            np.testing.assert_array_equal(read(got), expected)
+
     side_by_side(
         *(lambda p=p, t=t: send(p, t) for p in others for t in tags),
         *(lambda p=p, t=t: recv(p, t) for p in others for t in tags),
+        *(lambda p=p, t=t: exchange(p, t) for p in others for t in (7, 8)),
     )
 
 
 def test_all_pairs_and_tags_at_once(nccl: Run) -> None:
     nccl(3, many_at_once)
-
-
-def two_threads_exchange(comm: Any) -> None:
-    """Two exchanges of the same two ranks, each holding a turn in both directions."""
-    caller = Caller(comm)
-    peer = 1 - caller.rank
-
-    def exchange(tag: int) -> None:
-        mine = caller.on(caller.device.new_stream())
-        for turn in range(20):
-            x, got = mine.buffer(np.full(50, caller.rank + 10 * turn)), mine.empty(50, "int64")
-            mine.backend.sendrecv(x, peer, got, peer, tag, FAR)
-            assert read(got)[0] == peer + 10 * turn
-
-    side_by_side(lambda: exchange(1), lambda: exchange(2))
-
-
-def test_exchanges_in_two_threads(nccl: Run) -> None:
-    nccl(2, two_threads_exchange)
 
 
 def from_anybody(comm: Any) -> None:
@@ -354,6 +325,57 @@ def test_receives_in_two_threads(nccl: Run) -> None:
     nccl(2, asks_later)
 
 
+# -- streams --------------------------------------------------------------------------
+
+
+def current_streams(comm: Any) -> None:
+    """Within ``cuda.on`` the other stream is used."""
+    caller = Caller(comm)
+    connect(caller)
+    side = caller.backend.side_stream(caller.device)
+    assert side is caller.backend.side_stream(caller.device)
+    assert side is not caller.backend.side_stream(caller.device, "messages")
+    x = caller.buffer(np.ones(10))
+    caller.finish()
+    fake = Fake()
+    fake.clear_log()
+    with cuda.on(side):
+        caller.call("all_reduce", x, x, op=ops.as_op("sum"))
+    assert f"{side.handle:#x}" in fake.log("ncclAllReduce")[-1]
+    caller.stream.wait(side.record())
+    assert read(x).tolist() == [caller.size] * 10
+    # There are not more of them than that, however many tags there are.
+    kept = [caller.backend.side_stream(caller.device, tag) for tag in range(1000)]
+    assert len(caller.backend._sides) <= 128
+    assert caller.backend.side_stream(caller.device, 999) is kept[-1]
+
+
+def test_streams_beside_the_callers(nccl: Run) -> None:
+    nccl(2, current_streams)
+
+
+def keeps_nothing(comm: Any) -> None:
+    """Events go back to the pool, and the thread goes to sleep."""
+    caller = Caller(comm)
+    connect(caller)
+    x = caller.buffer(np.ones(10))
+    for _ in range(100):
+        caller.call("all_reduce", x, x, op=ops.as_op("sum"))
+    caller.finish()
+    watch = caller.backend._watch
+    until(lambda: watch.asleep and not watch._new and not watch._pending)
+    assert watch.unfinished() is None
+    made = len(caller.device.events)
+    for _ in range(3):
+        caller.call("all_reduce", x, x, op=ops.as_op("sum"))
+        caller.finish()
+    assert len(caller.device.events) <= made + 1
+
+
+def test_what_is_over_is_let_go(nccl: Run) -> None:
+    nccl(2, keeps_nothing)
+
+
 # -- memory -----------------------------------------------------------------------------
 
 
@@ -370,10 +392,7 @@ def allocates(comm: Any) -> None:
     kept = backend.empty_device(64, CALL, FAR)
     del array, x
     gc.collect()
-    end = time.monotonic() + FAR
-    while len(backend._blocks._out) > 1 or backend._blocks._dropped:
-        assert time.monotonic() < end, "it was not given back"
-        time.sleep(0.002)
+    until(lambda: len(backend._blocks._out) == 1 and not backend._blocks._dropped)
     backend.close()
     # Arrays stay valid until they are dropped, and go without a communicator.
     kept.fill_from_host(np.arange(64, dtype=np.uint8))
@@ -401,13 +420,10 @@ def over_gloo(comm: Any) -> None:
     caller = Caller(comm)
     assert caller.backend.channel is caller.backend._plane.channel
     assert caller.backend.capabilities.across_hosts
-    reduces(comm)
     out_of_order(comm)
     many_at_once(comm)
-    x = caller.buffer(np.ones(2))
     half = Caller(caller.backend.group([1, 0], FAR))
-    half.call("all_reduce", x, x, op=ops.as_op("sum"))
-    assert read(x).tolist() == [2, 2]
+    assert read(adds(half)).tolist() == [2] * 4
     half.backend.close()
 
 
@@ -415,3 +431,145 @@ def test_over_gloo() -> None:
     pytest.importorskip("torch")
     for run in pools(OverGloo):
         run(2, over_gloo)
+
+
+# -- when things go wrong ---------------------------------------------------------------
+# Peers that die, abort or do not come, as a program hears of them: test_nccl_conformance.py and
+# test_nccl_bad_input.py.
+
+
+def broken(caller: Caller) -> BaseException:
+    """Wait until the transport is broken; return what a call raises then."""
+    until(lambda: caller.backend.channel.failure is not None)
+    return error_of(lambda: adds(caller))
+
+
+def other_lengths(comm: Any) -> str:
+    caller = Caller(comm)
+    x = caller.buffer(np.ones(3 + caller.rank))
+    if caller.rank == 0:
+        return str(error_of(lambda: caller.backend.send(x, 1, 0, FAR)))
+    return str(error_of(lambda: caller.backend.recv(x, 0, 0, FAR)))
+
+
+def test_a_message_of_another_length(nccl: Run) -> None:
+    for text in nccl(2, other_lengths):
+        assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in text
+
+
+def leaves_in_time(comm: Any) -> None:
+    """Who has done its part may go: the others' calls end well."""
+    caller = Caller(comm)
+    if caller.rank == 0:
+        x = caller.buffer(np.full(3, 7))
+        caller.call("broadcast", x, x, root=0)
+        caller.backend.close()
+    else:
+        x = caller.buffer(np.zeros(3, np.int64))
+        caller.call("broadcast", x, x, root=0)
+        assert read(x).tolist() == [7] * 3
+
+
+def test_close_waits_for_what_is_under_way(nccl: Run) -> None:
+    nccl(2, leaves_in_time)
+
+
+def closes_alone(comm: Any) -> float:
+    caller = Caller(comm)
+    connect(caller)
+    since = time.monotonic()
+    if caller.rank == 0:
+        adds(caller)  # to which nobody comes
+        caller.backend.close()
+        caller.stream.synchronize()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if "nccl" in name], names
+    return time.monotonic() - since
+
+
+def test_close_with_work_that_nobody_joins(nccl: Run) -> None:
+    assert max(nccl(2, closes_alone)) < FAR
+
+
+def host_times_out(comm: Any) -> str:
+    """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
+    caller = Caller(comm)
+    connect(caller)
+    if caller.rank == 0:
+        error = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, 0.5))
+        assert isinstance(error, CollectiveTimeoutError)
+        return str(error_of(lambda: adds(caller)))
+    return str(broken(caller))
+
+
+def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
+    for text in nccl(3, host_times_out):
+        assert "waited 0.5 s" in text
+
+
+def not_enough(comm: Any) -> str:
+    caller = Caller(comm)
+    connect(caller)
+    if caller.rank == 1:
+        Fake().knob("alloc_fail_at", 1)
+    error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), FAR))
+    assert isinstance(error, AllocationError), error
+    adds(caller)  # it stays usable
+    caller.finish()
+    return str(error)
+
+
+def test_no_memory_on_one_rank(nccl: Run) -> None:
+    for text in nccl(3, not_enough):
+        assert "there is not enough on that of rank 1" in text
+
+
+class NoDriver(FakeNccl):
+    """Rank 0 has no GPU."""
+
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> NcclBackend:
+        made = super().connect(world, timeout)
+        if world.rank == 0:
+            os.environ["COLLECTIVE_CUDA_LIBRARY"] = "/nowhere/libcuda.so.1"
+        return made
+
+
+def cannot(comm: Any) -> str:
+    """Make a call that is refused on every rank, and another on the host."""
+    backend = comm._backend
+    # Whoever has no GPU has no array on one either; all ranks are in the call all the same.
+    texts = set()
+    for _ in range(2):
+        error = error_of(lambda: backend._open("all_reduce()", FAR))
+        assert isinstance(error, BackendUnavailableError), error
+        texts.add(str(error))
+    assert len(texts) == 1
+    backend.plan(Request("barrier"))(None, None, FAR)
+    return texts.pop()
+
+
+# What else does not go together: test_nccl_bad_input.py::test_what_the_ranks_cannot_do_together.
+def test_a_rank_without_a_driver_is_named_everywhere() -> None:
+    for run in pools(NoDriver):
+        for refusal in run(2, cannot):
+            assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
+
+
+def dropped(comm: Any) -> None:
+    """A transport that is not closed leaves no thread."""
+    job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
+    options = {"host": "threads"}
+    world = World(0, 1, 0, 1, "here", "none", job, store=MemoryStore(), options=options)
+    backend = NcclBackend.connect(world, FAR)
+    adds(Caller(backend))
+    del backend
+    gc.collect()
+    watching = [each for each in threading.enumerate() if "nccl" in each.name]
+    for thread in watching:  # one that is ending may have been seen
+        thread.join(10)
+    assert not [thread.name for thread in watching if thread.is_alive()]
+
+
+def test_a_transport_that_is_dropped(nccl: Run) -> None:
+    nccl(1, dropped)

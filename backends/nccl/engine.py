@@ -13,20 +13,22 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from collective.errors import CommunicatorAbortedError
 
-from .joining import IN_PROGRESS, STEP_S, Poll, in_thread, initialise
+from .enqueue import NcclCalls, Poll, patient
 from .library import NcclLibrary
-from .prototypes import NO_COLOR, SHRINK_ABORT, new_config
-from .resources import Resources, patient
+from .prototypes import IN_PROGRESS, UniqueId, new_config
 
 if TYPE_CHECKING:
     from collective.cuda import Device
 
 __all__ = ["NcclComm"]
+
+# Seconds between two looks at what takes long.
+_STEP_S = 0.0005
 
 # The first polls follow each other closely, for what takes microseconds; initialisation
 # takes tenths of a second.
@@ -35,8 +37,8 @@ _SPINS = 200
 _GRACE_S = 0.1
 
 
-class NcclComm(Resources):
-    """A communicator. Made by :meth:`create`, :meth:`split` and :meth:`shrink`.
+class NcclComm(NcclCalls):
+    """A communicator. Made by :meth:`create`.
 
     Calls come from one thread at a time; :meth:`abort` and :meth:`async_error` from any.
     """
@@ -65,30 +67,27 @@ class NcclComm(Resources):
         size: int,
         device: Device,
         poll: Poll,
-        *,
-        blocking: bool = False,
     ) -> NcclComm:
         """Join the other ranks that have the same ``unique_id`` (``ncclCommInitRankConfig``).
+
+        From 2.18 on its later calls may wait on the host for other ranks, until :meth:`abort`: a
+        non-blocking one costs a thread of NCCL's own, which starts it, and does not know the
+        caller's per-thread stream.
 
         Args:
             unique_id: of :meth:`NcclLibrary.unique_id`, which one rank calls.
             device: another one on every rank.
             poll: called again and again meanwhile; raises to give up.
-            blocking: whether later calls may wait on the host for other ranks, until
-                :meth:`abort`. A non-blocking call costs a thread of NCCL's own, which starts
-                it, and does not know the caller's per-thread stream. Ignored before 2.18.
 
         Raises:
             BackendError: NCCL refuses or fails. Nothing is left of the communicator, then
                 and when ``poll`` raises.
         """
         comm = cls(library, rank, size, device)
-        initialise(comm, unique_id, poll)
-        if not blocking or not library.has("ncclCommSplit"):
+        comm._initialise(unique_id, poll)
+        if not library.has("ncclCommSplit"):
             return comm
-        # One that blocks in its later calls, but not in this one: a split inherits nothing.
-        child = comm.split(0, rank, poll, blocking=True)
-        assert child is not None
+        child = comm._that_blocks(poll)
         try:
             comm.destroy(poll)
         except BaseException:
@@ -96,70 +95,55 @@ class NcclComm(Resources):
             raise
         return child
 
-    def split(
-        self, color: int | None, key: int, poll: Poll, *, blocking: bool | None = None
-    ) -> NcclComm | None:
-        """Return a communicator among the ranks of the same ``color`` (``ncclCommSplit``).
-
-        Collective: every rank. If it fails here, this communicator is aborted too.
-
-        Args:
-            color: None to be in none of them; the result is None, too.
-            key: ranks are in its order.
-            poll: as for :meth:`create`.
-            blocking: as for :meth:`create`; by default as this communicator.
-        """
-        split = self.library.function("ncclCommSplit")
-        config = None if blocking is None else new_config(blocking=int(blocking))
-        given = None if config is None else ctypes.addressof(config)
-        number = NO_COLOR if color is None else color
-        found = self._derive(
-            "ncclCommSplit", lambda raw, new: split(raw, number, key, new, given), poll
-        )
-        return found if color is not None else None
-
-    def shrink(self, excluded: Sequence[int], poll: Poll, *, abort: bool = False) -> NcclComm:
-        """Return a communicator without the ranks ``excluded`` (``ncclCommShrink``).
-
-        Collective: the ranks that stay.
-
-        Args:
-            excluded: ranks of this communicator; the others move up.
-            poll: as for :meth:`create`.
-            abort: whether what runs on this communicator is ended first: after an error.
-        """
-        shrink = self.library.function("ncclCommShrink")
-        ranks = (ctypes.c_int * len(excluded))(*excluded)
-        flags = SHRINK_ABORT if abort else 0
-        found = self._derive(
-            "ncclCommShrink",
-            lambda raw, new: shrink(raw, ctypes.addressof(ranks), len(ranks), new, None, flags),
-            poll,
-        )
-        assert found is not None
-        return found
-
-    def _derive(self, name: str, begin: Callable[[int, int], int], poll: Poll) -> NcclComm | None:
-        child = NcclComm(self.library, 0, 0, self.device)
-        with self.device.active(), self._lock:
-            code = begin(self._living(name), ctypes.addressof(child._handle))
-        if code:
-            self._in_progress(code, name)
+    def _initialise(self, unique_id: bytes, poll: Poll) -> None:
+        if self.library.has("ncclCommInitRankConfig"):
+            name, config = "ncclCommInitRankConfig", new_config(blocking=0)
+            code = self._begin(name, unique_id, ctypes.addressof(config))
+        else:
+            name = "ncclCommInitRank"
+            code = _in_thread(lambda: self._begin(name, unique_id), poll, self._give_up)
         try:
+            self._raw = self._handle.value or 0
+            if code not in (0, IN_PROGRESS):
+                self._check(code, name)
+            self._ready(name, poll)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _begin(self, name: str, unique_id: bytes, *config: int) -> int:
+        function, identity = self.library.function(name), UniqueId.from_buffer_copy(unique_id)
+        with self.device.active():
+            where = ctypes.addressof(self._handle)
+            code: int = function(where, self.size, identity, self.rank, *config)
+        return code
+
+    def _give_up(self) -> None:
+        self._raw = self._handle.value or 0
+        self.abort()
+
+    def _that_blocks(self, poll: Poll) -> NcclComm:
+        """Return one of the same ranks that blocks in its later calls, but not in this one.
+
+        A split inherits nothing. If it fails, this communicator is aborted too.
+        """
+        name, config = "ncclCommSplit", new_config(blocking=1)
+        child = NcclComm(self.library, self.rank, self.size, self.device)
+        split, new = self.library.function(name), ctypes.addressof(child._handle)
+        with self.device.active(), self._lock:
+            code = split(self._living(name), 0, self.rank, new, ctypes.addressof(config))
+        try:
+            if code:
+                self._in_progress(code, name)
             # NCCL may go on by itself and write the child's handle later: it is read when this
             # communicator is through, and waited for again before it is asked for anything.
             self._ready(name, poll)
             child._raw = child._handle.value or 0
-            if not child._raw:
-                return None
             child._ready(name, poll)
-            child.rank = child._ask("ncclCommUserRank")
-            child.size = child._ask("ncclCommCount")
         except BaseException:
             # This one first: it is what the half-made one hangs on, and what frees it.
             self.abort()
-            child._raw = child._handle.value or 0
-            child.abort()
+            child._give_up()
             raise
         return child
 
@@ -224,7 +208,7 @@ class NcclComm(Resources):
             if polls < _SPINS:
                 os.sched_yield()
             else:
-                time.sleep(STEP_S)
+                time.sleep(_STEP_S)
         if code:
             self._check(code, name)
 
@@ -241,11 +225,6 @@ class NcclComm(Resources):
         with self._lock:
             self.library.check(code, f"{name} of rank {self.rank}", self._raw)
 
-    def _ask(self, name: str) -> int:
-        answer = ctypes.c_int()
-        self._check(self.library.function(name)(self._raw, ctypes.byref(answer)), name)
-        return answer.value
-
     # -- going ------------------------------------------------------------------------------
 
     def abort(self) -> None:
@@ -259,7 +238,7 @@ class NcclComm(Resources):
         if raw:
             end = time.monotonic() + _GRACE_S
             while self._inside and time.monotonic() < end:
-                time.sleep(STEP_S)
+                time.sleep(_STEP_S)
             if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
                 self._lock.release()  # who had the old handle is through
             # Its code says no more than that the communicator was broken before.
@@ -291,7 +270,7 @@ class NcclComm(Resources):
             # Then it is this call that waits for what is enqueued, where poll cannot end it: so
             # it is made by a thread, which is left to itself when poll gives up.
             raw = self._take()
-            code = in_thread(lambda: self._on_device(destroy, raw), poll, patient)
+            code = _in_thread(lambda: self._on_device(destroy, raw), poll, patient)
             self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
             return
         finalize = self.library.function("ncclCommFinalize")
@@ -312,3 +291,39 @@ class NcclComm(Resources):
         with self._ending:
             raw, self._raw = self._raw, 0
         return raw
+
+
+def _in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> int:
+    """Do what blocks in a thread; return its result code.
+
+    Args:
+        poll: called meanwhile; when it raises, the thread is left to itself.
+        undo: called when the work is done and nobody wants it any more.
+    """
+    # With the lock the thread and this one each say that they are through, and look whether the
+    # other is: the later one undoes the work, and nobody does it twice.
+    lock, done = threading.Lock(), threading.Event()
+    codes: list[int] = []
+    unwanted = False
+
+    def run() -> None:
+        code = work()
+        with lock:
+            codes.append(code)
+            done.set()
+            late = unwanted
+        if late:
+            undo()
+
+    threading.Thread(target=run, name="collective-nccl-blocking", daemon=True).start()
+    try:
+        while not done.wait(_STEP_S):
+            poll()
+    except BaseException:
+        with lock:
+            unwanted = True
+            early = bool(codes)
+        if early:
+            undo()
+        raise
+    return codes[0]

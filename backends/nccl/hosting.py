@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective.backends.peers import levels
 from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
     from collective.contract.world import World
 
-__all__ = ["BroadcastStore", "Reporting", "breaker", "host_plane"]
+__all__ = ["BroadcastStore", "Reporting", "breaker", "connect_step", "host_plane", "step_of"]
 
 _UINT8 = BY_NAME["uint8"]
 _MAIL_BYTES = 4096
@@ -52,6 +54,33 @@ def host_plane(world: World) -> type[Backend]:
         else:
             name = "hierarchical"
     return registry.find(name)
+
+
+def connect_step(
+    host: Backend,
+    number: int,
+    operation: str,
+    src: Buffer,
+    dst: Buffer,
+    timeout: float,
+    **arguments: Any,
+) -> None:
+    """Make a step of connecting on the host plane: all its ranks together."""
+    work = host.plan(_CONNECT.step(number, operation, **arguments))(src, dst, timeout)
+    if work is not None:
+        work.wait()
+
+
+@contextlib.contextmanager
+def step_of(
+    where: object, channel: Channel, timeout: float, awaited: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Do something on the host plane that is a step of a call; its errors are those of the call."""
+    try:
+        yield
+    except levels.OF_LEVELS as error:
+        explanation = levels.explained(channel, error, where, timeout, awaited)
+        raise explanation or error from error
 
 
 class Reporting:
@@ -113,9 +142,7 @@ class BroadcastStore(Store):
         letter = Buffer(np.zeros(_MAIL_BYTES, np.uint8), _UINT8)
         letter.array[: len(value)] = np.frombuffer(value, np.uint8)
         left = max(0.001, self._end - time.monotonic())
-        work = self._host.plan(_CONNECT.step(0, "broadcast", root=0))(letter, letter, left)
-        if work is not None:
-            work.wait()
+        connect_step(self._host, 0, "broadcast", letter, letter, left, root=0)
         return letter.array.tobytes().rstrip(b"\0")
 
     def try_get(self, key: str) -> bytes | None:

@@ -13,7 +13,7 @@ from typing import Any
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import DType
 
-from .prototypes import DTYPES, FUNCTIONS, OLDEST, OPS, RESULTS, UniqueId, version_text
+from .prototypes import DTYPES, FUNCTIONS, IN_PROGRESS, OLDEST, OPS, RESULTS, UniqueId, version_text
 
 __all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "load"]
 
@@ -31,7 +31,7 @@ FEATURES: dict[str, str | int] = {
     "split": "ncclCommSplit",
     "register": "ncclCommRegister",
     "fp8": 22403,
-    "shrink": "ncclCommShrink",
+    "shrink": 22703,
     "windows": "ncclCommWindowRegister",
     "alltoall": "ncclAlltoAll",
 }
@@ -106,7 +106,7 @@ class NcclLibrary:
         Raises:
             BackendError: with the code, NCCL's own words and, where one is known, a remedy.
         """
-        if code not in (0, 7):
+        if code not in (0, IN_PROGRESS):
             raise BackendError(self.words(code, what, comm), "nccl", code)
 
     def words(self, code: int, what: str, comm: int = 0) -> str:

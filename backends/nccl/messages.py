@@ -34,13 +34,12 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collective import cuda
-from collective.backends.peers import levels
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.work import Lane
@@ -56,6 +55,7 @@ from collective.errors import (
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
+from .hosting import step_of
 from .watch import Asked, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class NcclMessages:
     def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
         noted, granted = _tags(tag)
         grant = _words(0)
-        with self._inside(call):
+        with step_of(call.where, self._channel, call.timeout, call.peers):
             self._host.send(_words(src.nbytes), dst, noted, call.left())
             if src.nbytes:
                 self._host.recv(grant, dst, granted, call.left())
@@ -228,27 +228,16 @@ class NcclMessages:
     def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
         noted, granted = _tags(tag)
         note = _words(0)
-        with self._inside(call):
+        with step_of(call.where, self._channel, call.timeout, call.peers):
             source = self._host.recv(note, src, noted, call.left())
         self._check_length(note, dst, source, call)
         if dst.nbytes:
             direction = self._direction(source, self._rank)
             number = direction.number()
-            with self._inside(call):
+            with step_of(call.where, self._channel, call.timeout, call.peers):
                 self._host.send(_words(number), source, granted, call.left())
             self._issue(direction, number, dst, call)
         return source
-
-    @contextlib.contextmanager
-    def _inside(self, call: _MessageCall) -> Iterator[None]:
-        """Send or receive something on the host that is a step of ``call``."""
-        try:
-            yield
-        except levels.OF_LEVELS as error:
-            explanation = levels.explained(
-                self._channel, error, call.where, call.timeout, call.peers
-            )
-            raise explanation or error from error
 
     def _wait_for_stream(self, asked: _MessageCall) -> None:
         """Wait until the caller's stream has got to this call."""

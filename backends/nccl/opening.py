@@ -25,9 +25,9 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.request import Request
 
 from . import library as libraries
+from .hosting import connect_step
 from .prototypes import version_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ _UINT8 = BY_NAME["uint8"]
 CARD_BYTES = 2048
 _TEXT = 1200
 _ID_BYTES = 128
-_CONNECT = Request("connect", over="nccl")
 # Tags of what two ranks bring, for messages from the lower rank to the higher, and back.
 _UPWARD, _DOWNWARD = -4, -5
 
@@ -148,7 +147,8 @@ class Meeting:
         """
         card, library, device = self._card()
         every = Buffer.empty(CARD_BYTES * host.size, _UINT8)
-        _gather(host, Buffer(card.packed(), _UINT8), every, timeout)
+        mine, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
+        connect_step(host, 1, "all_gather", mine, every, timeout, elements=lengths)
         cards = [Card.unpacked(part) for part in np.split(every.array, host.size)]
         agree_on(where, cards, range(host.size), host.rank)
         assert library is not None
@@ -160,9 +160,7 @@ class Meeting:
         letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
         if host.rank == 0:
             letter.array[:] = np.frombuffer(library.unique_id(), np.uint8)
-        work = host.plan(_CONNECT.step(0, "broadcast", root=0))(letter, letter, timeout)
-        if work is not None:
-            work.wait()
+        connect_step(host, 0, "broadcast", letter, letter, timeout, root=0)
         return letter.array.tobytes()
 
     def pair(
@@ -188,13 +186,6 @@ class Meeting:
         assert device is not None
         named = mine if sending else theirs
         return library, device, named.array[CARD_BYTES:].tobytes()
-
-
-def _gather(host: Backend, mine: Buffer, every: Buffer, timeout: float) -> None:
-    collecting = _CONNECT.step(1, "all_gather", elements=[mine.count] * host.size)
-    work = host.plan(collecting)(mine, every, timeout)
-    if work is not None:
-        work.wait()
 
 
 def _host() -> str:

@@ -33,10 +33,6 @@ _MAGIC = 0xCAFEBEEF
 # The version whose struct ends where ours does, or later: see Config.
 _CONFIG_VERSION = 22703
 
-#: Of ``ncclSplit``: this rank will be in none of the new communicators.
-NO_COLOR = -1
-#: Of ``ncclCommShrink``: end what runs on the old communicator first.
-SHRINK_ABORT = 1
 #: Of ``ncclCommWindowRegister``: every rank's memory, at one offset.
 WINDOW_SYMMETRIC = 1
 #: Of ``ncclRedOpCreatePreMulSum``: the factor is in host memory and read at once.
@@ -54,6 +50,9 @@ RESULTS = {
     7: "ncclInProgress",
     8: "ncclTimeout",
 }
+
+#: The result code of what is going on in the background.
+IN_PROGRESS = 7
 
 #: ``ncclDataType_t`` by our names for the types that it can reduce.
 DTYPES = {
@@ -149,13 +148,10 @@ FUNCTIONS: dict[str, Prototype] = {
     "ncclCommInitRank": Prototype((_pointer, _int, UniqueId, _rank), 2000),
     "ncclCommInitRankConfig": Prototype((_pointer, _int, UniqueId, _rank, _pointer), 21403),
     "ncclCommSplit": Prototype((_comm, _int, _int, _pointer, _pointer), 21801),
-    "ncclCommShrink": Prototype((_comm, _pointer, _int, _pointer, _pointer, _int), 22703),
     "ncclCommFinalize": Prototype((_comm,), 21403),
     "ncclCommDestroy": Prototype((_comm,), 2000),
     "ncclCommAbort": Prototype((_comm,), 2402),
     "ncclCommGetAsyncError": Prototype((_comm, _pointer), 2402),
-    "ncclCommCount": Prototype((_comm, _pointer), 2000),
-    "ncclCommUserRank": Prototype((_comm, _pointer), 2000),
     # groups
     "ncclGroupStart": Prototype((), 2000),
     "ncclGroupEnd": Prototype((), 2000),

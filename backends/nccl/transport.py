@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from collective import cuda
-from collective.backends.peers import levels
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
 from collective.backends.peers.monitored import Monitored
@@ -37,14 +36,13 @@ from collective.errors import (
     DeviceError,
 )
 
-from .batching import Batch
 from .collectives import Collectives
 from .engine import NcclComm
-from .hosting import BroadcastStore, Reporting, breaker, host_plane
+from .hosting import BroadcastStore, Reporting, breaker, host_plane, step_of
 from .memory import Blocks
 from .messages import NcclMessages
 from .opening import Meeting
-from .watch import Asked, Pending, Watch, failure_of
+from .watch import Asked, Batch, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -150,23 +148,6 @@ class NcclBackend(Collectives, Monitored):
     def descriptors(self, ranks: Sequence[int]) -> int:
         return self._plane.descriptors(ranks)
 
-    def shrink(self, excluded: Sequence[int], timeout: float) -> NcclBackend:
-        """Return a transport among the ranks that are not ``excluded``, which alone call it.
-
-        Where the library can (``ncclCommShrink``) it takes over the communicator's resources.
-        """
-        end = _now() + timeout
-        child = self.group([r for r in range(self.size) if r not in excluded], timeout)
-        comm = self._comm
-        if comm is not None and comm.library.has("ncclCommShrink"):
-            wait = child.channel.wait("shrink", max(0.0, end - _now()))
-            wait.timeout = timeout  # what its error tells
-            try:
-                child._take(comm.shrink(list(excluded), wait.check), comm.device)
-            except BackendError as error:
-                raise child.channel.explain("shrink", error) from error
-        return child
-
     def observe(self, recorder: Recorder) -> None:
         self.channel.recorder = recorder
         self._ring = recorder.ring
@@ -195,7 +176,7 @@ class NcclBackend(Collectives, Monitored):
         """Make the communicator of all ranks: each of them is in this call."""
         self.channel.check(call)
         end = _now() + timeout
-        with self._inside(call, timeout):
+        with step_of(call, self.channel, timeout):
             library, device = self._meeting.everybody(self._plane, call, timeout)
             named = self._meeting.name(self._plane, library, max(0.0, end - _now()))
         wait = self.channel.wait(call, max(0.0, end - _now()))
@@ -217,7 +198,7 @@ class NcclBackend(Collectives, Monitored):
         """Make the communicator of one direction; see :mod:`.messages`."""
         end = _now() + timeout
         pair_rank, peer = (0, receiver) if self.rank == sender else (1, sender)
-        with self._inside(where, timeout, (peer,)):
+        with step_of(where, self.channel, timeout, (peer,)):
             library, device, named = self._meeting.pair(
                 self._plane, sender, receiver, where, timeout
             )
@@ -226,17 +207,6 @@ class NcclBackend(Collectives, Monitored):
         comm = self._create(library, named, pair_rank, 2, device, wait, (peer,))
         self._device = device
         return self._watch.adopt(comm)
-
-    @contextlib.contextmanager
-    def _inside(
-        self, where: object, timeout: float, awaited: Sequence[int] | None = None
-    ) -> Iterator[None]:
-        """Do something that is a step of a call; its errors are those of the call."""
-        try:
-            yield
-        except levels.OF_LEVELS as error:
-            explanation = levels.explained(self.channel, error, where, timeout, awaited)
-            raise explanation or error from error
 
     def _create(
         self,
@@ -249,8 +219,8 @@ class NcclBackend(Collectives, Monitored):
         awaited: Sequence[int] | None = None,
     ) -> NcclComm:
         try:
-            # One that blocks: the others start a thread in every call. The watch ends it.
-            return NcclComm.create(library, named, rank, size, device, wait.check, blocking=True)
+            # Its later calls may block; the watch ends them.
+            return NcclComm.create(library, named, rank, size, device, wait.check)
         except BackendError as error:
             raise self.channel.explain("nccl", error, awaited) from error
 
@@ -311,9 +281,6 @@ class NcclBackend(Collectives, Monitored):
         They are enqueued at its end. If the body raises, those before it have been, and the
         communicator is broken.
         """
-        if self._batch is not None:  # part of a larger one
-            yield
-            return
         self._batch = batch = Batch(self._watch)
         try:
             yield
@@ -343,7 +310,7 @@ class NcclBackend(Collectives, Monitored):
             raise self._explained(error, asked.where) from error
 
     @property
-    def device(self) -> Device:
+    def device(self) -> Device:  # type: ignore[override]  # an attribute elsewhere
         """This rank's GPU.
 
         Raises:
@@ -353,10 +320,6 @@ class NcclBackend(Collectives, Monitored):
         if self._device is None:
             self._device = self._meeting.device()
         return self._device
-
-    @device.setter
-    def device(self, device: Device) -> None:
-        raise AttributeError("a rank keeps its GPU")
 
     def _refuse_device(self, device: Device, call: object) -> None:
         raise DeviceError(
@@ -410,7 +373,7 @@ class NcclBackend(Collectives, Monitored):
             AllocationError: some rank's GPU has not that much; on every rank.
         """
         comm = self._comm or self._open(request, timeout)
-        with self._inside(request, timeout):
+        with step_of(request, self.channel, timeout):
             return self._blocks.allocate(self._plane, comm, comm.device, nbytes, request, timeout)
 
     def _streams(self) -> list[Stream]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .engine import NcclComm
 
-__all__ = ["Asked", "Pending", "Watch", "failure_of"]
+__all__ = ["Asked", "Batch", "Pending", "Watch", "failure_of"]
 
 # Looks at what is under way: soon at first, then rarely.
 _FIRST_S, _GROWTH, _LAST_S = 1e-3, 1.5, 50e-3
@@ -318,6 +318,46 @@ class Watch:
         for comm in comms:
             _end(comm, end)
         self._forget()
+
+
+class Batch:
+    """Calls that NCCL takes as one (``ncclGroupStart``, ``ncclGroupEnd``).
+
+    Attributes:
+        asked: the first of them, None before it.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.asked: Asked | None = None
+        self._watch = watch
+        self._comm: NcclComm | None = None
+        self._last: dict[int, tuple[Stream, Asked]] = {}
+
+    def add(self, comm: NcclComm | None, asked: Asked, stream: Stream) -> None:
+        """Take note of a call that is about to be made."""
+        if self._comm is None:
+            assert comm is not None
+            self.asked = self._watch.inside[0] = asked
+            if self._watch.asleep:
+                self._watch.wake()
+            comm.group_start()
+            self._comm = comm
+        self._last[stream.handle] = stream, asked
+
+    def end(self, settle: Callable[[Asked], None] | None = None) -> None:
+        """Have NCCL enqueue the calls; look after them, unless they are lost."""
+        assert self._comm is not None
+        assert self.asked is not None
+        watch = self._watch
+        try:
+            pending = self._comm.group_end()
+            if settle is not None:
+                if pending:
+                    settle(self.asked)
+                for stream, asked in self._last.values():
+                    watch.add(Pending(stream.record(), stream, asked))
+        finally:
+            watch.inside[0] = None
 
 
 def _abort(comm: NcclComm) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from collective.errors import AllocationError, BackendError, BackendUnavailableError
 
@@ -41,7 +41,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
@@ -55,7 +54,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamGetCtx": (c_void_p, POINTER(c_void_p)),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
-    "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
@@ -143,41 +141,10 @@ class Driver:
         forked: whether this process is a fork's child, in which nothing works.
     """
 
-    cuInit: Function
-    cuDriverGetVersion: Function
-    cuGetErrorName: Function
-    cuGetErrorString: Function
-    cuDeviceGetCount: Function
-    cuDeviceGet: Function
-    cuDeviceGetName: Function
-    cuDeviceTotalMem_v2: Function
-    cuDeviceGetPCIBusId: Function
-    cuDeviceGetAttribute: Function
-    cuDevicePrimaryCtxRetain: Function
-    cuCtxGetCurrent: Function
-    cuCtxPushCurrent_v2: Function
-    cuCtxPopCurrent_v2: Function
-    cuCtxGetDevice: Function
-    cuStreamCreate: Function
-    cuStreamDestroy_v2: Function
-    cuStreamSynchronize: Function
-    cuStreamQuery: Function
-    cuStreamWaitEvent: Function
-    cuStreamGetCtx: Function
-    cuEventCreate: Function
-    cuEventDestroy_v2: Function
-    cuEventRecord: Function
-    cuEventQuery: Function
-    cuEventSynchronize: Function
-    cuMemcpyAsync: Function
-    cuMemcpy2DAsync_v2: Function
-    cuMemAlloc_v2: Function
-    cuMemFree_v2: Function
-    cuMemAllocAsync: Function
-    cuMemFreeAsync: Function
-    cuMemHostAlloc: Function
-    cuMemFreeHost: Function
-    cuPointerGetAttribute: Function
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Function:
+            """Return a function of the table."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from ctypes import c_int, c_size_t, c_void_p, create_string_buffer
+from ctypes import c_int, c_void_p, create_string_buffer
 from typing import Any
 
 from .library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
@@ -28,7 +28,6 @@ class Device:
         ordinal: its number in this process.
         name: the model.
         bus_id: where it is on the PCI bus, the same in all processes of the host.
-        memory_bytes: how much memory it has.
         max_pitch: bytes between rows that :func:`copy_2d` can skip, at most.
     """
 
@@ -36,15 +35,12 @@ class Device:
         self.driver = loaded
         self.ordinal = ordinal
         number, name = c_int(), create_string_buffer(256)
-        memory, bus = c_size_t(), create_string_buffer(32)
-        what = f"cuda:{ordinal}"
+        bus, what = create_string_buffer(32), f"cuda:{ordinal}"
         loaded.check(loaded.cuDeviceGet(number, ordinal), what)
         loaded.check(loaded.cuDeviceGetName(name, len(name), number.value), what)
-        loaded.check(loaded.cuDeviceTotalMem_v2(memory, number.value), what)
         loaded.check(loaded.cuDeviceGetPCIBusId(bus, len(bus), number.value), what)
         self.name = name.value.decode(errors="replace")
         self.bus_id = bus.value.decode(errors="replace").lower()
-        self.memory_bytes = memory.value
         self.max_pitch = self._attribute(number.value, _MAX_PITCH) or 0x7FFFFFFF
         self.has_pools = bool(self._attribute(number.value, _MEMORY_POOLS))
         self._streams: dict[int, Stream] = {}
