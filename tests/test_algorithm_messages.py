@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from collective.algorithms import binomial, pieces
 from collective.algorithms.messages import COLLECTIVE_TAG
-from collective.contract import backend as contract
 from collective.contract.backend import Backend
 from collective.errors import (
     CollectiveTimeoutError,
@@ -38,10 +37,6 @@ UINT8 = BY_NAME["uint8"]
 
 def number(value: int) -> Buffer:
     return Buffer(np.array([value], np.int64), INT64)
-
-
-def test_contract_and_algorithms_use_one_tag() -> None:
-    assert contract.COLLECTIVE_TAG == COLLECTIVE_TAG
 
 
 # -- sendrecv -----------------------------------------------------------------------
@@ -324,12 +319,6 @@ def test_binomial_tree_is_one_tree(size: int) -> None:
     assert all(nodes[child].parent == p for p, n in enumerate(nodes) for child, _ in n.children)
     assert all(nodes[child].stop == stop for n in nodes for child, stop in n.children)
     assert nodes[0].stop == size
-
-
-@pytest.mark.parametrize(("count", "size"), [(0, 3), (2, 5), (10, 4), (9, 3)])
-def test_even_pieces_are_those_of_array_split(count: int, size: int) -> None:
-    expected = [len(piece) for piece in np.array_split(np.zeros(count), size)]
-    assert pieces.even(count, size) == expected
 
 
 def test_copy_onto_itself_is_nothing() -> None:

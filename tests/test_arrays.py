@@ -84,15 +84,6 @@ def test_masked_arrays_are_refused():
     assert not is_array(x)
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.dtype("f4").newbyteorder(), "U3", "S3", object, "M8[s]", "m8[s]", [("a", "f4")]]
-)
-def test_numpy_types_that_cannot_travel_are_refused(dtype):
-    x = np.zeros(2, dtype)
-    with pytest.raises(DtypeError, match="cannot travel"):
-        adapter_of(x).view(x)
-
-
 def test_foreign_endianness_is_refused_by_a_call_and_not_reduced_as_if_native():
     def program(comm):
         with pytest.raises(DtypeError):
@@ -250,8 +241,6 @@ def test_frameworks_meet_in_one_call():
 class Exporter:
     """An array of a framework that nobody knows, which speaks DLPack."""
 
-    device = (1, 0)
-
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
@@ -259,7 +248,7 @@ class Exporter:
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self):
-        return self.device
+        return (1, 0)
 
 
 def test_dlpack_is_seen_where_it_is():
@@ -300,13 +289,6 @@ def test_dlpack_cannot_hold_bfloat16_and_numpy_takes_its_place():
     adapter = adapter_of(Exporter(np.zeros(1)))
     back = adapter.wrap(np.zeros(2, np.uint16), BY_NAME["bfloat16"])
     assert back.dtype == ml_dtypes.bfloat16
-
-
-def test_dlpack_on_another_device_is_refused():
-    x = Exporter(np.zeros(2))
-    x.device = (8, 0)  # kDLMetal
-    with pytest.raises(DeviceError, match=r"\(8, 0\)"):
-        adapter_of(x).view(x)
 
 
 def test_dlpack_that_cannot_be_exported_is_refused():

@@ -2,21 +2,149 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import json
-from pathlib import Path
+import re
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collective.testing import RankPool, run_ranks
-from tests import coming_from
-from tests.coming_from import Row
+from tests.interpreter import ROOT
 from tests.mpi_launches import mpirun, needs
 
-PAGES = sorted(path.stem for path in coming_from.PAGES.glob("*.md"))
-ROWS = [row for page in PAGES for row in coming_from.rows(page)]
+FOLDER = ROOT / "docs" / "coming-from"
+
+# Where the other libraries write, before what they read.
+OUTPUTS = ("z", "y", "one", "x")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is called there, what is called here, and what both give on each of two ranks."""
+
+    page: str
+    theirs: str
+    ours: str
+    gives: tuple[Any, Any]
+
+
+def _cells(line: str) -> list[list[str]]:
+    return [re.findall(r"`([^`]+)`", cell) for cell in line.strip().strip("|").split(" | ")]
+
+
+def _tables(page: str) -> list[list[str]]:
+    text = (FOLDER / f"{page}.md").read_text()
+    return [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+
+
+def rows(page: str) -> list[Row]:
+    """Return the rows of the table of calls."""
+    (table,) = (lines for lines in _tables(page) if lines[0].endswith("| here | gives |"))
+    found = []
+    for line in table[2:]:
+        (theirs,), (ours,), gives = _cells(line)
+        values = [ast.literal_eval(text) for text in gives]
+        found.append(Row(page, theirs, ours, (values[0], values[-1])))
+    return found
+
+
+def names(page: str) -> dict[str, str]:
+    """Return what the names in the rows are, as expressions."""
+    (table,) = (lines for lines in _tables(page) if lines[0] == "| name | is |")
+    return {name: value for (name,), (value,) in map(_cells, table[2:])}
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` without arrays, in lists."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def results(
+    page: str, calls: list[str], given: dict[str, Any], outputs: tuple[str, ...] = ()
+) -> list[Any]:
+    """Run each call with fresh arrays and return what they give, or the errors as texts.
+
+    A call is statements of which the last is an expression. What has no value gives the first
+    array of ``outputs`` that it names: where that library writes its result.
+    """
+    return [_result(names(page), call, dict(given), outputs) for call in calls]
+
+
+def _result(
+    fresh: dict[str, str], call: str, scope: dict[str, Any], outputs: tuple[str, ...]
+) -> Any:
+    for name, value in fresh.items():
+        scope[name] = eval(value, scope)
+    *first, last = ast.parse(call).body
+    assert isinstance(last, ast.Expr)
+    try:
+        exec(compile(ast.Module(first, []), call, "exec"), scope)
+        value = eval(compile(ast.Expression(last.value), call, "eval"), scope)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if value is None:
+        written = [name for name in outputs if re.search(rf"\b{name}\b", call)]
+        value = scope[written[0]] if written else None
+    return _plain(value)
+
+
+def our_side(comm: Any, page: str) -> list[Any]:
+    """Run our side on one rank of two."""
+    import collective
+
+    given: dict[str, Any] = {"np": np, "collective": collective, "comm": comm, "rank": comm.rank}
+    if "torch." in "".join(names(page).values()):
+        import torch
+
+        given["torch"] = torch
+    return results(page, [row.ours for row in rows(page)], given)
+
+
+def side_of_torch(comm: Any, page: str, meeting: str) -> list[Any]:
+    """Run the other side of torch.distributed's page on one rank of two."""
+    import torch
+    import torch.distributed as dist
+
+    given = {"torch": torch, "dist": dist, "rank": comm.rank}
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=2)
+    try:
+        return results(page, [row.theirs for row in rows(page)], given, OUTPUTS)
+    finally:
+        dist.destroy_process_group()
+
+
+def under_mpiexec(page: str) -> None:
+    """Run the other side as a rank under mpiexec; rank 0 prints what both give."""
+    if page == "chainermn":
+        import collective.adapters.chainer  # noqa: F401  Chainer on a current NumPy
+
+        import chainermn  # isort: skip
+
+        communicator = chainermn.create_communicator("naive")
+        world = communicator.mpi_comm
+        given = {"np": np, "comm": communicator, "rank": communicator.rank}
+    else:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        given = {"np": np, "MPI": MPI, "comm": world, "rank": world.Get_rank()}
+    mine = results(page, [row.theirs for row in rows(page)], given, OUTPUTS)
+    every = world.gather(mine, root=0)
+    if every is not None:
+        print(json.dumps(every))
+
+
+# -- the tests ------------------------------------------------------------------------------
+
+PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
+ROWS = [row for page in PAGES for row in rows(page)]
 MPI = ("mpi4py", "chainermn")
 
 
@@ -36,12 +164,12 @@ def named(row: Row) -> str:
 
 @functools.cache
 def ours(page: str) -> list[list[Any]]:
-    return run_ranks(2, coming_from.ours, page)
+    return run_ranks(2, our_side, page)
 
 
 @functools.cache
 def under_mpi(page: str) -> list[list[Any]]:
-    script = f"from tests.coming_from import under_mpiexec; under_mpiexec({page!r})"
+    script = f"from tests.test_coming_from import under_mpiexec; under_mpiexec({page!r})"
     (line,) = [x for x in mpirun("mpich", 2, script).stdout.splitlines() if x.startswith("[[")]
     return json.loads(line)
 
@@ -53,7 +181,7 @@ def torch_distributed(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
     with RankPool(2, "shm") as pool:
         for attempt in range(3):
             store = str(meeting / f"store.{attempt}")
-            found = pool.run(coming_from.torch_distributed, "torch-distributed", store)
+            found = pool.run(side_of_torch, "torch-distributed", store)
             # On a busy machine one of Gloo's own connections is closed now and then.
             if "connectFullMesh failed" not in str(found):
                 break
@@ -62,7 +190,7 @@ def torch_distributed(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
 
 def hold(row: Row, results: list[list[Any]]) -> None:
     """Compare one row's results; where ours is None the other side's array is as it was."""
-    nth = coming_from.rows(row.page).index(row)
+    nth = rows(row.page).index(row)
     for rank, expected in enumerate(row.gives):
         if expected is not None:
             assert plain(results[rank][nth]) == plain(expected), f"rank {rank}: {row}"
@@ -72,7 +200,7 @@ def hold(row: Row, results: list[list[Any]]) -> None:
 def test_our_side_gives_what_the_table_says(row: Row) -> None:
     if row.page in ("torch-distributed", "horovod", "ray"):
         skip_without("torch")
-    nth = coming_from.rows(row.page).index(row)
+    nth = rows(row.page).index(row)
     assert plain([rank[nth] for rank in ours(row.page)]) == plain(list(row.gives))
 
 
@@ -91,6 +219,6 @@ def test_torch_distributed_gives_the_same(row: Row, torch_distributed: list[list
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_line_of_a_table_of_calls_is_a_row(page: str) -> None:
-    text = (Path(coming_from.PAGES) / f"{page}.md").read_text()
+    text = (FOLDER / f"{page}.md").read_text()
     table = text.partition("| here | gives |\n")[2].partition("\n\n")[0]
-    assert len(table.splitlines()) - 1 == len(coming_from.rows(page)) > 8
+    assert len(table.splitlines()) - 1 == len(rows(page)) > 8

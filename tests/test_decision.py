@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,17 +35,8 @@ def decide(
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Return what each call returns, all made at once."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(nth: int) -> None:
-        results[nth] = calls[nth]()
-
-    threads = [threading.Thread(target=run, args=(nth,)) for nth in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(FAR_S)
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result(FAR_S) for each in [pool.submit(call) for call in calls]]
 
 
 def test_all_who_come_are_decided_on() -> None:

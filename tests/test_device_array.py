@@ -128,9 +128,7 @@ def test_a_contiguous_array_is_made_in_a_step_without_copies(fake, device, strea
     found = DeviceArray(4096, (2, 3), "float32", device, stream)
     assert found.strides == (12, 4)
     assert found.flags.carray
-    assert found.base is None
-    assert found.ravel().base is found
-    assert found.ravel().view(np.uint8)[3:7].base is found
+    assert found.ravel().view(np.uint8)[3:7].address == 4099
     assert not fake.log()
 
 
@@ -144,15 +142,11 @@ def test_flags_of_what_is_odd_or_read_only(device, stream):
     assert fixed.flags.c_contiguous
 
 
-def test_the_owner_lives_as_long_as_a_view_and_memory_of_its_own_is_told(fake, device, stream):
+def test_the_owner_lives_as_long_as_a_view(fake, device, stream):
     found = on_device(numbers(10), stream)
     owner = found.owner
-    assert found.base is owner
-    assert not found.flags.owndata
     copied = found.copy()
-    assert copied.flags.owndata
-    assert copied.base is None
-    assert copied[1:].base is copied
+    assert copied.owner is not owner
     fake.clear_log()
     view = copied[2:].reshape(2, 4)
     del copied
@@ -468,7 +462,7 @@ def test_the_other_functions(stream):
     assert np.atleast_1d(mine[1, 2]).shape == (1,)
     assert np.atleast_1d(mine) is mine
     like = np.empty_like(mine[:, 1:])
-    assert (like.shape, like.dtype, like.flags.owndata) == ((4, 5), np.float32, True)
+    assert (like.shape, like.dtype, np.may_share_memory(like, mine)) == ((4, 5), np.float32, False)
     other = np.empty_like(mine, dtype=np.uint8, shape=(3,))
     assert (other.shape, other.dtype) == ((3,), np.uint8)
     np.copyto(mine[0], mine[1])

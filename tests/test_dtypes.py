@@ -66,6 +66,7 @@ def test_other_spellings_of_a_type_are_that_type(given: type, name: str) -> None
         pytest.param("U3", id="text"),
         pytest.param("S3", id="bytes"),
         pytest.param("M8[s]", id="date"),
+        pytest.param("m8[s]", id="duration"),
         pytest.param([("a", "f4")], id="record"),
         pytest.param(np.dtype("f4").newbyteorder(), id="foreign-order"),
         pytest.param(np.longdouble, id="longdouble"),

@@ -28,8 +28,8 @@ def heard(comm: Communicator, call: Any) -> list[tuple[CallEvent, BaseException 
     return found
 
 
-def once(operation: str, nbytes: int, call: Any) -> Any:
-    return pytest.param(operation, nbytes, call, id=operation)
+def once(operation: str, nbytes: int, call: Any, how: str = "") -> Any:
+    return pytest.param(operation, nbytes, call, id=operation + how)
 
 
 CALLS = [
@@ -42,8 +42,16 @@ CALLS = [
     once("broadcast", 32, lambda comm: comm.broadcast(np.ones(4))),
     once("barrier", 0, lambda comm: comm.barrier()),
     once("empty", 16, lambda comm: comm.empty(4)),
+    once(
+        "all_reduce", 32, lambda comm: comm.all_reduce(np.ones(4), async_op=True).wait(),
+        " in the background",
+    ),
+    once(
+        "all_reduce", 32, lambda comm: comm.all_reduce(np.ones(4), op=user_op(np.add)),
+        " with an operator of the program's",
+    ),
     once("sendrecv", 32, lambda comm: comm.sendrecv(np.ones(4), 1 - comm.rank, 1 - comm.rank)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("operation", "nbytes", "call"), CALLS)
@@ -59,14 +67,6 @@ def test_a_call_that_is_made_again_is_heard_of_again() -> None:
         return len(heard(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)]))
 
     assert run_ranks(2, program, backend="threads") == [3, 3]
-
-
-def test_a_call_in_the_background_is_heard_of() -> None:
-    def program(comm: Communicator) -> list[str]:
-        found = heard(comm, lambda comm: comm.all_reduce(np.ones(4), async_op=True).wait())
-        return [event.operation for event, _ in found]
-
-    assert run_ranks(2, program, backend="threads") == [["all_reduce"]] * 2
 
 
 def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None:
@@ -110,16 +110,6 @@ def test_what_a_call_raised_is_heard_of() -> None:
         return type(found[0]).__name__
 
     assert run_ranks(2, program, backend="threads") == ["MismatchError"] * 2
-
-
-def test_an_operator_of_the_programs_is_one_call() -> None:
-    def program(comm: Communicator) -> list[str]:
-        op = user_op(np.add)
-        return [
-            event.operation for event, _ in heard(comm, lambda c: c.all_reduce(np.ones(2), op=op))
-        ]
-
-    assert run_ranks(2, program, backend="threads") == [["all_reduce"]] * 2
 
 
 def test_what_is_compared_first_is_heard_of_within() -> None:

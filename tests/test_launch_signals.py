@@ -194,7 +194,7 @@ def test_a_second_ctrl_c_kills_at_once(launches: Launches) -> None:
 HOME = os.path.dirname(collective.__file__)
 HEAD = "Traceback (most recent call last):\n"
 OWN = '  File "/x/train.py", line 12, in step\n    comm.all_reduce(x)\n    ^^^^^^^^^^\n'
-CALL = f'  File "{HOME}/communicator/plain_calls.py", line 135, in _run_plan\n    wait()\n'
+CALL = f'  File "{HOME}/communicator/communicator.py", line 135, in _run_plan\n    wait()\n'
 INTERRUPT = HEAD + OWN + CALL + "KeyboardInterrupt\n"
 DUMP = """object address  : 0x7f2a
 object refcount : 3

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import collective
 from collective import Communicator
 from collective.errors import (
     CommunicatorClosedError,
@@ -91,37 +92,38 @@ def test_planning_sends_nothing_and_differences_are_found_by_the_call() -> None:
     run_ranks(2, program, backend="threads")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("all_reduce", {"a": np.ones(2)}), "of a structure; one array"),
-        (("all_reduce", np.ones((4, 4))[:, ::2]), "x has strides"),
-        (("all_gathers", np.ones(2)), "operation 'all_gathers'; one of all_reduce"),
-    ],
-)
-def test_what_would_be_of_one_moment_is_refused(arguments: Any, says: str) -> None:
-    def program(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgumentError, match=says):
-            comm.plan(*arguments)
+X = np.ones(4)
+REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (("all_reduce", {"a": X}), {}, "of a structure; one array"),
+    (("all_reduce", np.ones((4, 4))[:, ::2]), {}, "x has strides"),
+    (("all_gathers", X), {}, "operation 'all_gathers'; one of all_reduce"),
+    (("all_reduce", X), {"out": X[::-1]}, "out has strides"),
+    (("all_reduce", X), {"async_op": True}, "given when the call is made"),
+    (("all_reduce", X[:2]), {"out": X[1:3]}, "out overlaps x"),
+    (("all_gather", np.ones((2, 2))), {"axis": 1}, "axis 1; the first one"),
+    *(
+        (("all_reduce", number), {"op": "max"}, f"x is the number {number}; an array")
+        for number in (3, 2.5, True, np.float32(3))
+    ),
+]
 
-    run_ranks(1, program, backend="threads")
+
+@pytest.mark.parametrize(("arguments", "options", "says"), REFUSED)
+def test_what_would_be_of_one_moment_is_refused(arguments: Any, options: Any, says: str) -> None:
+    with collective.init() as comm, pytest.raises(InvalidArgumentError, match=says):
+        comm.plan(*arguments, **options)
 
 
-def test_what_the_call_alone_takes_is_refused() -> None:
-    def program(comm: Communicator) -> None:
-        x = np.ones(4)
-        for options, says in (
-            ({"out": x[::-1]}, "out has strides"),
-            ({"async_op": True}, "given when the call is made"),
-        ):
-            with pytest.raises(InvalidArgumentError, match=says):
-                comm.plan("all_reduce", x, **options)
-        with pytest.raises(InvalidArgumentError, match="out overlaps x"):
-            comm.plan("all_reduce", x[:2], out=x[1:3])
-        with pytest.raises(InvalidArgumentError, match="axis 1; the first one"):
-            comm.plan("all_gather", np.ones((2, 2)), axis=1)
+def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(3, dtype=torch.complex64).conj()
+    with collective.init() as comm, pytest.raises(InvalidArgumentError, match="x has no memory"):
+        comm.plan("all_reduce", x)
 
-    run_ranks(1, program, backend="threads")
+
+def test_an_array_of_no_dimensions_is_one() -> None:
+    with collective.init() as comm:
+        assert comm.plan("all_reduce", np.array(3), op="max")() == 3
 
 
 def test_a_closed_communicator_says_so() -> None:
@@ -133,27 +135,6 @@ def test_a_closed_communicator_says_so() -> None:
             step()
 
     run_ranks(2, program, backend="threads")
-
-
-def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
-    torch = pytest.importorskip("torch")
-
-    def program(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgumentError, match="x has no memory that is looked at each"):
-            comm.plan("all_reduce", torch.ones(3, dtype=torch.complex64).conj())
-
-    run_ranks(1, program, backend="threads")
-
-
-@pytest.mark.parametrize("number", [3, 2.5, True, np.float32(3)])
-def test_a_number_is_refused_as_one(number: Any) -> None:
-    def program(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgumentError) as raised:
-            comm.plan("all_reduce", number, op="max")
-        assert f"x is the number {number}; an array" in str(raised.value)
-        comm.plan("all_reduce", np.array(number), op="max")
-
-    run_ranks(1, program, backend="threads")
 
 
 @pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])

@@ -320,68 +320,56 @@ ENTRY = [
     False,
     {"operation": "scan", "dtype": None, "shape": None, "options": {}, "site": ""},
 ]
+LEFT = {"kind": "left", "channel": "world", "members": [0], "finished": 0, "dropped": False}
+REPORT = {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1}
 WRONG: dict[str, object] = {
     "no kind": {},
     "an unknown kind": {"kind": "hello"},
     "a kind that is a list": {"kind": []},
     "no fields": {"kind": "failure"},
     "a list": [],
-    "members that are no ranks": {"kind": "left", "channel": "world", "members": "01",
-                                  "finished": 0, "dropped": False},
-    "a negative member": {"kind": "left", "channel": "world", "members": [-1],
-                          "finished": 0, "dropped": False},
-    "a huge number": {"kind": "left", "channel": "world", "members": [0],
-                      "finished": 1 << 64, "dropped": False},
-    "a number that is none": {"kind": "left", "channel": "world", "members": [0],
-                              "finished": True, "dropped": False},
-    "a flag that is none": {"kind": "left", "channel": "world", "members": [0],
-                            "finished": 0, "dropped": 1},
+    "members that are no ranks": {**LEFT, "members": "01"},
+    "a negative member": {**LEFT, "members": [-1]},
+    "a huge number": {**LEFT, "finished": 1 << 64},
+    "a number that is none": {**LEFT, "finished": True},
+    "a flag that is none": {**LEFT, "dropped": 1},
     "a channel that is a list": {"kind": "stall", "channel": [], "members": [0], "asks": None},
     "an unfinished failure": {"kind": "failure", "channel": "world", "members": [0],
                               "failure": {"kind": "lost", "rank": 0}, "finished": None},
-    "a short entry": {"kind": "report", "channel": "world", "entries": [ENTRY[:3]],
-                      "finished": 0, "started": 1},
-    "a call without options": {"kind": "report", "channel": "world", "finished": 0, "started": 1,
-                               "entries": [[1, 7, False, {"operation": "scan"}]]},
+    "a short entry": {**REPORT, "entries": [ENTRY[:3]]},
+    "a call without options": {**REPORT, "entries": [[1, 7, False, {"operation": "scan"}]]},
 }  # fmt: skip
+NO_MESSAGES = [
+    b"", b"{", b"[" * 4000, b'{"kind": "bye", "kind": "bye"}', b'{"kind": "bye", "n": NaN}',
+    b'{"kind": "bye", "n": ' + b"9" * 5000 + b"}", b"\xff", b"null",
+]  # fmt: skip
 
 
-def two_ranks() -> tuple[Hub, list[Link]]:
+def framed(text: bytes) -> bytes:
+    return len(text).to_bytes(4, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        *(
+            pytest.param(framed(json.dumps(message).encode()), "ValueError: a message", id=what)
+            for what, message in WRONG.items()
+        ),
+        *((framed(text), "Error") for text in NO_MESSAGES),
+        pytest.param(b"\xff" * 4, "a message of 4294967295 bytes", id="no end"),
+    ],
+)
+def test_what_is_no_message_ends_its_sender_s_connection(said: bytes, why: str) -> None:
+    """The hub still serves, and tells rank 0 what was wrong with rank 1."""
     hub = Hub(2, None, FAR, KEY)
-    return hub, complete(hub.address, 2)
-
-
-def hold_that_rank_1_was_lost(links: list[Link], why: str) -> None:
-    """Hold that the hub still serves, and has told rank 0 what was wrong with rank 1."""
+    links = complete(hub.address, 2)
+    links[1].write(said)
     notice = links[0].expect(FAR)
     assert (notice["kind"], notice["rank"]) == ("lost", 1)
     assert why in notice["why"]
     for link in links:
         link.close()
-
-
-@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
-def test_a_message_of_the_wrong_shape_ends_its_sender_s_connection(message: object) -> None:
-    _, links = two_ranks()
-    links[1].send(message)  # type: ignore[arg-type]
-    hold_that_rank_1_was_lost(links, "ValueError: a message")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"{", b"[" * 4000, b'{"kind": "bye", "kind": "bye"}', b'{"kind": "bye", "n": NaN}',
-     b'{"kind": "bye", "n": ' + b"9" * 5000 + b"}", b"\xff", b"null"],
-)  # fmt: skip
-def test_what_is_no_message_ends_its_sender_s_connection(text: bytes) -> None:
-    _, links = two_ranks()
-    links[1].write(len(text).to_bytes(4, "little") + text)
-    hold_that_rank_1_was_lost(links, "Error")
-
-
-def test_a_message_without_end_ends_its_sender_s_connection() -> None:
-    _, links = two_ranks()
-    links[1].write(b"\xff\xff\xff\xff")
-    hold_that_rank_1_was_lost(links, "a message of 4294967295 bytes")
 
 
 JSON = st.recursive(

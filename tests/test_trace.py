@@ -3,20 +3,30 @@
 import json
 import os
 import re
+import secrets
+import socket
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traced_ranks import traced_ranks
 
 from collective import trace
+from collective.communicator import Communicator
+from collective.contract.world import World
 from collective.errors import ConfigError, MismatchError
 from collective.start.config import load
+from collective.start.connecting import connect
+from collective.start.memory_store import MemoryStore
 from collective.testing import run_ranks
 from collective.tools.cli.main import main
 from collective.tools.profile.events import merge, read
+from collective.trace import tracer as tracers
 from collective.trace.clocks import offsets
 from collective.training.gradients import Gradients, Parameter
 from tests.interpreter import run_python
@@ -33,6 +43,39 @@ REQUIRED = {
     "f": {"name", "cat", "ts", "pid", "tid", "id", "bp"},
     "M": {"name", "pid", "args"},
 }
+
+
+def traced_ranks(
+    directory: Path,
+    size: int,
+    program: Callable[[Communicator], Any],
+    traces: Callable[[int], bool] = lambda rank: True,
+) -> list[Any]:
+    """Run ``program`` on every rank; return what came of each, an exception if it raised.
+
+    Args:
+        traces: which ranks trace.
+    """
+    results: list[Any] = [None] * size
+    job, store = f"traced-{secrets.token_hex(4)}", MemoryStore()
+
+    def rank(number: int) -> None:
+        world = World(number, size, number, size, socket.gethostname(), "none", job, store)
+        where = str(directory) if traces(number) else ""
+        try:
+            with connect(world, "threads", timeout=20.0, trace=where) as comm:
+                results[number] = program(comm)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=rank, args=(n,), name=f"rank-{n}") for n in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for tracer in [one for one in tracers._open if one.directory == str(directory)]:
+        tracer.close()
+    return results
 
 
 def calls(comm):
@@ -217,25 +260,30 @@ def test_a_file_that_is_being_written_is_refused(tmp_path):
         other.close()
 
 
-def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path):
-    thesis = tmp_path / "rank-00000.json"
-    thesis.write_text('{"chapter": 1}')
-    with pytest.raises(FileExistsError, match=r"is no trace.*rank-00000\.json"):
+@pytest.mark.parametrize(
+    ("put", "says"),
+    [
+        (lambda path: path.write_text('{"chapter": 1}'), r"is no trace.*rank-00000\.json"),
+        # What would pass for a trace that was just begun.
+        (lambda path: path.symlink_to(path.with_name("empty")), "a link is there"),
+        (os.mkfifo, "is no trace"),
+    ],
+    ids=["another file", "a link", "a pipe"],
+)
+def test_what_is_no_trace_is_left_as_it_is(tmp_path, put, says):
+    (tmp_path / "empty").touch()
+    path = tmp_path / "rank-00000.json"
+    put(path)
+    before = path.lstat()
+    with pytest.raises(FileExistsError, match=says):
         trace.Tracer(str(tmp_path), 0, 1)
-    assert thesis.read_text() == '{"chapter": 1}'
-
-
-def test_a_link_is_not_followed(tmp_path):
-    (tmp_path / "elsewhere").write_text("")  # which would pass for a trace that was just begun
-    (tmp_path / "rank-00000.json").symlink_to("elsewhere")
-    with pytest.raises(FileExistsError, match="a link is there"):
-        trace.Tracer(str(tmp_path), 0, 1)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "rank-00000.json")
-    with pytest.raises(FileExistsError, match="is no trace"):
-        trace.Tracer(str(tmp_path), 0, 1)
+    after = path.lstat()
+    assert (after.st_ino, after.st_mode, after.st_size) == (
+        before.st_ino,
+        before.st_mode,
+        before.st_size,
+    )
+    assert (tmp_path / "empty").read_text() == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")

@@ -21,7 +21,7 @@ from collective.errors import ConfigError, RendezvousError
 from collective.start import choice
 from collective.start.config import load
 from collective.start.file_store import FileStore
-from collective.start.launchers import detect
+from collective.start.launchers import Launched, detect
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
 from collective.start.tcp_store import TcpStore
@@ -161,6 +161,12 @@ def world(environ: Mapping[str, str] | None = None, **arguments: object) -> Worl
 # -- detection ---------------------------------------------------------------------------
 
 
+def detected(environ: Mapping[str, str]) -> Launched:
+    found = detect(environ)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize(
     ("launcher", "expected"),
     [
@@ -173,8 +179,7 @@ def world(environ: Mapping[str, str] | None = None, **arguments: object) -> Worl
     ],
 )
 def test_each_launcher(launcher: str, expected: tuple[int, int, int, int]) -> None:
-    found = detect(ALL[launcher])
-    assert found is not None
+    found = detected(ALL[launcher])
     assert found.launcher == launcher
     assert (found.rank, found.size, found.local_rank, found.local_size) == expected
     assert found.job
@@ -198,20 +203,17 @@ def test_inner_launcher_beats_the_outer_ones(inner: str) -> None:
         # Two of these share variables and never surround each other.
         if {inner, outer} != {"intelmpi", "mpich"}:
             environ.update({**ALL[outer], **environ})
-    found = detect(environ)
-    assert found is not None
+    found = detected(environ)
     assert found.launcher == inner
 
 
 def test_srun_with_pmi_is_slurm() -> None:
-    found = detect({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
-    assert found is not None
+    found = detected({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
     assert (found.launcher, found.local_size) == ("slurm", 3)
 
 
 def test_mpiexec_inside_a_batch_script_is_mpi() -> None:
-    found = detect({**SBATCH, **MPICH})
-    assert found is not None
+    found = detected({**SBATCH, **MPICH})
     assert found.launcher == "mpich"
 
 
@@ -221,15 +223,13 @@ def test_mpiexec_inside_a_batch_script_is_mpi() -> None:
 )
 def test_slurm_tasks_per_node(counts: str, node: str, here: int) -> None:
     environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
-    found = detect({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
-    assert found is not None
+    found = detected({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     assert found.local_size == here
 
 
 def test_rank_and_size_by_hand_on_one_host() -> None:
     for address in ({}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "::1"}):
-        found = detect({"RANK": "2", "WORLD_SIZE": "3", **address})
-        assert found is not None
+        found = detected({"RANK": "2", "WORLD_SIZE": "3", **address})
         assert (found.local_rank, found.local_size) == (2, 3)
 
 
@@ -277,10 +277,7 @@ def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -
     ],
 )
 def test_another_launch_is_another_job(launcher: str, changes: dict[str, str]) -> None:
-    one, other = detect(ALL[launcher]), detect({**ALL[launcher], **changes})
-    assert one is not None
-    assert other is not None
-    assert one.job != other.job
+    assert detected(ALL[launcher]).job != detected({**ALL[launcher], **changes}).job
 
 
 JOB = "import os; from collective.start.launchers import detect; print(detect(os.environ).job)"

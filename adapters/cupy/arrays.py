@@ -13,11 +13,11 @@ from collective.cuda import Device, Stream
 from collective.errors import AllocationError, DtypeError
 from collective.memory import dtypes
 from collective.memory.arrays import Adapter, NumpyAdapter, adapter_like
+from collective.memory.buffer import Spot, new_spot
 from collective.memory.device_adapter import root_owner
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import DType
-from collective.memory.spot import Spot, new_spot
 
 __all__ = ["CupyAdapter"]
 

@@ -15,7 +15,7 @@ from collective.memory.dtypes import BY_NAME, DType
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
-    from collective.memory.spot import Spot
+    from collective.memory.buffer import Spot
 
 __all__ = ["TorchAdapter"]
 

@@ -11,12 +11,12 @@ from collective import cuda
 from collective.cuda import Device, Stream
 from collective.errors import AllocationError, DeviceError
 from collective.memory import dlpack
+from collective.memory.buffer import Spot, new_spot
 from collective.memory.device_adapter import root_owner
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PLAIN
 from collective.memory.device_space import DeviceElements
 from collective.memory.dtypes import BY_NAME, DType
-from collective.memory.spot import Spot, new_spot
 
 __all__ = ["current_stream", "empty", "spot", "used_on", "view", "wrap"]
 

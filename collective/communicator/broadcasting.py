@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from collective.contract.failure import Failure
 from collective.errors import InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.arrays import adapter_of
-from collective.memory.buffer import Buffer
+from collective.memory.buffer import Buffer, Spot
 from collective.request import Disagreement, Request, call_site
 
 from .calls import Array
@@ -23,9 +23,6 @@ from .heads import Head
 from .output import Output
 from .pieces import UINT8, Header, Leaf, PieceCalls, pack, unpack
 from .plan import Planned
-
-if TYPE_CHECKING:
-    from collective.memory.spot import Spot
 
 __all__ = ["Broadcasting"]
 
@@ -170,17 +167,12 @@ class Broadcasting(PieceCalls):
         deadline = Deadline(seconds)
         buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
         try:
-            self._carry(self._comparison(planned), None, None, deadline.left(), alike=False)
+            planned.comparison = planned.comparison or self._comparing(planned.request)
+            self._carry(planned.comparison, None, None, deadline.left(), alike=False)
             self._carry(planned, buffer, buffer, deadline.left(), alike=False)
         except Disagreement as found:
             self._broadcast_to_all(buffer, planned.request, found, deadline)
         return x
-
-    def _comparison(self, planned: Planned) -> Planned:
-        """Return what compares a request before it is made, the same object each time."""
-        if planned.comparison is None:
-            planned.comparison = self._comparing(planned.request)
-        return planned.comparison
 
     def _plan_of_broadcast(self, array: Array, dtype: dtypes.DType, root: int) -> Planned:
         key = ("broadcast", dtype, array.shape, root, type(array) is np.ndarray)
@@ -339,11 +331,7 @@ class Broadcasting(PieceCalls):
         shapes = [[leaf.dtype.name, *leaf.shape] for leaf in leaves]
         outputs: list[Output] | None = None
         if self.rank != root or out is not None:
-            if out is not None and nested.skeleton(out) != nesting:
-                raise InvalidArgumentError(
-                    f"broadcast: out is nested differently from the input {self._who}."
-                )
-            outs = [None] * len(leaves) if out is None else nested.flatten(out)
+            outs = self._outs("broadcast", out, nesting, len(leaves), "input")
             outputs = [
                 Output("broadcast", given, leaf.adapter, leaf.shape, leaf.dtype, leaf.array)
                 for given, leaf in zip(outs, leaves)

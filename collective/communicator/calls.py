@@ -26,7 +26,7 @@ from collective.errors import (
 )
 from collective.memory import nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
-from collective.memory.buffer import Buffer
+from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS, is_number
 from collective.memory.through_host import Staged
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.cuda import Stream
-    from collective.memory.spot import Spot
     from collective.native._core import Door
 
 __all__ = ["Calls"]
@@ -417,6 +416,16 @@ class Calls(GpuCalls):
             elif np.may_share_memory(flat, output.flat):
                 flat = flat.copy()
         return Buffer(flat, dtype)
+
+    def _outs(self, what: str, out: Any, nesting: Any, count: int, like: str) -> list[Any]:
+        """Return where the leaves of a result go: those of ``out``, or None for each of them."""
+        if out is None:
+            return [None] * count
+        if nested.skeleton(out) != nesting:
+            raise InvalidArgumentError(
+                f"{what}: out is nested differently from the {like} {self._who}."
+            )
+        return nested.flatten(out)
 
     # -- errors ---------------------------------------------------------------------------
 

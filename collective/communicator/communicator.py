@@ -1,23 +1,61 @@
 """The object a user holds: ranks that can call each other.
 
 What it can do is a class a topic, each in a file of its own, on the path that all calls go
-(:mod:`.calls`).
+(:mod:`.calls`). In front of the methods that make calls are those in C, for what is plain.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective import native
+from collective.errors import InvalidArgumentError
+from collective.memory.arrays import adapter_of
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NUMPY
+from collective.request import Disagreement
 
 from .allocating import Allocating
-from .foreign_names import ForeignNames
+from .foreign_names import ForeignNames, explain_keyword, explained
 from .generations import Generations
 from .listener import CallEvent, Hook
-from .plain_calls import PlainCalls
+from .object_calls import ObjectCalls
+from .pieces import Leaf
+from .plan import Planned
+from .prepared import PREPARE, PreparedCall, refuse_unfit
+from .reductions import Reductions
+from .rows import Rows, split_sizes
 
 __all__ = ["Communicator"]
 
+_PLANNED = (
+    "all_reduce", "reduce", "reduce_scatter", "scan", "broadcast", "gather", "all_gather",
+    "scatter", "all_to_all", "barrier",
+)  # fmt: skip
 
-class Communicator(PlainCalls, Allocating, Generations, ForeignNames):
+if TYPE_CHECKING:
+    from collective.contract.backend import Plan
+
+    # What is in front of the methods is called as they are.
+    from .signatures import Signatures as _Methods
+else:
+    _FUNCTIONS = (
+        Reductions.all_reduce, Reductions.reduce, Reductions.scan, Reductions.reduce_scatter,
+        ObjectCalls.broadcast, ObjectCalls.scatter, ObjectCalls.all_gather, ObjectCalls.gather,
+        ObjectCalls.all_to_all, ObjectCalls.barrier, ObjectCalls.send, ObjectCalls.recv,
+        ObjectCalls.sendrecv,
+    )  # fmt: skip
+    _Methods = native.methods(*_FUNCTIONS) or type(
+        "Methods", (), {each.__name__: explained(each) for each in _FUNCTIONS}
+    )
+
+
+class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -69,3 +107,129 @@ class Communicator(PlainCalls, Allocating, Generations, ForeignNames):
         hook = Hook(before, after)
         self.listen(hook)
         return lambda: self._forget(hook)
+
+    def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
+        """Prepare a collective call, for loops that make the same one on the same arrays.
+
+        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
+        spares what is found out about arrays and arguments anew in every
+        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way.
+
+        Args:
+            operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
+                ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
+                ``"all_to_all"`` or ``"barrier"``.
+            args, options: as the method takes them, but for ``async_op``, which is given when the
+                call is made. Arrays are contiguous and on the CPU, no structures; what is cut or
+                joined is so along the first axis.
+
+        Raises:
+            InvalidArgumentError: there is no such operation, or the arrays do not fit; and
+                whatever else the method raises before it sends anything.
+        """
+        if operation not in _PLANNED:
+            raise InvalidArgumentError(
+                f"plan: operation {operation!r}; one of {', '.join(_PLANNED)} {self._who}."
+            )
+        if "async_op" in options:
+            raise InvalidArgumentError("plan: async_op is given when the call is made.")
+        x = args[0] if args else options.get("x")
+        refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
+        method = getattr(self, operation)
+        prepared: PreparedCall = method(*args, **options, async_op=PREPARE)
+        whole = options.get("out") is not None or operation == "barrier"
+        if whole and self._door is not None and options.get("timeout") is None:
+            # C remembers what it has found out, too, and needs nothing of Python.
+            prepared.replace(functools.partial(method, *args, **options))
+        return prepared
+
+    # -- in C ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _explain(function: Callable[..., Any], error: TypeError) -> TypeError:
+        """Return what a call ended in whose arguments may not be the function's."""
+        return explain_keyword(function, error) if error.__traceback__ is None else error
+
+    def _find_plan(
+        self,
+        what: str,
+        x: Any,
+        op: Any,
+        order: str | None,
+        root: int | None,
+        counts: tuple[int, ...] | None,
+    ) -> Planned | None:
+        """Return the plan of a plain call, of which C has none yet; None for Python's way."""
+        if what == "barrier":
+            return self._plan_of_barrier()
+        if what == "scan" and op == "avg":
+            return None  # it is refused
+        view = self._view(what, x)
+        if what == "broadcast":
+            assert root is not None
+            return self._plan_of_broadcast(view.array, view.dtype, root)
+        if what == "reduce_scatter":
+            rows = Rows(what, view.array, 0)
+            sizes = split_sizes(what, rows.length, self.size, None)
+            return self._plan_of_pieces(view.array, view.dtype, op, order, rows, sizes, None)
+        if op is not None:
+            return self._plan_of(what, view.array, view.dtype, op, order, root)
+        leaf = Leaf(what, view, 0)
+        if what == "scatter":
+            assert root is not None
+            return self._plan_of_scatter(leaf, root, x)
+        if what == "all_to_all":
+            sizes = split_sizes(what, leaf.rows.length, self.size, None)
+            return self._piece_plan(what, [leaf], 0, None, 0, None, [sizes])
+        return self._plan_of_collection(what, view, root, 0, counts)
+
+    @staticmethod
+    def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
+        """Run a plan that is not C's, on plain arrays."""
+        dst = None if out is None else _buffer(out)
+        work = plan(dst if x is out else None if x is None else _buffer(x), dst, seconds)
+        if work is not None:
+            work.wait()
+
+    def _recover(
+        self,
+        what: str,
+        x: Any,
+        out: Any,
+        root: int | None,
+        counts: tuple[int, ...] | None,
+        error: BaseException,
+    ) -> Any:
+        """Go on when a call that C has made has failed, as its method would, or raise."""
+        self._note_failure(error)
+        if not isinstance(error, Disagreement):
+            try:
+                raise error
+            finally:
+                del error  # or it would keep itself, and with its frames the arrays of the call
+        # Ranks may differ in how much they have, or in having passed None: what then follows has
+        # the time that is left.
+        entry = self.recorder.entries(1)[0]
+        left = max(1e-3, entry.began + self.timeout - time.monotonic())
+        if what == "broadcast":
+            assert root is not None
+            return self._broadcast_one(x, x, root, out, left, False, error)
+        if what == "scatter":
+            assert root is not None
+            mine = x if self.rank == root else None
+            call = self._call_of_scatter(mine, root, None, 0, out, None)
+            return self._scatter(call, left, False, error)
+        if what == "all_to_all":
+            return self._exchange(x, None, 0, out, left, False, error)
+        if what in ("gather", "all_gather"):
+            return self._collect(x, root, counts, 0, out, left, False, error)
+        self._mismatch(error.headers)
+
+
+def _buffer(x: Any) -> Buffer:
+    """Return an array that C has found to be plain as a buffer."""
+    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
+        array, dtype = x, BY_NUMPY[x.dtype]
+    else:
+        array, dtype = adapter_of(x).view(x)
+    return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)

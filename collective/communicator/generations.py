@@ -76,12 +76,9 @@ class Joiner:
                 min_ranks=self.min_ranks,
                 founders=founders,
             )
-            generation = NextGeneration(
-                lineage, alone, exclude=(), min_ranks=self.min_ranks,
-                timeout=max(0.001, end - time.monotonic()), kind=kind,
-            )  # fmt: skip
+            left = max(0.001, end - time.monotonic())
             try:
-                return generation.run()
+                return NextGeneration(lineage, alone, left, kind=kind).run()
             except ExcludedError:
                 # They could not connect at first, and then did without this process.
                 if time.monotonic() >= end:
@@ -170,7 +167,7 @@ class Generations(Groups):
         text = f"rank {self.rank} shrinks the communicator; call shrink() too, to go on with it"
         self._abort(Failure("shrink", self.rank, text))
         backend, following = NextGeneration(
-            lineage, self._backend, exclude=out, min_ranks=floor, timeout=seconds
+            lineage, self._backend, seconds, exclude=out, min_ranks=floor
         ).run()
         made = self._next(backend, following)
         self._shut(seconds)
@@ -257,10 +254,8 @@ class Generations(Groups):
             if self.rank == min(set(range(self.size)) - self._backend.lost(), default=0):
                 arrivals.announce()
             try:
-                backend, following = NextGeneration(
-                    lineage, self._backend, exclude=(), min_ranks=lineage.min_ranks,
-                    timeout=seconds, arrivals=arrivals,
-                ).run()  # fmt: skip
+                generation = NextGeneration(lineage, self._backend, seconds, arrivals=arrivals)
+                backend, following = generation.run()
             except CollectiveTimeoutError as error:
                 # What this rank has said may still be decided on, and it goes another way.
                 self._abort(Failure("aborted", self.rank, f"rank {self.rank} gave up: {error}"))

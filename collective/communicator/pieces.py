@@ -269,13 +269,7 @@ class PieceCalls(StraightCalls):
     ) -> Any:
         """Turn bytes, a part a sender with its rows of each leaf in turn, into arrays."""
         positions = [0] * len(parts)
-        outs: list[Any] = [None] * len(results)
-        if out is not None:
-            if nested.skeleton(out) != nesting:
-                raise InvalidArgumentError(
-                    f"{what}: out is nested differently from the result {self._who}."
-                )
-            outs = nested.flatten(out)
+        outs = self._outs(what, out, nesting, len(results), "result")
         finished = []
         for (rows, dtype, lengths), like, given in zip(results, likes, outs):
             pieces = []

@@ -169,7 +169,7 @@ class ReductionPlans(StraightCalls):
             groups.append((dtype, members, count, planned))
         outputs: list[Output] | None = None
         if receives:
-            outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+            outs = self._outs(what, out, nesting, len(views), "input")
             outputs = [
                 Output(what, given, view.adapter, view.array.shape, view.dtype, view.array)
                 for given, view in zip(outs, views)
@@ -237,13 +237,6 @@ class ReductionPlans(StraightCalls):
 
         self._carry(Planned(planned.request, start), None, None, seconds)
 
-    def _leaves_like(self, what: str, out: Any, nesting: Any) -> list[Any]:
-        if nested.skeleton(out) != nesting:
-            raise InvalidArgumentError(
-                f"{what}: out is nested differently from the input {self._who}."
-            )
-        return nested.flatten(out)
-
     def _tree_reduce_scatter(
         self,
         x: Any,
@@ -276,7 +269,7 @@ class ReductionPlans(StraightCalls):
                     views[i] = self._on_the_host(views[i])
                     rows[i] = Rows(what, views[i].array, axis)
             groups.append((dtype, members, elements[self.rank], planned))
-        outs = [None] * len(views) if out is None else self._leaves_like(what, out, nesting)
+        outs = self._outs(what, out, nesting, len(views), "input")
         outputs = [
             Output(
                 what, given, view.adapter, r.shape_with(s[self.rank]), view.dtype, view.array

@@ -72,12 +72,6 @@ class Reductions(ReductionPlans):
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
         """
-        if self._enqueues:
-            done = self._straight_reduction(
-                "all_reduce", x, op, out, order, timeout, None, async_op
-            )
-            if done is not NotImplemented:
-                return done
         return self._reduce("all_reduce", x, op, out, order, timeout, None, async_op)
 
     def reduce(
@@ -112,10 +106,6 @@ class Reductions(ReductionPlans):
         root = self._rank("reduce", "root", root)
         if self.rank != root:
             out = None
-        if self._enqueues:
-            done = self._straight_reduction("reduce", x, op, out, order, timeout, root, async_op)
-            if done is not NotImplemented:
-                return done
         return self._reduce("reduce", x, op, out, order, timeout, root, async_op)
 
     def scan(
@@ -221,6 +211,14 @@ class Reductions(ReductionPlans):
         async_op: bool,
     ) -> Any:
         """Make a reduction whose result is like the input, at ``root`` or at all ranks."""
+        receives = root is None or root == self.rank
+        spot = self._spot(x) if self._enqueues else None
+        if spot is not None:
+            planned = self._plans.get((what, spot.dtype, spot.shape, op, order, False, root))
+            shape = spot.shape if receives else None
+            done = self._straight(planned, spot, shape, x, out, timeout, async_op)
+            if done is not NotImplemented:
+                return done
         if type(x) is not np.ndarray and nested.is_tree(x):
             return self._tree_reduction(what, x, op, out, order, timeout, root, async_op)
         adapter, array, dtype = self._view(what, x)
@@ -233,7 +231,7 @@ class Reductions(ReductionPlans):
             adapter, array, dtype = self._on_the_host(View(adapter, array, dtype))
         seconds = self.timeout if timeout is None else self._seconds(timeout)
         output: Output | None = None
-        if root is None or root == self.rank:
+        if receives:
             output = Output(what, out, adapter, array.shape, dtype, array, x)
         src = self._input(array, dtype, output, out, x)
         dst: Buffer | None = None
@@ -245,25 +243,6 @@ class Reductions(ReductionPlans):
             return None if output is None else output.finish()
 
         return self._go(what, run, async_op, array, adapter)
-
-    def _straight_reduction(
-        self,
-        what: str,
-        x: Any,
-        op: str | ReduceOp,
-        out: Any,
-        order: str | None,
-        timeout: float | None,
-        root: int | None,
-        async_op: bool,
-    ) -> Any:
-        """Make a call on plain arrays of a GPU if it was planned before; see :mod:`.straight`."""
-        spot = self._spot(x)
-        if spot is None:
-            return NotImplemented
-        key = (what, spot.dtype, spot.shape, op, order, False, root)
-        shape = spot.shape if root is None or root == self.rank else None
-        return self._straight(self._plans.get(key), spot, shape, x, out, timeout, async_op)
 
     def _plan_of(
         self,

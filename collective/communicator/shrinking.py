@@ -49,9 +49,9 @@ class NextGeneration:
         lineage: the communicator's. A process that joins has that of the members, with its own
             number as ``root.rank``.
         backend: its transport, broken or not, which stays open until the next one is.
-        exclude: present ranks that are out, dead or not.
-        min_ranks: as in :class:`Lineage`.
         timeout: seconds for all of it.
+        exclude: present ranks that are out, dead or not.
+        min_ranks: as in :class:`Lineage`, which has it by default.
         arrivals: those who wait to be let in, if the ranks are to grow: then who lives and is
             silent is waited for to the end.
         kind: of a process that joins: what it connects by.
@@ -61,10 +61,10 @@ class NextGeneration:
         self,
         lineage: Lineage,
         backend: Backend,
-        *,
-        exclude: Sequence[int],
-        min_ranks: int,
         timeout: float,
+        *,
+        exclude: Sequence[int] = (),
+        min_ranks: int | None = None,
         arrivals: Arrivals | None = None,
         kind: type[Backend] | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class NextGeneration:
         self._arrivals = arrivals
         self._what = "shrink" if arrivals is None and kind is None else "grow"
         self._exclude = [lineage.origin[rank] for rank in exclude]
-        self._min_ranks = min_ranks
+        self._min_ranks = lineage.min_ranks if min_ranks is None else min_ranks
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._first = lineage.generation + 1

@@ -11,7 +11,7 @@ from collective.memory.arrays import adapter_of, known
 from .calls import Calls
 
 if TYPE_CHECKING:
-    from collective.memory.spot import Spot
+    from collective.memory.buffer import Spot
 
     from .plan import Planned
 

@@ -22,7 +22,7 @@ from .dtypes import FOREIGN, DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-    from .spot import Spot
+    from .buffer import Spot
 
 __all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array", "known"]
 

@@ -21,9 +21,9 @@ from collective.errors import DeviceError, InvalidArgumentError
 
 from . import dlpack, dtypes
 from .arrays import Adapter, NumpyAdapter, adapter_like
+from .buffer import Spot, new_spot
 from .device_array import DeviceArray
 from .dtypes import FOREIGN, DType
-from .spot import Spot, new_spot
 
 __all__ = ["CudaArrayAdapter", "read_dlpack", "root_owner"]
 

@@ -47,11 +47,6 @@ class Flags:
         return self._array.writeable
 
     @property
-    def owndata(self) -> bool:
-        """Whether the memory was allocated for this array."""
-        return self._array.base is None
-
-    @property
     def aligned(self) -> bool:
         """Whether each element is at a multiple of its own alignment."""
         array = self._array
@@ -83,10 +78,6 @@ class DeviceArray:
         owner: what keeps the memory alive, the framework's array where there is one.
         writeable: whether elements may be written.
         space: of the framework whose memory derived arrays shall have; None for CUDA's own.
-
-    Attributes:
-        base: the array whose view this is; the owner, where this is a view of what is no
-            DeviceArray; None where the memory is this array's own.
     """
 
     __array_ufunc__ = None
@@ -95,7 +86,6 @@ class DeviceArray:
         "__weakref__",
         "_strides",
         "address",
-        "base",
         "device",
         "dtype",
         "owner",
@@ -126,7 +116,7 @@ class DeviceArray:
         if strides is not None and device_layout.is_contiguous(shape, strides, dtype.itemsize):
             strides = None
         self._strides = strides
-        self.owner = self.base = owner
+        self.owner = owner
         self.writeable = writeable
         self.space: Space = device_copies.PLAIN if space is None else space
 
@@ -155,7 +145,7 @@ class DeviceArray:
         made.device = device
         made.stream = stream
         made._strides = None
-        made.owner = made.base = owner
+        made.owner = owner
         made.writeable = True
         made.space = space
         return made
@@ -174,7 +164,6 @@ class DeviceArray:
             strides = None
         made._strides = strides
         made.owner = self.owner
-        made.base = self.base if type(self.base) is DeviceArray else self
         made.writeable = self.writeable
         made.space = self.space
         return made
@@ -325,11 +314,9 @@ class DeviceArray:
         stream = self.effective_stream
         nbytes = math.prod(wanted) * kind.itemsize
         address, owner = self.space.empty(nbytes, self.device, stream)
-        made = DeviceArray(
+        return DeviceArray(
             address, wanted, kind, self.device, stream, owner=owner, space=self.space
         )
-        made.base = None
-        return made
 
     def copy(self) -> DeviceArray:
         """Return a contiguous copy."""

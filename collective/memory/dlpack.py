@@ -184,19 +184,16 @@ def borrow(x: Any) -> Lent:
     Raises:
         DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
     """
-    return take(_ask(x))
-
-
-def _ask(x: Any) -> Any:
     try:
         try:
-            return x.__dlpack__(stream=LEGACY, max_version=_VERSION)
+            capsule = x.__dlpack__(stream=LEGACY, max_version=_VERSION)
         except TypeError:  # older than version 1
-            return x.__dlpack__(stream=LEGACY)
+            capsule = x.__dlpack__(stream=LEGACY)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"{type(x).__name__}: cannot be seen through DLPack: {error}"
         ) from error
+    return take(capsule)
 
 
 def _type_of(dtype: DType) -> tuple[int, int]:

@@ -268,13 +268,6 @@ class Tracer:
 # -- what a program says ------------------------------------------------------------------------
 
 
-class _Nothing(AbstractContextManager[None]):
-    """Stands for a span where nothing is traced."""
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 class _ProgramSlice(AbstractContextManager[None]):
     """A slice of the program's."""
 
@@ -306,7 +299,8 @@ class Interval:
         self._number = 0
 
 
-_NOTHING = _Nothing()
+# Stands for a span where nothing is traced.
+_NOTHING = contextlib.nullcontext()
 
 
 def current() -> Tracer | None:
