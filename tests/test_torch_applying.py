@@ -102,13 +102,6 @@ def test_grad_mode_inside_of_inference_mode_is_carried():
         assert parallel_apply([state] * 2, [(), ()]) == [state()] * 2
 
 
-def test_autocast_changes_what_the_replicas_compute():
-    linear = torch.nn.Linear(4, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = parallel_apply([linear] * 2, [torch.ones(1, 4)] * 2)
-    assert [out.dtype for out in found] == [torch.bfloat16] * 2
-
-
 def test_context_variables_are_carried_and_not_shared():
     variable = contextvars.ContextVar("variable", default="none")
     variable.set("mine")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool
 from tests import test_torch_ddp_passes as passes
+from tests.on_ranks import ranks_of
 
-
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    with RankPool(2, "shm", timeout=90.0) as made:
-        yield made
+pool = ranks_of(("shm", 2))
 
 
 class Net(nn.Module):
@@ -46,15 +45,12 @@ def test_the_same_weights(pool: RankPool, tmp_path: Path, way: str, optimizer: s
     pool.run(both, str(tmp_path / "store"), way, optimizer)
 
 
-def both(comm: Any, store: str, way: str, optimizer: str) -> None:
+@contextlib.contextmanager
+def gloo(comm: Any, store: str) -> Iterator[None]:
     files = dist.FileStore(store, comm.size)
     dist.init_process_group("gloo", store=files, rank=comm.rank, world_size=comm.size)
     try:
-        states = [trained(comm, ours, way, optimizer) for ours in (True, False)]
-        for name, value in states[0].items():
-            if "running" in name and way == "accumulate" and comm.rank:
-                continue  # they get rank 0's in other passes, and nobody else gets theirs
-            torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-10)
+        yield
     finally:
         # A wrapper of PyTorch's that goes after its process group waits for Gloo's threads with
         # the interpreter's lock, which they may want.
@@ -62,15 +58,20 @@ def both(comm: Any, store: str, way: str, optimizer: str) -> None:
         dist.destroy_process_group()
 
 
+def both(comm: Any, store: str, way: str, optimizer: str) -> None:
+    with gloo(comm, store):
+        states = [trained(comm, ours, way, optimizer) for ours in (True, False)]
+        for name, value in states[0].items():
+            if "running" in name and way == "accumulate" and comm.rank:
+                continue  # they get rank 0's in other passes, and nobody else gets theirs
+            torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-10)
+
+
 def trained(comm: Any, ours: bool, way: str, optimizer: str) -> dict[str, torch.Tensor]:
     """Return the state after training with one of the wrappers."""
     torch.manual_seed(comm.rank)
     model = Net(way == "unused").double()
-    options: dict[str, Any] = {}
-    if way == "unused":
-        options["find_unused_parameters"] = True
-    if way == "static":
-        options["static_graph"] = True
+    options = {"find_unused_parameters": way == "unused", "static_graph": way == "static"}
     wrapped: Any
     if ours:
         wrapped = DistributedDataParallel(model, comm, bucket_mib=0.005, **options)
@@ -111,24 +112,14 @@ def gradients(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def in_orders(comm: Any, store: str) -> dict[str, list[Any]]:
-    files = dist.FileStore(store, comm.size)
-    dist.init_process_group("gloo", store=files, rank=comm.rank, world_size=comm.size)
-    try:
+    with gloo(comm, store):
         return {name: [in_order(comm, name, ours) for ours in (True, False)] for name in ORDERS}
-    finally:
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def in_order(comm: Any, name: str, ours: bool) -> list[Any]:
     net = passes.Net("plain")
     wrapped: Any = DistributedDataParallel(net, comm) if ours else Torchs(net)
-    replica = passes.Replica(net, wrapped, comm.rank)
-    found = []
-    for step in passes.PROGRAMS[name]:
-        replica.do(step)
-        found.append(replica.gradients())
-    return found
+    return passes.after_each(passes.Replica(net, wrapped, comm.rank), passes.PROGRAMS[name])
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -161,7 +161,11 @@ def run(comm: Any, kind: str, program: list[Any]) -> list[Any]:
     net = Net(kind)
     # Several buckets.
     ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, **OPTIONS[kind])
-    replica = Replica(net, ddp, comm.rank)
+    return after_each(Replica(net, ddp, comm.rank), program)
+
+
+def after_each(replica: Replica, program: list[Any]) -> list[Any]:
+    """Return the gradients of one rank after each step."""
     found = []
     for step in program:
         replica.do(step)

@@ -216,39 +216,24 @@ def check_mismatch(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def check_timeouts(rank: int, size: int) -> None:
+def check_timeouts(rank: int, size: int, seconds: float = 0.5, everyone: bool = False) -> None:
     store = dist.group.WORLD.get_group_store()
     if rank:
-        store.wait(["over"])
+        store.wait(["over"])  # or rank 0 would find this one gone
         return
     with pytest.raises(TimeoutError) as caught:
-        dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5))
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=everyone)
     store.set("over", "")
+    others = tuple(range(1, size))
+    who = f"Ranks {', '.join(map(str, others))}" if everyone else "Rank 1"
     # As Gloo says it, for programs that look for it.
-    assert "Rank 0 timed out in monitoredBarrier: Rank 1 failed to pass" in str(caught.value)
+    assert f"Rank 0 timed out in monitoredBarrier: {who} failed to pass" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
-    assert caught.value.ranks == tuple(range(1, size))
-
-
-def check_timeout_of_all(rank: int, size: int) -> None:
-    store = dist.group.WORLD.get_group_store()
-    if rank == 0:
-        others = ", ".join(map(str, range(1, size)))
-        with pytest.raises(TimeoutError, match=f"Ranks {others} failed to pass monitoredBarrier"):
-            dist.group.WORLD.monitored_barrier(timedelta(0), wait_all_ranks=True)
-        store.set("over", "")
-    else:
-        store.wait(["over"])
+    assert caught.value.ranks == others
 
 
 def check_no_time(rank: int, size: int) -> None:
-    store = dist.group.WORLD.get_group_store()
-    if rank == 0:
-        with pytest.raises(CollectiveTimeoutError):
-            dist.group.WORLD.monitored_barrier(timedelta(0))
-        store.set("over", "")
-    else:
-        store.wait(["over"])  # or rank 0 would find this one gone
+    check_timeouts(rank, size, 0.0, everyone=True)
 
 
 def check_waits(rank: int, size: int) -> None:
@@ -306,7 +291,7 @@ def check_life(rank: int, size: int, store: str) -> None:
     [
         check_messages, check_messages_to_oneself, check_any_source,
         check_messages_and_collectives, check_works, check_calls_of_callbacks, check_groups,
-        check_errors, check_timeouts, check_timeout_of_all, check_no_time, check_waits, check_abort,
+        check_errors, check_timeouts, check_no_time, check_waits, check_abort,
         check_what_goes_past_the_group,
     ],
     ids=lambda check: check.__name__.removeprefix("check_"),

@@ -123,29 +123,16 @@ print([name for name in set(sys.modules) - before if name.startswith("torch")])
 """
 
 
-@pytest.fixture(scope="module")
-def by_the_entry_point(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a program prints that imports PyTorch, for which the entry point is installed."""
-    site = installed(tmp_path_factory.mktemp("installed"))
-    found = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, site)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.splitlines()
-
-
-def test_nothing_of_ours_is_imported_for_the_entry_point(by_the_entry_point: list[str]) -> None:
-    assert by_the_entry_point[0] == "['collective_autoload']"
-
-
-def test_torch_registers_the_backend_when_it_is_imported(by_the_entry_point: list[str]) -> None:
-    assert by_the_entry_point[1] == "collective"
-
-
-def test_no_more_of_torch_is_imported_for_the_adapter(by_the_entry_point: list[str]) -> None:
-    assert by_the_entry_point[2] == "[]"
-
-
-def test_who_registers_after_the_entry_point_changes_nothing(by_the_entry_point: list[str]) -> None:
-    assert by_the_entry_point[3:] == ["[1.0, 1.0] threads"]
+def test_torch_finds_the_backend_by_the_entry_point_and_imports_nothing_else(
+    tmp_path: Path,
+) -> None:
+    found = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, installed(tmp_path))
+    assert found.stdout.splitlines() == [
+        "['collective_autoload']",  # of ours
+        "collective",
+        "[]",  # of PyTorch for the adapter, which also registers, and changes nothing
+        "[1.0, 1.0] threads",
+    ], found.stderr
 
 
 # That PyTorch was imported before is all that a Python needs which is warm.

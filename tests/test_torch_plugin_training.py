@@ -293,21 +293,13 @@ def check_a_missing_rank(rank: int, size: int) -> None:
     store.set("over", "")
 
 
-def train_with_a_builtin_hook(rank: int, size: int, hook: Any) -> Any:
-    model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01)
-    model._register_builtin_comm_hook(hook)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
-    return model.parameters()
-
-
-def check_builtin_hook(rank: int, size: int) -> None:
-    found = train_with_a_builtin_hook(rank, size, dist.BuiltinCommHookType.ALLREDUCE)
-    agree(found, alone(size))
-
-
-def check_builtin_hook_float16(rank: int, size: int) -> None:
-    found = train_with_a_builtin_hook(rank, size, dist.BuiltinCommHookType.FP16_COMPRESS)
-    agree(found, alone(size), 1e-2)
+def check_builtin_hooks(rank: int, size: int) -> None:
+    kinds = dist.BuiltinCommHookType
+    for hook, tolerance in ((kinds.ALLREDUCE, 1e-5), (kinds.FP16_COMPRESS, 1e-2)):
+        model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01)
+        model._register_builtin_comm_hook(hook)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+        agree(model.parameters(), alone(size), tolerance)
 
 
 def check_limits(rank: int, size: int) -> None:
@@ -334,7 +326,7 @@ def quietly(rank: int, size: int, check: Any, *args: Any) -> None:
 AT_TWO = [
     check_ddp, check_hooks, check_accumulation_and_join, check_unused, check_sparse, check_zero,
     check_fsdp, check_dtensor, check_functional, check_compiled, check_differentiable,
-    check_a_missing_rank, check_builtin_hook, check_builtin_hook_float16,
+    check_a_missing_rank, check_builtin_hooks,
     check_compiled_ddp, check_limits,
 ]  # fmt: skip
 CASES = [
@@ -342,7 +334,7 @@ CASES = [
     *(
         (("gloo", 2), check)
         for check in (
-            check_ddp, check_hooks, check_builtin_hook, check_builtin_hook_float16, check_fsdp,
+            check_ddp, check_hooks, check_builtin_hooks, check_fsdp,
             check_a_missing_rank,
         )
     ),

@@ -12,8 +12,6 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.testing import RankPool  # noqa: E402
-from tests import warm  # noqa: E402
-from tests.interpreter import run_python  # noqa: E402
 from tests.mpi_launches import (  # noqa: E402
     ROOT,
     VENDORS,
@@ -162,13 +160,3 @@ def test_a_program_under_mpiexec(tmp_path: Any) -> None:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     changes = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     assert "mpi 3\n" in mpirun("mpich", 3, script, python=warm_python_of("mpich"), **changes).stdout
-
-
-def test_a_group_of_one() -> None:
-    program = (
-        "import torch, torch.distributed as dist, collective.adapters.torch as _\n"
-        "dist.init_process_group('collective', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "x = torch.ones(2); dist.all_reduce(x); dist.barrier(); print(x.tolist())"
-    )
-    found = run_python("-c", program, python=warm.python())
-    assert found.stdout == "[1.0, 1.0]\n", found.stderr

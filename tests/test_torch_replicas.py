@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-import traceback
 import types
 from typing import Any
 
@@ -26,7 +25,6 @@ from collective.errors import (  # noqa: E402
     DeviceError,
     InvalidArgumentError,
     ShapeError,
-    UnsupportedError,
 )
 
 CPUS = ["cpu", "cpu"]
@@ -177,15 +175,6 @@ def test_a_loss_inside_of_the_module_becomes_a_vector():
     assert torch.allclose(found, module.linear.weight.grad, **CLOSE)
 
 
-def test_scalars_are_warned_of():
-    scattering._warn_of_scalars.cache_clear()
-    wrapped = DataParallel(Loss(), CPUS)
-    with pytest.warns(UserWarning, match="every replica returned a scalar") as caught:
-        wrapped(torch.ones(2, 8))
-    wrapped(torch.ones(2, 8))  # another warning would be an error
-    assert len(caught) == 1
-
-
 def test_running_statistics_are_those_of_the_first_part():
     torch.manual_seed(0)
     module = nn.BatchNorm1d(3)
@@ -199,15 +188,6 @@ def test_running_statistics_are_those_of_the_first_part():
     assert not torch.allclose(out[4:], expected.eval()(x[4:]), atol=1e-2)
 
 
-def test_gradients_of_the_inputs():
-    module = mlp()
-    x = torch.randn(5, 8, requires_grad=True)
-    again = x.detach().requires_grad_()
-    DataParallel(module, CPUS)(x).square().sum().backward()
-    module(again).square().sum().backward()
-    assert torch.allclose(x.grad, again.grad, **CLOSE)
-
-
 def test_gradients_of_gradients():
     module = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     x = torch.randn(5, 8)
@@ -218,15 +198,6 @@ def test_gradients_of_gradients():
         sum(grad.square().sum() for grad in first).backward()
         found.append([parameter.grad.clone() for parameter in list(module.parameters())[:-1]])
     assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(*found))
-
-
-def test_unused_and_frozen_parameters_have_no_gradient():
-    module = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
-    module.forward = types.MethodType(lambda self, x: self["used"](x), module)
-    module["used"].bias.requires_grad_(False)
-    DataParallel(module, CPUS)(torch.ones(4, 2)).sum().backward()
-    assert module["used"].weight.grad.tolist() == [[4, 4], [4, 4]]
-    assert [p.grad for p in (module["used"].bias, *module["unused"].parameters())] == [None] * 3
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -260,22 +231,6 @@ def test_hooks_of_the_module_its_parts_and_its_parameters_run():
     DataParallel(module, CPUS)(torch.ones(4, 8)).sum().backward()
     counts = {name: seen.count(name) for name in seen}
     assert counts == {"pre": 2, "backward": 2, "parameter": 1, "accumulated": 1}
-
-
-def test_a_failing_replica_is_told_after_all_have_ended():
-    class Failing(nn.Module):
-        def forward(self, x):
-            self.check(x)
-            return x
-
-        def check(self, x):
-            if (x > 2).any():
-                raise ValueError(f"too large: {x.max()}")
-
-    with pytest.raises(ValueError, match=r"^replica 1 of 2 on cpu: too large: 3$") as caught:
-        DataParallel(Failing(), CPUS)(torch.arange(4))
-    assert "in check" in "".join(traceback.format_exception(caught.value))
-    assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
 
 
 def test_checkpoints_are_those_of_the_module_with_a_prefix():
@@ -336,13 +291,6 @@ def test_what_does_not_fit_is_refused():
         DataParallel(nn.Linear(1, 1, device="meta"), CPUS)(torch.ones(2, 1))
     with pytest.raises(ShapeError, match="pieces"):
         DataParallel(Echo(), CPUS)(torch.ones(4), torch.ones(1))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_scripted_and_compiled_modules_are_refused():
-    for module in (torch.jit.trace(mlp(), torch.ones(1, 8)), torch.compile(mlp())):
-        with pytest.raises(UnsupportedError, match="Wrap the module"):
-            DataParallel(nn.Sequential(module), CPUS)
 
 
 def gpu(memory: int, cores: int) -> Any:

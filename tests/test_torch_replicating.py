@@ -368,16 +368,17 @@ def test_a_parameter_that_the_module_changes_in_place_is_changed_in_the_module()
     assert module.weight.grad[:, 0].tolist() == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore")  # of what torch has deprecated of its own
 def test_what_cannot_be_copied_is_refused():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(UnsupportedError, match=r"\(0\) is a ScriptModule.*before it is scripted"):
         replicate(nn.Sequential(scripted), CPUS)
     compiled = nn.Linear(2, 2)
     compiled._compiled_call_impl = threading.current_thread  # what module.compile() sets
     with pytest.raises(UnsupportedError, match=r"Linear \(the module itself\) is compiled"):
         replicate(compiled, CPUS)
+    with pytest.raises(UnsupportedError, match=r"OptimizedModule \(0\) is compiled"):
+        replicate(nn.Sequential(torch.compile(nn.Linear(2, 2))), CPUS)
     with pytest.raises(InvalidArgumentError, match=r"'0\.weight' is not initialized"):
         replicate(nn.Sequential(nn.LazyLinear(2)), CPUS)
     with pytest.raises(DeviceError, match="cpu and meta"):
