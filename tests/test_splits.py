@@ -126,7 +126,7 @@ def _on_a_rank(
         (3, {"data": (1, 3)}),
         (4, {"data": (2, 2)}),
         (3, {"channels": 3}),
-        (2, {"batch": 2}),
+        (3, {"batch": 3}),  # of two samples: a rank has none
         (4, {"data": (2, 2), "halo": "chain"}),
         (4, {"batch": 2, "data": (2,), "halo": "chain", "recompute": False}),
         (8, {"batch": 2, "channels": 2, "data": (2,)}),

@@ -17,12 +17,12 @@ class Kept:
 
     Attributes:
         piece: the bytes of the piece that keeps most.
-        masks: drawn for dropout, whole.
+        held: arrays without a gradient that pieces are combined with, such as masks, by function.
     """
 
     def __init__(self) -> None:
         self.piece = 0
-        self.masks: list[Any] = []
+        self.held: list[tuple[str, Any]] = []
 
     def compute_piece(
         self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
@@ -36,11 +36,13 @@ class Kept:
         self.piece = max(outer, inside + self.piece)
 
 
-def bytes_kept(result: Any, masks: Sequence[Any], there: Sequence[Any]) -> dict[str, int]:
+def bytes_kept(
+    result: Any, held: Sequence[tuple[str, Any]], there: Sequence[Any]
+) -> dict[str, int]:
     """Return the bytes of the arrays that a graph holds, by function; each array once."""
     seen = {id(_owner(array)) for array in there}
     found: dict[str, int] = {}
-    for label, array in (*(("Dropout", mask) for mask in masks), *_held(result)):
+    for label, array in (*held, *_held(result)):
         owner = _owner(array)
         if id(owner) not in seen:
             seen.add(id(owner))

@@ -130,10 +130,13 @@ class VariableSession(Session):
         if not cut:
             return None
         along = by_channel and all(x.shape[1] == shape[1] for x in cut)
-        return self._rows(name, leaves, shape, dtype, lambda given: applied(node, given), along)
+        return self._rows(
+            node, name, leaves, shape, dtype, lambda given: applied(node, given), along
+        )
 
     def _rows(
         self,
+        node: Any,
         name: str,
         leaves: Sequence[Any],
         shape: Sequence[int],
@@ -142,6 +145,9 @@ class VariableSession(Session):
         along: bool = True,
     ) -> Cut:
         """Record what makes each row of the same rows of variables, and of what broadcasts."""
+        if self._kept is not None:
+            arrays = (chainer.as_variable(x) for x in leaves if not isinstance(x, Cut))
+            self._kept.held += [(node.label, x.array) for x in arrays if not x.requires_grad]
         found = [x.value if isinstance(x, Cut) else x for x in leaves]
         values = tuple(x for x in found if isinstance(x, Value))
         context = Context(self.arrays, self._executor, None, name, values, shape[1])
@@ -163,7 +169,7 @@ class VariableSession(Session):
             if kept is not None:
                 kept *= node.decay
                 kept += (1 - node.decay) * factor * new.array[0]
-        return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
+        return self._normalized(name, x, gamma, beta, mean, variance, node)
 
     def _group_normalization(self, node: Any, name: str, inputs: tuple[Any, ...]) -> Cut | None:
         x, gamma, beta = inputs
@@ -172,7 +178,7 @@ class VariableSession(Session):
         mean, variance, _ = self._executor.moments(x.value, node.groups, _wide(x, gamma))
         each = x.shape[1] // node.groups
         mean, variance = (F.repeat(array, each, 1) for array in (mean, variance))
-        return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
+        return self._normalized(name, x, gamma, beta, mean, variance, node)
 
     def _fixed_batch_normalization(
         self, node: Any, name: str, inputs: tuple[Any, ...]
@@ -183,16 +189,16 @@ class VariableSession(Session):
         if not isinstance(x, Cut) or tuple(axis) != axes:
             return None
         mean, variance = (chainer.as_variable(each)[None] for each in (mean, variance))
-        return self._normalized(name, x, gamma, beta, mean, variance, node.eps)
+        return self._normalized(name, x, gamma, beta, mean, variance, node)
 
     def _normalized(
-        self, name: str, x: Cut, gamma: Any, beta: Any, mean: Any, variance: Any, eps: float
+        self, name: str, x: Cut, gamma: Any, beta: Any, mean: Any, variance: Any, node: Any
     ) -> Cut:
         """Record the normalisation by known moments, ``[N or 1, C]``."""
         dtype = _wide(x, gamma)
         given = [F.cast(chainer.as_variable(each), dtype) for each in (gamma, beta, mean, variance)]
         gamma, beta, mean, variance = (F.broadcast_to(each, mean.shape) for each in given)
-        scale = gamma / F.sqrt(variance + eps)
+        scale = gamma / F.sqrt(variance + node.eps)
         shape = (*mean.shape, *(1,) * (x.ndim - 2))
         parts = [F.reshape(each, shape) for each in (scale, beta - mean * scale)]
 
@@ -201,20 +207,18 @@ class VariableSession(Session):
             factor, offset = (F.broadcast_to(each, piece.shape) for each in parts)
             return F.cast(F.cast(piece, dtype) * factor + offset, piece.dtype)
 
-        return self._rows(name, [x, *parts], x.shape, x.dtype, call)
+        return self._rows(node, name, [x, *parts], x.shape, x.dtype, call)
 
     def _dropout(self, node: Any, name: str, x: Cut) -> Cut | None:
         """Drop by a mask that is drawn whole, as Chainer draws it, and cut."""
         flags = self._executor.generator().rand(*x.shape) >= node.dropout_ratio
-        if self._kept is not None:
-            self._kept.masks.append(flags)
         factor = x.dtype.type(1.0 / (1 - node.dropout_ratio))
 
         def call(given: list[Any]) -> Any:
             piece, mask = given
             return piece * (mask * factor).astype(piece.dtype)
 
-        return self._rows(name, [x, flags], x.shape, x.dtype, call)
+        return self._rows(node, name, [x, flags], x.shape, x.dtype, call)
 
 
 def _wide(x: Any, gamma: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import chainer
@@ -21,7 +22,7 @@ from .verifying import memory_report, verify
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(Variables, VariableSession, LinkFilters, chainer.Link.params)
+_FRAMEWORK = Framework(Variables, VariableSession, LinkFilters, methodcaller("params"))
 
 
 class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]

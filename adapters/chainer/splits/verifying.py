@@ -107,7 +107,7 @@ def memory_report(
         result, joined = compute(x, args, kwargs, kept)
         parameters = [p.array for p in link.params() if p.array is not None]
         weights.append(sum(int(each.nbytes) for each in parameters))
-        counts.append(bytes_kept(result, kept.masks, [x.array, *parameters]))
+        counts.append(bytes_kept(result, kept.held, [x.array, *parameters]))
     np.random.set_state(state)
     whole, pieces = counts
     return MemoryReport(whole, pieces, kept.piece, joined, (weights[0], weights[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .verifying import memory_report, verify
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(Tensors, TensorSession, ModuleFilters, torch.nn.Module.parameters)
+_FRAMEWORK = Framework(Tensors, TensorSession, ModuleFilters, methodcaller("parameters"))
 
 
 class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
