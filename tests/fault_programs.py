@@ -81,15 +81,7 @@ def two_killed(comm: Communicator) -> Heard:
 # -- ranks that stop, leave or are interrupted -----------------------------------------------------
 
 
-def stopped(comm: Communicator) -> Heard:
-    return _stopped(comm, VICTIM)
-
-
-def stopped_first(comm: Communicator) -> Heard:
-    return _stopped(comm, 0)
-
-
-def _stopped(comm: Communicator, victim: int) -> Heard:
+def stopped(comm: Communicator, victim: int = VICTIM) -> Heard:
     """``victim`` gets SIGSTOP, and SIGCONT when the others have given up."""
     pids = comm.all_gather_object(os.getpid())
     if comm.rank == victim:

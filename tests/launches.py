@@ -26,8 +26,10 @@ __all__ = [
     "PROMISED_S",
     "ROOT",
     "Launches",
+    "Marked",
     "Terminal",
     "finish",
+    "kill",
     "launched",
     "launches",
 ]
@@ -61,6 +63,57 @@ def die(error):
 """
 
 
+class Marked:
+    """The processes that have a mark of their own in their environment.
+
+    Attributes:
+        variable, value: the mark, for the environment of the first of them.
+    """
+
+    variable = "COLLECTIVETEST_MARK"
+
+    def __init__(self) -> None:
+        self.value = secrets.token_hex(8)
+        self._bytes = f"{self.variable}={self.value}".encode()
+
+    def living(self) -> dict[int, bytes]:
+        """Return their environments, by process id, in the order in which they were started."""
+        found: dict[int, bytes] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = (entry / "environ").read_bytes()
+                if self._bytes in environment:
+                    found[int(entry.name)] = environment
+        return dict(sorted(found.items()))
+
+    def left(self, seconds: float) -> dict[int, str]:
+        """Return what runs after so many seconds, or nothing as soon as nothing does.
+
+        Returns:
+            Process id -> its command, and where in the kernel it is.
+        """
+        end = time.monotonic() + seconds
+        while (found := self.living()) and time.monotonic() < end:
+            time.sleep(0.02)
+        running = {}
+        for pid in found:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                running[pid] = f"{command}({Path(f'/proc/{pid}/wchan').read_text()})"
+        return running
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for pid in self.living():
+            kill(pid)
+
+
+def kill(pid: int) -> None:
+    """Kill a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Launches:
     """Starts launchers in a directory of their own and sees what they leave behind.
 
@@ -71,16 +124,15 @@ class Launches:
     def __init__(self, directory: Path, python: str = sys.executable) -> None:
         self.directory = directory
         self.python = python
-        self.mark = f"COLLECTIVETEST_MARK={secrets.token_hex(8)}"
+        self.marked = Marked()
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.started: list[subprocess.Popen[str]] = []
 
     def environment(self, **changes: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("COLLECTIVE_", "OMP_"))}
-        name, value = self.mark.split("=")
-        base = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), name: value}
-        return {**kept, **base, **changes}
+        base = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        return {**kept, **base, self.marked.variable: self.marked.value, **changes}
 
     def script(self, body: str, name: str = "script.py") -> str:
         (self.directory / name).write_text(PRELUDE + textwrap.dedent(body))
@@ -116,13 +168,7 @@ class Launches:
 
     def living(self) -> list[int]:
         """The processes of these launches that run, wherever they are in the tree."""
-        found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                with contextlib.suppress(OSError):
-                    if self.mark.encode() in Path("/proc", entry, "environ").read_bytes():
-                        found.append(int(entry))
-        return found
+        return list(self.marked.living())
 
     def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -191,9 +237,7 @@ def launched(directory: Path, python: str = sys.executable) -> Iterator[Launches
         if process.poll() is None:
             process.kill()
         process.communicate()
-    for pid in launches.living():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    launches.marked.end()
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def slurm(
     return {
         "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": str(node),
         "SLURM_LOCALID": str(local_rank), "SLURM_STEP_TASKS_PER_NODE": tasks,
-        "SLURM_STEP_NUM_NODES": str(hosts), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": str(hosts), "SLURM_STEP_ID": "0",
     }  # fmt: skip
 
 

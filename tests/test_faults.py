@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tests import (
 )
 from tests.fault_heard import Heard, Program, Survived, held
 from tests.fault_programs import VICTIM
+from tests.launches import Marked
 from tests.mpi_launches import VENDORS, launch_of, needs
 from tests.pretended import Pairs
 
@@ -52,8 +53,6 @@ PROMISED_S, BUSY_S = 2.0, 10.0
 CALL_S, JOB_S = 25.0, 240.0
 # When calls that are not compared are taken for stalled.
 STALL_S = 1.0
-# In the environment of all processes of a column.
-MARK = "COLLECTIVETEST_MARK"
 NUL = b"\0"
 
 
@@ -118,7 +117,7 @@ FAULTS = {
     "SIGALRM again and again": Fault(fault_programs.alarmed, seconds=10.0),
     "SIGSTOP": Fault(fault_programs.stopped, **LATE),
     # Where rank 0 has the hub of all monitors, nobody else can say who is missing.
-    "SIGSTOP of rank 0": Fault(fault_programs.stopped_first, victims=(0,), **LATE),
+    "SIGSTOP of rank 0": Fault(partial(fault_programs.stopped, victim=0), victims=(0,), **LATE),
     "close with work that ends": Fault(fault_programs.closes_with_work, **LOST),
     "close with work that does not": Fault(
         fault_programs.closes_with_work_for_ever, victim="CollectiveTimeoutError",
@@ -205,11 +204,11 @@ def rows_of(column: str) -> dict[str, Fault]:
 class Column:
     """Ranks at a transport, what they heard of each fault, and what they could leave behind."""
 
-    def __init__(self, name: str, directory: Path, mark: str) -> None:
+    def __init__(self, name: str, directory: Path, marked: Marked) -> None:
         self.name = name
         self.directory = directory
         self.segments: set[str] = set()
-        self._mark = mark.encode()
+        self._marked = marked
         self._survived: list[dict[str, Survived]] | RanksFailedError | None = None
         launch = launch_of(name) if name in VENDORS else None
         backend = {"hierarchical": Pairs, "mpich": "mpi", "openmpi": "mpi"}.get(name, name)
@@ -260,12 +259,12 @@ class Column:
     def _processes(self) -> list[str]:
         """Return the processes that were started here and have not ended."""
         found = []
-        for entry in Path("/proc").glob("[0-9]*"):
+        for pid in self._marked.living():
             with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 # multiprocessing's tracker ends with the tests.
-                if self._mark in (entry / "environ").read_bytes() and b"tracker" not in command:
-                    found.append(f"{entry.name}: {command.replace(NUL, b' ').decode()}")
+                if b"tracker" not in command:
+                    found.append(f"{pid}: {command.replace(NUL, b' ').decode()}")
         return found
 
 
@@ -283,8 +282,9 @@ class Columns:
             self.leave()
             (self._directory / name).mkdir(exist_ok=True)
             tempfile.tempdir = os.environ["TMPDIR"] = str(self._directory / name)
-            os.environ[MARK] = secrets.token_hex(8)
-            self._now = Column(name, self._directory / name, f"{MARK}={os.environ[MARK]}")
+            marked = Marked()  # all processes of the column
+            os.environ[marked.variable] = marked.value
+            self._now = Column(name, self._directory / name, marked)
         return self._now
 
     def leave(self) -> None:
@@ -307,7 +307,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
         # Ranks start by themselves, with the mark: a server's copies would have its environment.
         patch.setattr(process_starter, "_preloaded", [])
         # Put back at the end.
-        patch.setenv(MARK, "")
+        patch.setenv(Marked.variable, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())
         patch.setattr(tempfile, "tempdir", None)
         made = Columns(tmp_path_factory.mktemp("faults"))

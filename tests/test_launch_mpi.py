@@ -117,7 +117,7 @@ def test_first_failure(launches: Launches, start, statement: str, code: int, wor
 
 
 def test_shared_memory_of_an_mpi_library_is_removed(launches: Launches, start) -> None:  # noqa: F811
-    mark = launches.mark.partition("=")[2]
+    mark = launches.marked.value
     # MPICH removes its file when MPI ends, to which ranks that are killed do not come.
     script = launches.script(
         f"""

@@ -63,36 +63,40 @@ def output() -> Iterator[Output]:
     os.close(output.writer)
 
 
-def test_lines_get_their_rank(output: Output) -> None:
-    output.a.feed(b"one\ntwo\n")
-    output.b.feed(b"three\n\n")
-    assert output.written() == b"[0] one\n[0] two\n[1] three\n[1] \n"
+# What rank 0 writes, then rank 1 (whose line ends), then rank 0; and what is written at its end.
+WRITTEN: dict[str, tuple[str, str, str, str]] = {
+    "lines": ("one\ntwo\n", "three\n\n", "", "[0] one\n[0] two\n[1] three\n[1] \n"),
+    "pieces of a line wait for its end": (
+        "one", "other\n", " and two\n", "[1] other\n[0] one and two\n",
+    ),
+    "a last line without an end": ("last words", "", "", "[0] last words\n"),
+    "Windows' line ends": ("one\r\ntwo\r\n", "", "", "[0] one\r\n[0] two\r\n"),
+    "colour reaches no prefix, erasing removes none": (
+        "\x1b[2K\x1b[31mred\x1b[0m\n", "", "", "\x1b[2K[0] \x1b[31mred\x1b[0m\n",
+    ),
+    "a cursor that was hidden is shown again": (
+        "\x1b[?25l10%\r", "", "", "\x1b[?25l[0] 10%\r\n\x1b[?25h",
+    ),
+    "sequences without text are no line": (
+        "\x1b[?25ldone\n\x1b[?25h", "\x1b[2K\r", "", "\x1b[?25l[0] done\n\x1b[?25h",
+    ),
+}  # fmt: skip
 
 
-def test_pieces_of_a_line_wait_for_its_end(output: Output) -> None:
-    output.a.feed(b"one")
-    output.b.feed(b"other\n")
-    output.a.feed(b" and two")
-    assert output.written() == b"[1] other\n"
-    output.a.feed(b"\n")
-    assert output.written() == b"[0] one and two\n"
+@pytest.mark.parametrize(("first", "other", "then", "written"), WRITTEN.values(), ids=WRITTEN)
+def test_what_is_written(output: Output, first: str, other: str, then: str, written: str) -> None:
+    output.a.feed(first.encode())
+    output.b.feed(other.encode())
+    output.a.feed(then.encode())
+    output.a.finish()
+    output.screen.restore()
+    assert output.written().decode() == written
 
 
 def test_characters_of_several_bytes_may_come_in_pieces(output: Output) -> None:
     for byte in "grün ☃\n".encode():
         output.a.feed(bytes([byte]))
     assert output.written().decode() == "[0] grün ☃\n"
-
-
-def test_last_line_without_an_end_is_shown(output: Output) -> None:
-    output.a.feed(b"last words")
-    output.a.finish()
-    assert output.written() == b"[0] last words\n"
-
-
-def test_windows_line_ends(output: Output) -> None:
-    output.a.feed(b"one\r\ntwo\r\n")
-    assert output.written() == b"[0] one\r\n[0] two\r\n"
 
 
 @pytest.mark.parametrize(
@@ -142,11 +146,6 @@ def test_unfinished_line_is_repeated_after_an_interruption(output: Output) -> No
     assert output.shown() == ["[0] loading", "[1] hello", "[0] loading done", ""]
 
 
-def test_colour_does_not_reach_the_prefix_and_erasing_does_not_remove_it(output: Output) -> None:
-    output.a.feed(b"\x1b[2K\x1b[31mred\x1b[0m\n")
-    assert output.written() == b"\x1b[2K[0] \x1b[31mred\x1b[0m\n"
-
-
 def test_two_bars_of_one_rank_are_redrawn_in_place(output: Output) -> None:
     output.a.feed(b"x 1\ny 1")
     output.a.show_unfinished()
@@ -161,21 +160,6 @@ def test_nobody_moves_up_into_the_lines_of_others(output: Output) -> None:
     output.b.feed(b"hello\n")
     output.a.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kx 2\ny 2\n")
     assert output.shown() == ["[0] x 1", "[0] y 1", "[1] hello", "[0] x 2", "[0] y 2", ""]
-
-
-def test_cursor_that_a_killed_rank_hid_is_shown_again(output: Output) -> None:
-    output.a.feed(b"\x1b[?25l10%\r")
-    output.a.finish()
-    output.screen.restore()
-    assert output.written() == b"\x1b[?25l[0] 10%\r\n\x1b[?25h"
-
-
-def test_sequences_without_text_are_no_line(output: Output) -> None:
-    output.a.feed(b"\x1b[?25ldone\n\x1b[?25h")
-    output.a.finish()
-    output.b.feed(b"\x1b[2K\r")
-    output.screen.restore()
-    assert output.written() == b"\x1b[?25l[0] done\n\x1b[?25h"
 
 
 def test_memory_of_an_endless_line_is_bounded(output: Output) -> None:

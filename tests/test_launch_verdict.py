@@ -34,20 +34,19 @@ def test_cause_is_preferred_to_consequence(other: str, cause: str) -> None:
     assert first_in_cause(failures).rank == 2
 
 
-def test_killed_rank_is_a_cause() -> None:
-    assert first_in_cause([failure(0, LOST), failure(2, LOST, -9)]).rank == 2
+FIRST: dict[str, tuple[list[FailedRank], int]] = {
+    "a killed rank is a cause": ([failure(0, LOST), failure(2, LOST, -9)], 2),
+    "the earliest of several causes": (
+        [failure(1, LOST), failure(3, CAUSE), failure(2, CAUSE)], 3,
+    ),
+    "a timeout comes before what it aborts": ([failure(1, ABORTED), failure(3, LATE)], 3),
+    "consequences alone": ([failure(1, LOST), failure(0, ABORTED)], 1),
+}  # fmt: skip
 
 
-def test_earliest_of_several_causes() -> None:
-    assert first_in_cause([failure(1, LOST), failure(3, CAUSE), failure(2, CAUSE)]).rank == 3
-
-
-def test_timeout_comes_before_what_it_aborts() -> None:
-    assert first_in_cause([failure(1, ABORTED), failure(3, LATE)]).rank == 3
-
-
-def test_only_consequences() -> None:
-    assert first_in_cause([failure(1, LOST), failure(0, ABORTED)]).rank == 1
+@pytest.mark.parametrize(("failures", "rank"), FIRST.values(), ids=FIRST)
+def test_who_failed_first(failures: list[FailedRank], rank: int) -> None:
+    assert first_in_cause(failures).rank == rank
 
 
 @pytest.mark.parametrize(("code", "shell"), [(1, 1), (3, 3), (-9, 137), (-15, 143)])

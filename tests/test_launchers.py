@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests import interpreter, warm
+from tests.hosts import free_port
 from tests.interpreter import ROOT
 from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.test_choice import slurm
 
 SCRIPT = str(ROOT / "examples" / "hello.py")
 DEADLINE_S = 90.0
@@ -74,47 +76,22 @@ def test_collective_run(backend: str, name: str) -> None:
 def test_torchrun(backend: str, name: str) -> None:
     pytest.importorskip("torch")
     command = [warm.python(), "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command += ["--master-addr=127.0.0.1", f"--master-port={port}", SCRIPT]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", SCRIPT]
     check(run(command, backend), name)
-
-
-def slurm(rank: int) -> Mapping[str, str]:
-    """What srun tells a task of a step on one host."""
-    return {
-        "SLURM_JOB_ID": str(os.getpid()),  # no other run of these tests at the same time
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": str(SIZE),
-        "SLURM_STEP_NUM_TASKS": str(SIZE),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": str(SIZE),
-        "SLURM_STEP_NODELIST": socket.gethostname(),
-    }
 
 
 @BACKENDS
 def test_slurm(backend: str, name: str) -> None:
     needs_package_of(backend)
-    printed: list[str] = []
-    ranks = [
-        threading.Thread(
-            target=lambda rank=rank: printed.append(
-                run([warm.python(), SCRIPT], backend, **slurm(rank))
-            )
-        )
-        for rank in range(SIZE)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert len(printed) == SIZE  # or else a thread has raised, which fails the test too
-    check("".join(printed), name)
+    # No other run of these tests at the same time has this job.
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": socket.gethostname()}
+
+    def task(rank: int) -> str:
+        variables = slurm(rank, SIZE, rank, 0, str(SIZE), 1)
+        return run([warm.python(), SCRIPT], backend, **variables, **job)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        check("".join(pool.map(task, range(SIZE))), name)
 
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("mpi", "mpi")])

@@ -23,6 +23,7 @@ from collective.start.tcp_store import TcpStore
 from tests import warm
 from tests.hosts import Hosts, free_port, needs_hosts
 from tests.interpreter import started
+from tests.test_choice import slurm
 
 pytest.importorskip("torch")
 # How long anything here may take on a busy machine, importing torch included.
@@ -359,17 +360,8 @@ def test_ranks_of_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
 def variables(launcher: str, rank: int) -> dict[str, str]:
     """Return the variables of one of four ranks on two hosts."""
     if launcher == "slurm":
-        return {
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": "4",
-            "SLURM_STEP_NUM_NODES": "2",
-            "SLURM_NODEID": str(rank // 2),
-            "SLURM_LOCALID": str(rank % 2),
-            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-            "SLURM_STEP_NODELIST": "host[0-1]",
-            "SLURM_JOB_ID": "7",
-            "SLURM_STEP_ID": "0",
-        }
+        job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "host[0-1]"}
+        return {**slurm(rank, 4, rank % 2, rank // 2, "2(x2)", 2), **job}
     local = {"COLLECTIVE_LOCAL_RANK": str(rank % 2), "COLLECTIVE_LOCAL_SIZE": "2"}
     ranks = {"COLLECTIVE_RANK": str(rank), "COLLECTIVE_SIZE": "4"}
     return {**ranks, **local, "COLLECTIVE_STORE": "tcp://host0:29500"}

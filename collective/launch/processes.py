@@ -74,9 +74,10 @@ def end_children(patience: float) -> None:
         now = time.monotonic()
         due = [number for at, number in signals if at <= now]
         if due:
-            for pid in _children():
-                with contextlib.suppress(PermissionError):  # it took on another user's rights
-                    os.kill(pid, due[-1])
+            for pid, parent in _parents().items():
+                if parent == os.getpid():
+                    with contextlib.suppress(PermissionError):  # it took on another user's rights
+                        os.kill(pid, due[-1])
         # A child that dies leaves us its own children, so go on until none is left.
         time.sleep(0.005)
 
@@ -115,11 +116,6 @@ def remove_segments(files: Iterable[str]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             os.unlink(file)
-
-
-def _children() -> list[int]:
-    me = os.getpid()
-    return [pid for pid, parent in _parents().items() if parent == me]
 
 
 def _parents() -> dict[int, int]:

@@ -78,7 +78,7 @@ def choose(settled: Config, host: str = "") -> Choice:
     named = by_device(settled.backend)
     if not named:
         if settled.backend == "auto":
-            return _auto(settled, host)
+            return _with_gpus(settled, _host(settled, host))
         named, devices = {"cpu": settled.backend}, "cuda"
         if settled.backend == "nccl":
             named = {"cpu": "auto", "cuda": "nccl"}
@@ -162,10 +162,6 @@ def _check(backend: str, origin: str, named: Mapping[str, str]) -> None:
             f"backend: {backend!r} ({origin}); for cuda it is nccl, auto, or {cpu} as for the "
             f"CPU, which then carries arrays of the GPU through the host's memory."
         )
-
-
-def _auto(settled: Config, host: str) -> Choice:
-    return _with_gpus(settled, _host(settled, host))
 
 
 def _host(settled: Config, host: str) -> Choice:

@@ -156,7 +156,7 @@ def load(arguments: Mapping[str, object]) -> Config:
             raise
         launched = None
     file = config_file.find()
-    found = _settings(arguments, file)
+    found = settings(arguments, file)
     if launched is not None:
         origin = f"launcher {launched.launcher}"
         found.setdefault("rank", Setting(launched.rank, origin))
@@ -181,31 +181,21 @@ def load(arguments: Mapping[str, object]) -> Config:
     )
 
 
-def settings(arguments: Mapping[str, object]) -> dict[str, Setting]:
+def settings(
+    arguments: Mapping[str, object], file: config_file.Found | None = None
+) -> dict[str, Setting]:
     """Collect what arguments, environment and files say, each key from the strongest.
 
     This is :func:`load` without launchers and defaults.
 
+    Args:
+        arguments: as of :func:`load`.
+        file: what :func:`.config_file.find` returned, if it has been asked.
+
     Raises:
         ConfigError: as :func:`load`.
     """
-    return _settings(arguments, config_file.find())
-
-
-def secret_of(found: Mapping[str, Setting]) -> Secret | None:
-    """Return the secret that settings give, ``secret`` before ``secret_file``, or None.
-
-    Raises:
-        ConfigError: the file is missing, too short, or others can read it.
-    """
-    secret, file = found.get("secret"), found.get("secret_file")
-    if secret is not None and secret.value is not None:
-        value: Secret = secret.value
-        return value
-    return read(file.value, file.origin) if file is not None and file.value else None
-
-
-def _settings(arguments: Mapping[str, object], file: config_file.Found) -> dict[str, Setting]:
+    file = file or config_file.find()
     sources = [
         {key: Setting(value, "argument") for key, value in arguments.items() if value is not None},
         {
@@ -226,6 +216,19 @@ def _settings(arguments: Mapping[str, object], file: config_file.Found) -> dict[
             _refuse_hazard(name, value, file)
             found[name] = Setting(value, setting.origin)
     return found
+
+
+def secret_of(found: Mapping[str, Setting]) -> Secret | None:
+    """Return the secret that settings give, ``secret`` before ``secret_file``, or None.
+
+    Raises:
+        ConfigError: the file is missing, too short, or others can read it.
+    """
+    secret, file = found.get("secret"), found.get("secret_file")
+    if secret is not None and secret.value is not None:
+        value: Secret = secret.value
+        return value
+    return read(file.value, file.origin) if file is not None and file.value else None
 
 
 def _variable(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,10 +61,8 @@ def connect(
             timeout=timeout, check=check, trace=trace, shrink_grace=shrink_grace,
             min_ranks=min_ranks,
         )  # fmt: skip
-        try:
+        with contextlib.closing(alone):
             return alone.grow(timeout=start_timeout)
-        finally:
-            alone.close()
     transport = kind.connect(world, start_timeout)
     try:
         lineage = Lineage.begin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -127,17 +128,12 @@ def init(
 
 def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
     """Connect with the other ranks, or join them, or be alone until the program does."""
+    given: dict[str, Any] = {
+        key: getattr(settled, key)
+        for key in ("timeout", "check", "trace", "shrink_grace", "min_ranks")
+    }
     if settled.join == "off":
-        return connect(
-            world,
-            chosen.name,
-            timeout=settled.timeout,
-            start_timeout=settled.start_timeout,
-            check=settled.check,
-            trace=settled.trace,
-            shrink_grace=settled.shrink_grace,
-            min_ranks=settled.min_ranks,
-        )
+        return connect(world, chosen.name, start_timeout=settled.start_timeout, **given)
     if world.comm is not None or getattr(_of_thread, "world", None) is not None:
         raise UnsupportedError(
             f"init: join {settled.join!r} ({settled.origin('join')}); ranks of an MPI.Comm, and "
@@ -150,21 +146,11 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
             return registry.find(theirs)
         return joined_by(registry.find(chosen.name), theirs)
 
-    alone = connect_alone(
-        world,
-        find,
-        timeout=settled.timeout,
-        check=settled.check,
-        trace=settled.trace,
-        shrink_grace=settled.shrink_grace,
-        min_ranks=settled.min_ranks,
-    )
+    alone = connect_alone(world, find, **given)
     if settled.join == "late":
         return alone
-    try:
+    with contextlib.closing(alone):
         return alone.grow(timeout=settled.start_timeout)
-    finally:
-        alone.close()
 
 
 def _see_to(comm: Communicator) -> None:

@@ -49,21 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     given = parser.parse_args(_sizes_joined(sys.argv[1:] if arguments is None else arguments))
     checks = None if given.checks is None else _words(" ".join(given.checks))
-    if given.list:
-        try:
-            print(listing(given.name, given.sizes, checks, given.kind))
-        except (CollectiveError, ValueError) as error:
-            parser.error(str(error))
-        return 0
-    progress = _ChecksDone() if sys.stderr.isatty() else None
     try:
+        if given.list:
+            print(listing(given.name, given.sizes, checks, given.kind))
+            return 0
         results = run_checks(
             given.name,
             given.sizes,
             kind=given.kind,
             checks=checks,
             timeout=given.timeout,
-            report=progress or (lambda result: None),
+            report=_show_last if sys.stderr.isatty() else lambda result: None,
         )
     except (CollectiveError, ValueError) as error:
         parser.error(str(error))
@@ -74,11 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if _verdict(results)[0] else 1
 
 
-class _ChecksDone:
-    """Shows on a terminal which check was last."""
-
-    def __call__(self, result: Result) -> None:
-        print(f"\r\x1b[K{result.size} ranks: {result.check}", end="\r", file=sys.stderr, flush=True)
+def _show_last(result: Result) -> None:
+    """Show on a terminal which check was last."""
+    print(f"\r\x1b[K{result.size} ranks: {result.check}", end="\r", file=sys.stderr, flush=True)
 
 
 def _words(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import MismatchError
 
-from .checks import Case, RankFactory, able, check, on_each_rank
+from .checks import Case, able, on_each_rank
 from .samples import assert_same
 
 _Call = Callable[[Communicator], Any]
@@ -107,27 +107,28 @@ _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
     ),
 }  # fmt: skip
 _CASES: list[Case] = [{"what": what} for what in _DISAGREEMENTS]
-_ALWAYS = "always"
 
 
-@check(_CASES, at_least=2)
-def check_mismatch(factory: RankFactory, size: int, *, what: str) -> None:
+# A transport that compares nothing by itself does when it is asked to.
+@on_each_rank(_CASES, at_least=2, compare=True)
+def check_mismatch(comm: Communicator, what: str) -> None:
     """Different calls raise MismatchError on every rank, and the communicator stays usable."""
-    # A transport that compares nothing by itself does when it is asked to.
-    texts = factory.run(size, _mismatch, what, check=_ALWAYS)
-    for word in _DISAGREEMENTS[what][2]:
-        for rank, text in enumerate(texts):
-            if word not in text:
-                raise AssertionError(f"rank {rank}'s error does not tell {word!r}: {text}")
+    _hold_mismatch(comm, what)
 
 
-def _mismatch(comm: Communicator, what: str) -> str:
-    most, last, _ = _DISAGREEMENTS[what]
+def _hold_mismatch(comm: Communicator, what: str) -> None:
+    most, last, words = _DISAGREEMENTS[what]
     text = _expect_mismatch(comm, last if comm.rank == comm.size - 1 else most)
     for turn in range(2):
         total = comm.all_reduce(np.array([turn + 1.0]))
         assert_same(total, np.array([(turn + 1.0) * comm.size]), "the call after a mismatch")
-    return text
+    _hold_words(comm, text, words)
+
+
+def _hold_words(comm: Communicator, text: str, words: Sequence[str]) -> None:
+    for word in words:
+        if word not in text:
+            raise AssertionError(f"rank {comm.rank}'s error does not tell {word!r}: {text}")
 
 
 def _expect_mismatch(comm: Communicator, call: _Call) -> str:
@@ -138,19 +139,9 @@ def _expect_mismatch(comm: Communicator, call: _Call) -> str:
     raise AssertionError(f"rank {comm.rank} got {found!r} although the ranks disagree")
 
 
-@check(at_least=2)
-def check_mismatch_names_ranks(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, compare=True)
+def check_mismatch_names_ranks(comm: Communicator) -> None:
     """MismatchError says which rank did what, and where in its program."""
-    for rank, (text, sites) in enumerate(factory.run(size, _names, check=_ALWAYS)):
-        last = [line for line in text.splitlines() if "max" in line]
-        if not last or f"{size - 1}" not in last[0]:
-            raise AssertionError(f"rank {rank}'s error does not say who asked for max: {text}")
-        for site in sites:
-            if site not in text:
-                raise AssertionError(f"rank {rank}'s error does not name the line {site}: {text}")
-
-
-def _names(comm: Communicator) -> tuple[str, list[str]]:
     namespace: dict[str, Any] = {}
     # A program of its own, so that where the calls are does not hang on this file's path.
     source = "def one(comm, x):\n    comm.all_reduce(x)\n\n\ndef two(comm, x):\n"
@@ -158,7 +149,10 @@ def _names(comm: Communicator) -> tuple[str, list[str]]:
     exec(compile(source, "a_users_program.py", "exec"), namespace)
     program = namespace["two" if comm.rank == comm.size - 1 else "one"]
     text = _expect_mismatch(comm, lambda comm: program(comm, _x()))
-    return text, ["a_users_program.py:2", "a_users_program.py:6"]
+    last = [line for line in text.splitlines() if "max" in line]
+    if not last or f"{comm.size - 1}" not in last[0]:
+        raise AssertionError(f"rank {comm.rank}'s error does not say who asked for max: {text}")
+    _hold_words(comm, text, ["a_users_program.py:2", "a_users_program.py:6"])
 
 
 @on_each_rank(at_least=2, compare=True)
@@ -181,10 +175,10 @@ def _all_reduce(comm: Communicator, **options: Any) -> Any:
 _needs_checks = able("checks_calls", "compares calls only when asked to")
 
 
-@check(_CASES[:3], at_least=2, needs=_needs_checks)
-def check_mismatch_by_itself(factory: RankFactory, size: int, *, what: str) -> None:
+@on_each_rank(_CASES[:3], at_least=2, needs=_needs_checks)
+def check_mismatch_by_itself(comm: Communicator, what: str) -> None:
     """A transport whose capabilities say so compares every call unasked."""
-    factory.run(size, _mismatch, what)
+    _hold_mismatch(comm, what)
 
 
 @on_each_rank(at_least=2, compare=True)

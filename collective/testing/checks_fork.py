@@ -15,7 +15,7 @@ from collective.communicator import Communicator
 from collective.errors import CollectiveError
 from collective.start import session
 
-from .checks import RankFactory, check
+from .checks import on_each_rank
 from .checks_broken import calls_of
 from .samples import assert_same
 
@@ -37,37 +37,31 @@ _DOES: dict[str, Callable[[Communicator, Communicator, Any], list[str]]] = {
 }
 
 
-@check(
+@on_each_rank(
     lambda size: [{"child": child} for child in (_DOES if size == 2 else ("calls",))], at_least=2
 )
-def check_fork(factory: RankFactory, size: int, *, child: str) -> None:
+def check_fork(comm: Communicator, child: str) -> None:
     """A forked child's calls raise and say what to do, and the ranks do not notice it.
 
     Where ranks are threads of one process, rank 0 forks it.
     """
-    in_process = factory.capabilities.in_process
-    for rank, (code, accepted) in enumerate(factory.run(size, _fork, child, in_process)):
-        assert code == 0, f"rank {rank}: the child that does {child} ended with {code}"
-        assert not accepted, f"rank {rank}: in a forked child {accepted}"
-
-
-def _fork(comm: Communicator, child: str, in_process: bool) -> tuple[int, list[str]]:
     group = comm.dup()
     x = np.full(5, comm.rank + 1.0)
     total = np.full(5, comm.size * (comm.size + 1) / 2)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     work = comm.recv(None, left, tag=_PARTNER, async_op=True)
     assert_same(comm.all_reduce(x), total, "all_reduce before the fork")
-    outcome: tuple[int, list[str]] = 0, []
-    if comm.rank == 0 or not in_process:
-        outcome = _outcome(lambda: _DOES[child](comm, group, work))
+    code, accepted = 0, list[str]()
+    if comm.rank == 0 or not comm.capabilities.in_process:
+        code, accepted = _outcome(lambda: _DOES[child](comm, group, work))
     # Afterwards everything goes on, the call that was in the background as well.
     for each, name in ((comm, "the communicator"), (group, "a group")):
         assert_same(each.all_reduce(x), total, f"all_reduce in {name} after the fork")
     comm.send(x, right, tag=_PARTNER)
     assert_same(work.wait(), np.full(5, left + 1.0), "a message in the background")
     group.close()
-    return outcome
+    assert code == 0, f"rank {comm.rank}: the child that does {child} ended with {code}"
+    assert not accepted, f"rank {comm.rank}: in a forked child {accepted}"
 
 
 def _outcome(does: Callable[[], list[str]]) -> tuple[int, list[str]]:

@@ -9,7 +9,7 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import MismatchError
 
-from .checks import RankFactory, check, on_each_rank
+from .checks import on_each_rank
 from .samples import assert_same, expected, values
 
 
@@ -99,23 +99,22 @@ _OTHERS: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-@check(lambda size: [{"what": what} for what in list(_OTHERS)[: size - 1]], at_least=2)
-def check_group_mismatch(factory: RankFactory, size: int, *, what: str) -> None:
+@on_each_rank(
+    lambda size: [{"what": what} for what in list(_OTHERS)[: size - 1]], at_least=2, fresh=True
+)
+def check_group_mismatch(comm: Communicator, what: str) -> None:
     """Members that name other ranks, or in another order, get MismatchError; nobody waits."""
-    for rank, text in enumerate(factory.run(size, _group_mismatch, what, fresh=True)):
-        for word in (f"rank {size - 1}: group", str(_OTHERS[what](size))):
-            assert word in text, f"rank {rank}: the error does not tell {word!r}: {text}"
-
-
-def _group_mismatch(comm: Communicator, what: str) -> str:
-    odd = comm.rank == comm.size - 1
+    last, others = comm.size - 1, _OTHERS[what](comm.size)
     try:
-        comm.group(_OTHERS[what](comm.size) if odd else range(comm.size))
+        comm.group(others if comm.rank == last else range(comm.size))
     except MismatchError as error:
-        if what == "another order":
-            _hold(comm, comm, list(range(comm.size)), "the communicator after a mismatch", 99)
-        return str(error)
-    raise AssertionError(f"rank {comm.rank} got a group although another names {what}")
+        text = str(error)
+    else:
+        raise AssertionError(f"rank {comm.rank} got a group although another names {what}")
+    if what == "another order":
+        _hold(comm, comm, list(range(comm.size)), "the communicator after a mismatch", 99)
+    for word in (f"rank {last}: group", str(others)):
+        assert word in text, f"rank {comm.rank}: the error does not tell {word!r}: {text}"
 
 
 @on_each_rank()

@@ -17,7 +17,7 @@ from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.start.connecting import connect
 
 from . import faults
-from .checks import Case, RankFactory, able, check
+from .checks import Case, RankFactory, able, check, on_each_rank
 from .kinds import Kind, kind_of
 from .survivors import (
     FAR_S,
@@ -177,7 +177,7 @@ def _stays(capabilities: Capabilities) -> str | None:
     return "lets processes join" if capabilities.grows else None
 
 
-@check([{"call": call} for call in ("grow", "waiting")], needs=_stays)
-def check_grow_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
+@on_each_rank([{"call": call} for call in ("grow", "waiting")], needs=_stays)
+def check_grow_unsupported(comm: Communicator, call: str) -> None:
     """Where nobody can join it is refused, with a remedy, and nothing is broken by it."""
-    hold_refused(factory, size, call)
+    hold_refused(comm, call)

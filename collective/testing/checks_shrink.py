@@ -10,7 +10,8 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from collective.errors import (
 )
 
 from . import faults
-from .checks import Case, RankFactory, able, check
+from .checks import Case, RankFactory, able, check, on_each_rank
 from .heard import Trouble, hold, listen
 from .survivors import (
     FAR_S,
@@ -90,7 +91,7 @@ def _killed(size: int) -> list[Case]:
 def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...]) -> None:
     """Whoever dies, the others go on with each other and with nobody else."""
     plan = [faults.kill(victim, at_call=1) for victim in victims]
-    outcomes = survivors(factory, size, victims, _lose, victims, "killed", plan=plan)
+    outcomes = survivors(factory, size, victims, _lose, "killed", plan=plan)
     _hold_survivors(outcomes, size, victims)
 
 
@@ -103,11 +104,24 @@ def check_shrink_left(
     factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str
 ) -> None:
     """Whoever raises, or leaves too early, the others go on as after a death."""
-    outcomes = survivors(factory, size, victims, _lose, victims, how)
+    outcomes = survivors(factory, size, victims, _lose, how, victims)
     _hold_survivors(outcomes, size, victims)
 
 
-def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> Survivor | None:
+def _large(comm: Communicator) -> None:
+    x = np.ones(1 << 21, np.float32)
+    comm.all_reduce(x, out=x, op="max")
+
+
+# What ranks call while others are lost, by how; nothing if that is in shrink() itself.
+_MEANWHILE: dict[str, Callable[[Communicator], Any]] = {
+    **dict.fromkeys(("killed", "raises", "leaves"), lambda comm: sum_of(comm, comm.rank)),
+    "async": lambda comm: comm.all_reduce(np.ones(1000), async_op=True).wait(),
+    "middle": _large,
+}
+
+
+def _lose(comm: Communicator, marks: str, how: str, victims: Sequence[int] = ()) -> Survivor | None:
     first = comm.rank
     gather(comm, marks)
     if first in victims and how == "raises":
@@ -115,7 +129,8 @@ def _lose(comm: Communicator, marks: str, victims: Sequence[int], how: str) -> S
     if first in victims and how == "leaves":
         comm.close()
         return None
-    listen(lambda: sum_of(comm, first))
+    if how in _MEANWHILE:
+        listen(partial(_MEANWHILE[how], comm))
     return _go_on(comm, first)
 
 
@@ -136,19 +151,10 @@ def check_shrink_when(
     """A rank may die in a call in the background, in shrink(), or once it is decided on."""
     where = {"at_call": 1} if when == "async" else {"in_shrink": when}
     plan = [faults.kill(victim, **where) for victim in victims]
-    outcomes = survivors(factory, size, victims, _lose_within, when, plan=plan)
+    outcomes = survivors(factory, size, victims, _lose, when, plan=plan)
     # If it has been decided on one that then died, it is decided once more.
     numbers = {"async": (1,), "decision": (1, 2, 3), "connect": (2, 3)}[when]
     _hold_survivors(outcomes, size, victims, numbers)
-
-
-def _lose_within(comm: Communicator, marks: str, when: str) -> Survivor:
-    first = comm.rank
-    gather(comm, marks)
-    if when == "async":
-        x = np.ones(1000)
-        listen(lambda: comm.all_reduce(x, async_op=True).wait())
-    return _go_on(comm, first)
 
 
 @check([{"victim": "first"}, {"victim": "last"}], at_least=2, needs=_killable)
@@ -156,16 +162,8 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
     """A rank may die in the middle of a large operation."""
     lost = 0 if victim == "first" else size - 1
     plan = [faults.kill(lost, at_call=3, after=0.002)]
-    outcomes = survivors(factory, size, [lost], _lose_in_the_middle, plan=plan)
+    outcomes = survivors(factory, size, [lost], _lose, "middle", plan=plan)
     _hold_survivors(outcomes, size, [lost])
-
-
-def _lose_in_the_middle(comm: Communicator, marks: str) -> Survivor:
-    first = comm.rank
-    gather(comm, marks)
-    x = np.ones(1 << 21, np.float32)
-    listen(lambda: comm.all_reduce(x, out=x, op="max"))
-    return _go_on(comm, first)
 
 
 @check(at_least=3, needs=_shrinks)
@@ -381,26 +379,22 @@ def _stays(capabilities: Capabilities) -> str | None:
     return "goes on after a loss" if capabilities.shrinks else None
 
 
-@check([{"call": call} for call in ("shrink", "agree")], needs=_stays)
-def check_shrink_unsupported(factory: RankFactory, size: int, *, call: str) -> None:
+@on_each_rank([{"call": call} for call in ("shrink", "agree")], needs=_stays)
+def check_shrink_unsupported(comm: Communicator, call: str) -> None:
     """Where that cannot be it is refused, with a remedy, and nothing is broken by it."""
-    hold_refused(factory, size, call)
+    hold_refused(comm, call)
 
 
 # -- agreement -----------------------------------------------------------------------------
 
 
-@check(needs=_shrinks)
-def check_agree(factory: RankFactory, size: int) -> None:
+@on_each_rank(fresh=True, needs=_shrinks)
+def check_agree(comm: Communicator) -> None:
     """agree() is true if all say so, the same on all, and as often as one asks."""
-    for rank, answers in enumerate(run_fresh(factory, size, _agree)):
-        expected = [True] + [False] * size + [True]
-        assert answers == expected, f"rank {rank}: {answers} instead of {expected}"
-
-
-def _agree(comm: Communicator, marks: str) -> list[bool]:
     asked = [True, *(comm.rank != other for other in range(comm.size)), True]
-    return [comm.agree(flag) for flag in asked]
+    answers = [comm.agree(flag) for flag in asked]
+    expected = [True] + [False] * comm.size + [True]
+    assert answers == expected, f"rank {comm.rank}: {answers} instead of {expected}"
 
 
 @check(_each, at_least=2, needs=_shrinks)

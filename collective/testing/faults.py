@@ -18,8 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,11 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.contract.world import World
-    from collective.cuda import Device, Event, Stream
+    from collective.cuda import Device
     from collective.memory.buffer import Buffer
     from collective.memory.device_array import DeviceArray
-    from collective.memory.dtypes import DType
-    from collective.ops import ReduceOp
     from collective.request import Request
 
 __all__ = ["Fault", "FaultyBackend", "RankKilled", "delay", "fail", "kill"]
@@ -102,6 +99,14 @@ def fail(rank: int, error: BaseException, *, at_call: int) -> Fault:
     return Fault("fail", rank, at_call, error=error)
 
 
+# What is the other transport's, whatever goes wrong.
+_THE_OTHERS = (
+    "name", "capabilities", "rank", "size", "meeting", "why_not_shrink", "enqueues", "agree",
+    "refuse_broken", "descriptors", "group", "supports", "side_stream", "synchronize_event",
+    "keep_until", "batch",
+)  # fmt: skip
+
+
 class FaultyBackend(Backend):
     """Another transport, with faults.
 
@@ -111,13 +116,8 @@ class FaultyBackend(Backend):
     """
 
     def __init__(self, inner: Backend, plan: Sequence[Fault]) -> None:
-        self.name = inner.name  # type: ignore[misc]  # of the class elsewhere
-        self.capabilities = inner.capabilities
-        self.rank = inner.rank
-        self.size = inner.size
-        self.meeting = inner.meeting
-        self.why_not_shrink = inner.why_not_shrink  # type: ignore[misc]
-        self.enqueues = inner.enqueues  # type: ignore[misc]
+        for name in _THE_OTHERS:
+            setattr(self, name, getattr(inner, name))
         self._inner = inner
         self._plan = [fault for fault in plan if fault.rank == inner.rank]
         self._calls = 0
@@ -185,12 +185,6 @@ class FaultyBackend(Backend):
     def plan(self, request: Request) -> Plan:
         return partial(self._after, self._inner.plan(request))
 
-    def refuse_broken(self, where: object) -> None:
-        self._inner.refuse_broken(where)
-
-    def descriptors(self, ranks: Sequence[int]) -> int:
-        return self._inner.descriptors(ranks)
-
     def lost(self) -> Set[int]:
         self._shrinks("decision")
         return self._inner.lost()
@@ -206,12 +200,6 @@ class FaultyBackend(Backend):
     def close(self) -> None:
         self._inner.close()
 
-    def agree(self, request: Request, timeout: float) -> None:
-        self._inner.agree(request, timeout)
-
-    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
-        return self._inner.group(ranks, timeout)
-
     @property
     def ready(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
         return self._inner.ready
@@ -219,21 +207,6 @@ class FaultyBackend(Backend):
     @property
     def device(self) -> Device | None:  # type: ignore[override]
         return self._inner.device
-
-    def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
-        return self._inner.supports(what, op, dtype, ordered)
-
-    def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
-        return self._inner.side_stream(device, lane)
-
-    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
-        self._inner.synchronize_event(event, what, timeout)
-
-    def keep_until(self, event: Event, things: object) -> None:
-        self._inner.keep_until(event, things)
-
-    def batch(self) -> AbstractContextManager[object]:
-        return self._inner.batch()
 
     def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
         return self._after(self._inner.empty_device, nbytes, request, timeout)
