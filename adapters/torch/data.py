@@ -234,17 +234,28 @@ class _Feed:
     """A thread that takes items from an iterator, some ahead of whoever iterates over this."""
 
     def __init__(self, source: Iterator[Any], prepare: Callable[[Any], Any], ahead: int) -> None:
+        self._source, self._prepare = source, prepare
         self._items: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_fill,
-            args=(source, prepare, self._items, self._room, self._stop),
-            name="prefetch",
-            # An interpreter that exits is not held up by a loader that waits for ever.
-            daemon=True,
-        )
+        # An interpreter that exits is not held up by a loader that waits for ever.
+        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self._thread.start()
+
+    def _fill(self) -> None:
+        """Take items until there are none, or :meth:`close`; tell the end, or the error, last."""
+        error: BaseException | None = None
+        try:
+            while True:
+                self._room.acquire()
+                if self._stop.is_set():
+                    break
+                self._items.put((True, self._prepare(next(self._source))))
+        except StopIteration:
+            pass
+        except BaseException as failure:  # raised where it belongs in the order
+            error = failure
+        self._items.put((False, error))
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -265,28 +276,6 @@ class _Feed:
         self._stop.set()
         self._room.release()
         self._thread.join()
-
-
-def _fill(
-    source: Iterator[Any],
-    prepare: Callable[[Any], Any],
-    items: queue.SimpleQueue[tuple[bool, Any]],
-    room: threading.Semaphore,
-    stop: threading.Event,
-) -> None:
-    """Take items until there are none, or ``stop``; tell the end, or the error, last."""
-    error: BaseException | None = None
-    try:
-        while True:
-            room.acquire()
-            if stop.is_set():
-                break
-            items.put((True, prepare(next(source))))
-    except StopIteration:
-        pass
-    except BaseException as failure:  # raised where it belongs in the order
-        error = failure
-    items.put((False, error))
 
 
 class _DeviceCopies:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -320,7 +320,7 @@ class DistributedDataParallel(nn.Module):
         self._gradients.finish()
         self._reduce_sparse()
         if self.find_unused_parameters:
-            without = [n for n, p in enumerate(self._trained) if p.grad is None]
+            without = {n for n, p in enumerate(self._trained) if p.grad is None}
             used = self._agree_on_unused(without)
             for number in without:
                 if used[number]:
@@ -346,12 +346,10 @@ class DistributedDataParallel(nn.Module):
             if parameter.grad is not None:
                 parameter.grad = view
 
-    def _agree_on_unused(self, unused: Sequence[int]) -> list[int]:
+    def _agree_on_unused(self, unused: Collection[int]) -> list[bool]:
         """Return for each parameter whether it has a gradient on any rank."""
-        used = torch.ones(len(self._trained), dtype=torch.uint8)
-        used[list(unused)] = 0
-        found: list[list[int]] = self.comm.all_gather_object(used.tolist())
-        return [max(each) for each in zip(*found)]
+        used = [number not in unused for number in range(len(self._trained))]
+        return [any(each) for each in zip(*self.comm.all_gather_object(used))]
 
 
 def _trained_parameters(

@@ -36,7 +36,7 @@ __all__ = [
     "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
 
-_TAPE = Tape()
+_TAPE: differentiable.Tape[torch.Tensor] = Tape()
 
 
 def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
@@ -64,8 +64,7 @@ def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Ten
         InvalidArgumentError: another op, or ``x`` is no tensor; and as
             :meth:`Communicator.all_reduce`, then and in the backward pass.
     """
-    found: torch.Tensor = differentiable.all_reduce(_TAPE, x, comm, op)
-    return found
+    return differentiable.all_reduce(_TAPE, x, comm, op)
 
 
 def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -> torch.Tensor:
@@ -85,8 +84,7 @@ def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -
     Raises:
         As :func:`all_reduce`.
     """
-    found: torch.Tensor = differentiable.reduce(_TAPE, x, comm, root, op)
-    return found
+    return differentiable.reduce(_TAPE, x, comm, root, op)
 
 
 def broadcast(
@@ -112,8 +110,7 @@ def broadcast(
     Raises:
         As :meth:`Communicator.broadcast`.
     """
-    found: torch.Tensor = differentiable.broadcast(_TAPE, x, comm, root, like)
-    return found
+    return differentiable.broadcast(_TAPE, x, comm, root, like)
 
 
 def all_gather(
@@ -138,8 +135,7 @@ def all_gather(
     Raises:
         As :meth:`Communicator.all_gather`.
     """
-    found: torch.Tensor = differentiable.all_gather(_TAPE, x, comm, axis, counts)
-    return found
+    return differentiable.all_gather(_TAPE, x, comm, axis, counts)
 
 
 def gather(
@@ -166,8 +162,7 @@ def gather(
     Raises:
         As :meth:`Communicator.gather`.
     """
-    found: torch.Tensor = differentiable.gather(_TAPE, x, comm, root, axis, counts)
-    return found
+    return differentiable.gather(_TAPE, x, comm, root, axis, counts)
 
 
 def scatter(
@@ -200,8 +195,7 @@ def scatter(
     Raises:
         As :meth:`Communicator.scatter`.
     """
-    found: torch.Tensor = differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
-    return found
+    return differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
 
 
 def reduce_scatter(
@@ -229,8 +223,7 @@ def reduce_scatter(
     Raises:
         As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
     """
-    found: torch.Tensor = differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
-    return found
+    return differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
 
 
 def all_to_all(
@@ -263,8 +256,7 @@ def all_to_all(
     Raises:
         As :meth:`Communicator.all_to_all`.
     """
-    found: torch.Tensor = differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
-    return found
+    return differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
 
 
 def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.Tensor:
@@ -284,8 +276,7 @@ def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.T
     Raises:
         As :meth:`Communicator.send`.
     """
-    found: torch.Tensor = differentiable.send(_TAPE, x, dst, comm, tag)
-    return found
+    return differentiable.send(_TAPE, x, dst, comm, tag)
 
 
 def recv(
@@ -316,5 +307,4 @@ def recv(
         RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
             :meth:`Communicator.recv`.
     """
-    found: torch.Tensor = differentiable.recv(_TAPE, comm, src, tag, like, after)
-    return found
+    return differentiable.recv(_TAPE, comm, src, tag, like, after)

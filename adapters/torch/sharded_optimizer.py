@@ -15,7 +15,6 @@ import torch
 
 from collective.errors import InvalidArgumentError, MismatchError, StateLostError
 from collective.training import shards
-from collective.training.shard_copies import givers, shared_out, with_copies
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -125,7 +124,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         assert self._local is not None
         for group, local in zip(self.param_groups, self._local.param_groups):
             # Schedulers write to ours.
-            local.update({key: value for key, value in group.items() if key != "params"})
+            local.update(_options(group))
         self._local.step()
         self._has_state = True
         self._exchange()
@@ -134,7 +133,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
     @torch.no_grad()
     def _exchange(self) -> None:
         """Give every rank the parameters that others have updated: one message a type."""
-        every = [p for group in self.param_groups for p in group["params"]]
+        every = list(self._numbers())
         for dtype in dict.fromkeys(p.dtype for p in every):
             owned: list[list[Any]] = [[] for _ in range(self._comm.size)]
             for parameter in every:
@@ -191,7 +190,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         numbers = {number: parameter for parameter, number in self._numbers().items()}
         of_name = {name: numbers[index] for index, name in enumerate(names)}
         for group, kept in zip(self.param_groups, state_dict["param_groups"]):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+            group.update(_options(kept))
         local = self._local.state_dict()
         places: dict[Any, int] = {}
         for group, packed in zip(self._local.param_groups, local["param_groups"]):
@@ -212,7 +211,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
         """
         return {
-            "held": with_copies(self._comm, self._share(_copy), self._copies),
+            "held": shards.with_copies(self._comm, self._share(_copy), self._copies),
             "rank": self._comm.rank,
             "size": self._comm.size,
             "owners": [self._owners[parameter] for parameter in self._numbers()],
@@ -240,7 +239,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         every = comm.all_gather_object(known)
         if kept is None:
             kept = {**next(each for each in every if each is not None), "held": {}}
-        giver = givers(comm, kept["held"])
+        giver = shards.givers(comm, kept["held"])
         lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
         if lost and kept["has_state"]:
             names = [self._name(number) for number in lost]
@@ -254,7 +253,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         self._comm = comm
         self._share_out()
         owners = [self._owners[parameter] for parameter in self._numbers()]
-        self._load(shared_out(comm, kept["held"], giver, owners), kept)
+        self._load(shards.shared_out(comm, kept["held"], giver, owners), kept)
 
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
         # An optimizer takes the tensors of a state as its own and changes them in place, and what
@@ -270,10 +269,7 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
         """Return the groups as a state has them: parameters by their numbers."""
         numbers = self._numbers()
         return [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [numbers[parameter] for parameter in group["params"]],
-            }
+            {**_options(group), "params": [numbers[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
 
@@ -288,6 +284,10 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
     def _numbers(self) -> dict[Any, int]:
         every = [p for group in self.param_groups for p in group["params"]]
         return {parameter: number for number, parameter in enumerate(every)}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _to_host(value: Any) -> Any:

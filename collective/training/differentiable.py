@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from collective.communicator import NULL, Communicator
 from collective.communicator.rows import split_sizes
@@ -23,6 +23,9 @@ __all__ = [
 
 #: The ops whose derivatives do not depend on the arrays, and those whose do.
 LINEAR, FOLDS = ("sum", "avg"), ("prod", "min", "max")
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,13 @@ class CollectiveStep:
     keeps: bool = False
 
 
-class Tape(Protocol):
+class Tape(Protocol[T_co]):
     """What a framework offers: nodes of its graph, and the little arithmetic of backwards."""
 
     def check(self, what: str, x: Any, op: Op = "sum") -> None:
         """Refuse what is none of the framework's, or not differentiated."""
 
-    def record(self, step: CollectiveStep, x: Any, near: Any = None) -> Any:
+    def record(self, step: CollectiveStep, x: Any, near: Any = None) -> T_co:
         """Run a step as a node; ``near`` says of what kind it is where ``x`` is None."""
 
     def bare(self, x: Any) -> Any:
@@ -91,7 +94,7 @@ def check_op(what: str, op: Op) -> None:
 # -- folds ------------------------------------------------------------------------------------
 
 
-def all_reduce(tape: Tape, x: Any, comm: Communicator, op: Op) -> Any:
+def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: Op) -> T:
     """Fold; backward all-reduces."""
     tape.check("all_reduce", x, op)
 
@@ -109,7 +112,7 @@ def all_reduce(tape: Tape, x: Any, comm: Communicator, op: Op) -> Any:
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: Op) -> Any:
+def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
     """Fold at ``root``; backward broadcasts."""
     tape.check("reduce", x, op)
     room = tape.room(x, x.shape)
@@ -133,8 +136,8 @@ def reduce(tape: Tape, x: Any, comm: Communicator, root: int, op: Op) -> Any:
 
 
 def reduce_scatter(
-    tape: Tape, x: Any, comm: Communicator, op: Op, axis: int, counts: Sequence[int] | None
-) -> Any:
+    tape: Tape[T], x: Any, comm: Communicator, op: Op, axis: int, counts: Sequence[int] | None
+) -> T:
     """Fold, a piece a rank; backward all-gathers."""
     tape.check("reduce_scatter", x, op)
     sizes = split_sizes("reduce_scatter", _length(x, axis), comm.size, counts)
@@ -143,13 +146,13 @@ def reduce_scatter(
         return comm.reduce_scatter(x, op=op, axis=axis, counts=sizes)
 
     def adjoint(g: Any) -> Any:
-        joined = all_gather(tape, g, comm, axis, sizes)
+        joined: Any = all_gather(tape, g, comm, axis, sizes)
         return joined / comm.size if op == "avg" else joined
 
     def backward(g: Any, x: Any, y: Any) -> Any:
         # With a new first axis: one from the end is where it was.
         at = axis + 1 if axis >= 0 else axis
-        both = all_gather(tape, tape.stack(g, y), comm, at, sizes)
+        both: Any = all_gather(tape, tape.stack(g, y), comm, at, sizes)
         folded = tape.bare(both[1]).reshape(x.shape)
         return both[0].reshape(x.shape) * _partial(tape, x, folded, comm, op)
 
@@ -158,7 +161,7 @@ def reduce_scatter(
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: Op) -> Any:
+def _partial(tape: Tape[Any], x: Any, y: Any, comm: Communicator, op: Op) -> Any:
     """Return ``∂y/∂x`` of this rank's ``x``, elementwise, for the array ``y`` folded of all."""
     if op == "prod":
         pieces = all_gather(tape, x.reshape((1, *x.shape)), comm, 0, [1] * comm.size)
@@ -172,14 +175,14 @@ def _partial(tape: Tape, x: Any, y: Any, comm: Communicator, op: Op) -> Any:
 # -- whole arrays and pieces --------------------------------------------------------------------
 
 
-def broadcast(tape: Tape, x: Any, comm: Communicator, root: int, like: Any) -> Any:
+def broadcast(tape: Tape[T], x: Any, comm: Communicator, root: int, like: Any) -> T:
     """Give all ranks the root's; backward reduces."""
     if x is not None or comm.rank == root:
         tape.check("broadcast", x)
     return _broadcast(tape, x, comm, root, x, like)
 
 
-def _broadcast(tape: Tape, template: Any, comm: Communicator, root: int, x: Any, like: Any) -> Any:
+def _broadcast(tape: Tape[T], template: Any, comm: Communicator, root: int, x: Any, like: Any) -> T:
     """Broadcast; off the root ``template`` says what comes and ``x`` gets the zero gradient."""
     given = None if comm.rank == root else tape.bare(template)
     near = tape.bare(like)
@@ -195,7 +198,7 @@ def _broadcast(tape: Tape, template: Any, comm: Communicator, root: int, x: Any,
     return tape.record(CollectiveStep(forward, adjoint, comm.rank == root), x, near)
 
 
-def _spread(tape: Tape, g: Any, comm: Communicator, root: int, room: Callable[[], Any]) -> Any:
+def _spread(tape: Tape[Any], g: Any, comm: Communicator, root: int, room: Callable[[], Any]) -> Any:
     """Broadcast the root's ``g``; elsewhere it ties the call to the graph, and ``room`` is filled.
 
     Nobody has to say what is coming then, which costs a message on some transports.
@@ -204,8 +207,8 @@ def _spread(tape: Tape, g: Any, comm: Communicator, root: int, room: Callable[[]
 
 
 def all_gather(
-    tape: Tape, x: Any, comm: Communicator, axis: int, counts: Sequence[int] | None
-) -> Any:
+    tape: Tape[T], x: Any, comm: Communicator, axis: int, counts: Sequence[int] | None
+) -> T:
     """Join at all ranks; backward reduce-scatters."""
     tape.check("all_gather", x)
     lengths = _Lengths(tape, x, comm, axis, counts)
@@ -220,8 +223,8 @@ def all_gather(
 
 
 def gather(
-    tape: Tape, x: Any, comm: Communicator, root: int, axis: int, counts: Sequence[int] | None
-) -> Any:
+    tape: Tape[T], x: Any, comm: Communicator, root: int, axis: int, counts: Sequence[int] | None
+) -> T:
     """Join at ``root``; backward scatters."""
     tape.check("gather", x)
     lengths = _Lengths(tape, x, comm, axis, counts)
@@ -237,14 +240,14 @@ def gather(
 
 
 def scatter(
-    tape: Tape,
+    tape: Tape[T],
     x: Any,
     comm: Communicator,
     root: int,
     axis: int,
     counts: Sequence[int] | None,
     like: Any,
-) -> Any:
+) -> T:
     """Give each rank a piece of the root's; backward gathers."""
     if x is not None or comm.rank == root:
         tape.check("scatter", x)
@@ -263,13 +266,13 @@ def scatter(
 
 
 def all_to_all(
-    tape: Tape,
+    tape: Tape[T],
     x: Any,
     comm: Communicator,
     axis: int,
     counts: Sequence[int] | None,
     recv_counts: Sequence[int] | None,
-) -> Any:
+) -> T:
     """Exchange pieces; backward takes them back."""
     tape.check("all_to_all", x)
     sends = split_sizes("all_to_all", _length(x, axis), comm.size, counts)
@@ -291,7 +294,7 @@ class _Lengths:
     """The ranks' lengths along an axis, exchanged when they are first needed."""
 
     def __init__(
-        self, tape: Tape, x: Any, comm: Communicator, axis: int, known: Sequence[int] | None
+        self, tape: Tape[Any], x: Any, comm: Communicator, axis: int, known: Sequence[int] | None
     ) -> None:
         self._shape, self._axis, self._comm = (x.shape or (1,)), axis, comm
         self._integers = tape.integers(x)
@@ -313,7 +316,7 @@ def _length(x: Any, axis: int) -> int:
 # -- messages -----------------------------------------------------------------------------------
 
 
-def send(tape: Tape, x: Any, dst: int, comm: Communicator, tag: int) -> Any:
+def send(tape: Tape[T], x: Any, dst: int, comm: Communicator, tag: int) -> T:
     """Send; backward receives.
 
     Raises:
@@ -331,7 +334,7 @@ def send(tape: Tape, x: Any, dst: int, comm: Communicator, tag: int) -> Any:
     return tape.record(CollectiveStep(forward, adjoint), x)
 
 
-def recv(tape: Tape, comm: Communicator, src: int, tag: int, like: Any, after: Any) -> Any:
+def recv(tape: Tape[T], comm: Communicator, src: int, tag: int, like: Any, after: Any) -> T:
     """Receive; backward sends.
 
     Raises:

@@ -24,7 +24,7 @@ from collective.memory.arrays import is_array
 
 from .elastic_copies import Path, copied, digest_of, leaves, mapped, plain
 from .rebinding import Rebindable
-from .shard_copies import Sharded
+from .shards import Sharded
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
