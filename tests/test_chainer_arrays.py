@@ -18,7 +18,7 @@ from collective.errors import DeviceError, InvalidArgumentError, MismatchError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.testing import run_ranks
 from tests.interpreter import run_python
-from tests.shm_ranks import shm  # noqa: F401
+from tests.transport_ranks import shm  # noqa: F401
 
 
 @pytest.fixture(params=["threads", "shm"])

@@ -24,7 +24,7 @@ from collective.errors import (  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
 from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape, drawn  # noqa: E402
-from tests.shm_ranks import shm  # noqa: E402, F401
+from tests.transport_ranks import shm  # noqa: E402, F401
 
 Variable = chainer.Variable
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gloo_ranks import Run, gloo  # noqa: F401
+from transport_ranks import Run, gloo  # noqa: F401
 
 from collective.contract.world import World
 from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gloo_ranks import Run, gloo  # noqa: F401
+from transport_ranks import Run, gloo  # noqa: F401
 
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, MismatchError
@@ -24,24 +24,7 @@ pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
 from collective.backends.gloo.tensors import gloo_fold
 
-# -- groups, threads, tags ------------------------------------------------------------------
-
-
-def groups_of_groups(comm: Any) -> list[float]:
-    half = comm.split(comm.rank % 2, key=-comm.rank)
-    pair = half.group([1, 0])
-    again = half.group([1, 0])
-    x = np.array([float(comm.rank)])
-    return [float(c.all_reduce(x)[0]) for c in (comm, half, pair, again, comm)] + [pair.rank]
-
-
-def test_groups_of_groups(gloo: Run) -> None:  # noqa: F811
-    assert gloo(4, groups_of_groups) == [
-        [6.0, 2.0, 2.0, 2.0, 6.0, 0],
-        [6.0, 4.0, 4.0, 4.0, 6.0, 0],
-        [6.0, 2.0, 2.0, 2.0, 6.0, 1],
-        [6.0, 4.0, 4.0, 4.0, 6.0, 1],
-    ]
+# -- threads, tags --------------------------------------------------------------------------
 
 
 def messages_and_collectives(comm: Any) -> int:

@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import collective
 from collective import native
 from collective.backends.mpi import MpiBackend, library
-from collective.communicator import Communicator, Status
-from collective.errors import (
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    RankError,
-    ShapeError,
-)
+from collective.communicator import Communicator
+from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.testing import RankPool
+from tests import plain_messages
 from tests.mpi_launches import VENDORS, launch_of, needs, warm_launch_of
 
 pytestmark = pytest.mark.skipif(
@@ -28,10 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 Run = Callable[..., list[Any]]
-
-# Bytes around what a head holds, what has left the sender at once, and what is matched first.
-_EDGES = [896, 2 << 10, 64 << 10]
-_LENGTHS = [0, 1, *(edge + more for edge in _EDGES for more in (-1, 0, 1)), 3 << 20]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
@@ -46,102 +37,9 @@ def _transport(comm: Communicator) -> MpiBackend:
     return backend
 
 
-def _without_python(comm: Communicator) -> None:
-    """Fail where a message goes through Python."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("by Python")
-
-    for name in ("send", "recv", "sendrecv"):
-        setattr(comm._backend, name, refuse)
-
-
-def _data(nbytes: int, rank: int) -> Any:
-    return np.random.default_rng([nbytes, rank]).integers(0, 255, nbytes, np.uint8)
-
-
-def _to_and_fro(comm: Communicator) -> None:
-    group, peer = comm.dup(), 1 - comm.rank
-    _without_python(group)
-    for tag, nbytes in enumerate(_LENGTHS):
-        x, out, wanted = _data(nbytes, comm.rank), np.empty(nbytes, np.uint8), _data(nbytes, peer)
-        for _ in range(2):
-            out[:] = 0
-            if comm.rank:
-                group.send(x, peer, tag=tag)
-                assert group.recv(out, peer, tag=tag) is out
-            else:
-                assert group.recv(out, peer, tag=tag, timeout=30) is out
-                group.send(x, peer, tag=tag)
-            assert out.tobytes() == wanted.tobytes(), nbytes
-        if nbytes <= native.HEAD_ROOM:
-            assert group.sendrecv(x, peer, peer, out=x, tag=tag) is x
-            assert x.tobytes() == wanted.tobytes(), nbytes
-    group.close()
-
-
-def _beside_python(comm: Communicator) -> None:
-    """What one rank leaves to Python the other does not, and the other way round."""
-    peer, tree, status = 1 - comm.rank, {"a": np.arange(3.0), "b": [np.ones((300, 300))]}, Status()
-    for count in (2, 500, 50_000):
-        x = np.arange(2.0 * count)
-        for strided_out in (comm.rank == 0, comm.rank == 1):
-            out = np.zeros(2 * count)[::2] if strided_out else np.zeros(count)
-            given = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
-            comm.sendrecv(given, peer, peer, out=out)
-            assert (out == 2 * x[:count]).all()
-        assert (comm.sendrecv(x, peer, peer) == x).all()
-        if comm.rank:
-            comm.send(x, peer)
-            assert (comm.recv(None, peer) == x).all()
-        else:
-            comm.recv(out := np.empty_like(x), collective.ANY_SOURCE, status=status)
-            assert (out == x).all()
-            assert status.source == peer
-            comm.send(x, peer)
-    if comm.rank:
-        comm.send(tree, peer)
-        comm.send(np.float32([[1, 2]]), peer)
-    else:
-        with pytest.raises(collective.InvalidArgumentError):
-            comm.recv(np.zeros(3), peer)
-        got = comm.recv(None, peer)
-        assert got.tolist() == [[1, 2]]
-
-
 def _misfits(comm: Communicator) -> None:
-    """What came and does not fit is gone, as by Python, and the next message is there."""
-    peer = 1 - comm.rank
-    for count in (3, 400, 90_000):
-        x, out = np.arange(float(count)), np.zeros(count)
-        with pytest.raises(ShapeError):
-            comm.sendrecv(x, peer, peer, out=np.zeros(7))
-        assert (comm.sendrecv(x, peer, peer, out=out) == x).all()
-        if comm.rank:
-            comm.send(x, peer)
-            comm.send(x + 1, peer)
-        else:
-            with pytest.raises(ShapeError):
-                comm.recv(np.zeros(7), peer)
-            assert (comm.recv(out, peer) == x + 1).all()
+    plain_messages.misfits(comm)
     assert not _transport(comm)._messages.unread
-
-
-def _refused(comm: Communicator) -> None:
-    """An output that cannot be written to leaves its message where it is."""
-    peer, x = 1 - comm.rank, np.arange(4.0)
-    fixed = np.zeros(4)
-    fixed.flags.writeable = False
-    if comm.rank:
-        comm.send(x, peer)
-    else:
-        with pytest.raises(collective.InvalidArgumentError):
-            comm.recv(fixed, peer)
-        assert (comm.recv(np.zeros(4), peer) == x).all()
-    for dst in (comm.rank, 7, True, "1"):
-        with pytest.raises(RankError):
-            comm.send(x, dst)
-    comm.barrier()
 
 
 def _many_tags(comm: Communicator) -> tuple[int, int]:
@@ -175,24 +73,9 @@ def _threads(comm: Communicator) -> None:
     assert not failures, failures
 
 
-def _tensors(comm: Communicator) -> None:
-    torch = pytest.importorskip("torch")
-    group, peer = comm.dup(), 1 - comm.rank
-    group.sendrecv(torch.ones(1), peer, peer)  # C knows of PyTorch when Python does
-    _without_python(group)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        for count in (5, 5_000, 50_000):
-            x, out = torch.ones(3, count, dtype=dtype), torch.zeros(3, count, dtype=dtype)
-            calls = [lambda x=x: group.send(x, peer), lambda out=out: group.recv(out, peer)]
-            for call in calls if comm.rank else reversed(calls):
-                call()
-            assert torch.equal(x, out)
-
-
-PROGRAMS = (_to_and_fro, _beside_python, _misfits, _refused, _threads)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+@pytest.mark.parametrize(
+    "program", [*plain_messages.PROGRAMS, _misfits, _threads], ids=lambda program: program.__name__
+)
 def test_messages(pair: Run, program: Any) -> None:
     pair(program)
 
@@ -200,7 +83,7 @@ def test_messages(pair: Run, program: Any) -> None:
 @needs("mpich")
 def test_tensors() -> None:
     with RankPool(2, "mpi", timeout=30.0, mpiexec=warm_launch_of("mpich")) as pool:
-        pool.run(_tensors)
+        pool.run(plain_messages.tensors)
 
 
 def test_no_more_tags_are_remembered_than_a_program_repeats(pair: Run) -> None:

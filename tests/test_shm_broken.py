@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shm_ranks import Ranks, shm
+from transport_ranks import Run, shm
 
 from collective import native
 from collective.communicator import Communicator
@@ -73,7 +73,7 @@ def _overwritten_memory(comm: Communicator, call: str) -> CollectiveError:
 
 
 @pytest.mark.parametrize("call", _CALLS)
-def test_memory_that_its_owner_has_back_is_not_a_result(shm: Ranks, call: str) -> None:
+def test_memory_that_its_owner_has_back_is_not_a_result(shm: Run, call: str) -> None:
     owner, late = shm(2, _overwritten_memory, call)
     assert isinstance(owner, CollectiveTimeoutError), owner
     assert isinstance(late, CommunicatorAbortedError), late
@@ -93,7 +93,7 @@ def _next_call(comm: Communicator) -> Any:
     return errors
 
 
-def test_a_call_on_a_broken_communicator_leaves_the_slots_alone(shm: Ranks) -> None:
+def test_a_call_on_a_broken_communicator_leaves_the_slots_alone(shm: Run) -> None:
     errors, found = shm(2, _next_call)
     assert [type(error) for error in errors] == [CollectiveTimeoutError] * 2
     assert found.tolist() == [1.0] * 4
@@ -123,7 +123,7 @@ def _late_writer(comm: Communicator) -> Any:
     return error
 
 
-def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(shm: Ranks) -> None:
+def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(shm: Run) -> None:
     owner, late = shm(2, _late_writer)
     assert isinstance(owner, CollectiveTimeoutError), owner
     assert isinstance(late, CommunicatorAbortedError), late

@@ -4,105 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from shm_ranks import shm  # noqa: F401
+from transport_ranks import shm  # noqa: F401
 
 import collective
 from collective.contract.world import World
-from collective.errors import CollectiveError, MismatchError
+from collective.errors import MismatchError
 from collective.memory.arrays import adapter_of
 from collective.start.file_store import FileStore
 
 # Above the size from which symmetric memory is read in place, and not a multiple of the sizes.
 N = 20_011
-
-
-def _put(array, values) -> None:
-    array[:] = values
-
-
-def _expected(rank: int, size: int, step: int, count: int = N) -> dict:
-    inputs = [np.arange(count) % 97 + 10 * r + step for r in range(size)]
-    cut = np.array_split(np.arange(count), size)
-    pieces = [np.array_split(x, size) for x in inputs]
-    return {
-        "all_reduce": sum(inputs),
-        "broadcast": inputs[size - 1],
-        "all_gather": np.concatenate(inputs),
-        "reduce_scatter": sum(inputs)[cut[rank]],
-        "all_to_all": np.concatenate([p[rank] for p in pieces]),
-    }
-
-
-def _call(comm, name: str, x, out):
-    options = {"root": comm.size - 1} if name == "broadcast" else {}
-    return getattr(comm, name)(x, out=out, **options)
-
-
-def _buffers(comm, name: str, count: int = N):
-    """Return symmetric views for input and output; the same one where it works in place."""
-    x = comm.empty(count + 64)[:count]
-    if name in ("all_reduce", "broadcast"):
-        return x, x
-    length = len(_expected(comm.rank, comm.size, 0, count)[name])
-    return x, comm.empty(comm.size * count)[:length]
-
-
-def changing_data(comm, name: str) -> None:
-    x, out = _buffers(comm, name)
-    for step in range(5):
-        _put(x, np.arange(N) % 97 + 10 * comm.rank + step)
-        _call(comm, name, x, out)
-        np.testing.assert_array_equal(out, _expected(comm.rank, comm.size, step)[name])
-
-
-NAMES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_calls_in_place(shm, size, name):  # noqa: F811
-    shm(size, changing_data, name)
-
-
-def even_pieces(comm) -> None:
-    count = comm.size * 8_000
-    x, out = comm.empty(count + 8)[:count], comm.empty(count + 8)[:count]
-    for step in range(3):
-        _put(x, np.arange(count) % 97 + 10 * comm.rank + step)
-        comm.all_to_all(x, out=out)
-        expected = _expected(comm.rank, comm.size, step, count)["all_to_all"]
-        np.testing.assert_array_equal(out, expected)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_to_all_of_even_pieces(shm, size):  # noqa: F811
-    shm(size, even_pieces)
-
-
-def other_places(comm, kind: str) -> None:
-    """Corresponding places, then others on one rank, then corresponding ones again."""
-    memory = comm.empty(3 * N)
-    same = memory[:N]
-    odd = {
-        "ordinary": np.zeros(2 * N, np.float32)[5 : N + 5],
-        "other_offset": memory[N + comm.rank * 128 : 2 * N + comm.rank * 128],
-        "other_view": memory[:N],
-    }[kind]
-    for step in range(9):
-        odd_step = step % 3 == 1 and comm.rank == comm.size - 1
-        x = odd if odd_step else same
-        x[:] = comm.rank * 7 + step
-        comm.all_reduce(x, out=x)
-        assert (x == sum(r * 7 + step for r in range(comm.size))).all(), (kind, step)
-        gathered = np.empty(comm.size * N, np.float32)[:]
-        comm.all_gather(x, out=gathered)
-        assert (gathered == x[0]).all(), (kind, step)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["ordinary", "other_offset", "other_view"])
-def test_ranks_may_give_memory_of_different_kinds(shm, size, kind):  # noqa: F811
-    shm(size, other_places, kind)
 
 
 def in_place_gather(comm) -> None:
@@ -176,23 +87,6 @@ def scaled_ops(comm) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_averages_and_factors(shm, size):  # noqa: F811
     shm(size, scaled_ops)
-
-
-def many_calls(comm) -> str:
-    for length in range(1, 151):
-        x = np.full(length, comm.rank, np.int64)
-        assert (comm.all_reduce(x) == sum(range(comm.size))).all(), length
-    if comm.rank == 0:
-        try:
-            comm.barrier(timeout=0.3)
-        except CollectiveError as error:  # the other has left, or does not come
-            return str(error)
-    return ""
-
-
-def test_the_table_of_last_calls_holds_the_last_of_many(shm):  # noqa: F811
-    text, _ = shm(2, many_calls)
-    assert "all_reduce(int64[150]" in text
 
 
 def test_tensors_in_symmetric_memory_are_known_as_such(tmp_path):

@@ -13,10 +13,11 @@ transport between all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,16 +26,98 @@ from collective.algorithms.folds import Folding
 from collective.backends.peers import levels
 from collective.backends.peers.monitored import Monitored
 from collective.memory.buffer import Buffer
-from collective.ops import ReduceOp
+from collective.ops import ReduceOp, as_op
 
-from .steps import Steps, folds
 from .topology import Topology, part, put, room, take
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from collective.contract.backend import Backend, Plan
+    from collective.memory.dtypes import DType
     from collective.request import Request
 
-__all__ = ["TwoLevel"]
+__all__ = ["Steps", "TwoLevel"]
+
+_SUM = as_op("sum")
+
+
+class Steps:
+    """The steps of one request on two levels: their plans, deadline, and what errors become.
+
+    One call at a time is made with it, in a ``with``.
+
+    Args:
+        explained: returns what to raise for an error of a level, or None for the error itself.
+        request: what the steps are of.
+    """
+
+    __slots__ = ("_end", "_explained", "_plans", "_timeout", "request")
+
+    def __init__(
+        self,
+        explained: Callable[[BaseException, object, float], BaseException | None],
+        request: Request,
+    ) -> None:
+        self._explained = explained
+        self.request = request
+        self._plans: dict[int, Plan] = {}
+        self._timeout = self._end = 0.0
+
+    def within(self, timeout: float) -> Steps:
+        """Begin a call that may take ``timeout`` seconds."""
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+        return self
+
+    def left(self) -> float:
+        """Return the seconds to the deadline."""
+        return max(0.0, self._end - time.monotonic())
+
+    def run(
+        self,
+        number: int,
+        level: Backend,
+        operation: str,
+        src: Buffer | None,
+        dst: Buffer | None,
+        **arguments: Any,
+    ) -> None:
+        """Make step ``number``, on one of the levels.
+
+        Args:
+            arguments: of :meth:`Request.step`, the same every time.
+        """
+        # By its number alone: levels, counts and roots follow from the request, and are the same
+        # each time that a call is made for it.
+        plan = self._plans.get(number)
+        if plan is None:
+            plan = level.plan(self.request.step(number, operation, **arguments))
+            self._plans[number] = plan
+        work = plan(src, dst, self.left())
+        if work is not None:
+            work.wait()
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            explained = self._explained(error, self.request, self._timeout)
+            if explained is not None:
+                raise explained from error
+
+
+def _folds(op: ReduceOp, dtype: DType, size: int) -> tuple[ReduceOp, Folding]:
+    """Return what both levels of a reduction fold with, and what scales once, around both."""
+    if op.name in ("avg", "premul_sum"):
+        return _SUM, Folding(op, dtype, size)
+    return op, Folding(_SUM, dtype, size)  # which leaves inputs and results as they are
 
 
 class TwoLevel(Monitored):
@@ -90,7 +173,7 @@ class TwoLevel(Monitored):
         if request.op is None:
             return way
         assert request.dtype is not None
-        return partial(way, *folds(request.op, request.dtype, self.size))
+        return partial(way, *_folds(request.op, request.dtype, self.size))
 
     def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
         with steps.within(timeout):

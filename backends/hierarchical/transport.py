@@ -43,8 +43,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request
 
-from .collectives import TwoLevel
-from .steps import Steps
+from .collectives import Steps, TwoLevel
 from .topology import Topology
 
 if TYPE_CHECKING:

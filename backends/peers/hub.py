@@ -91,9 +91,8 @@ class Hub:
         self._ends = time.monotonic() + timeout
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
-        self._hosts: dict[int, str] = {}
-        self._processes: dict[int, str] = {}
-        self._contacts: dict[int, str] = {}
+        # What each has said of itself.
+        self._about: dict[int, Message] = {}
         self._complete = False
         self._over = False
         self._checks: dict[str, _StallCheck] = {}
@@ -150,9 +149,7 @@ class Hub:
             self._hear(link, message)
         else:
             check(message, ENROLMENT)
-            self._processes[message["rank"]] = str(message.get("process", ""))
-            self._contacts[message["rank"]] = str(message.get("contact", ""))
-            self._enrol(link, message["rank"], message["size"], message["host"])
+            self._enrol(link, message)
 
     def gone(self, link: Link, why: str) -> None:
         """Tell the others that a rank has gone, and why."""
@@ -165,7 +162,8 @@ class Hub:
 
     # -- the roll call --------------------------------------------------------------------
 
-    def _enrol(self, link: Link, rank: int, size: int, host: str) -> None:
+    def _enrol(self, link: Link, about: Message) -> None:
+        rank, size, host = about["rank"], about["size"], about["host"]
         if size != self._size or not 0 <= rank < self._size:
             self._refuse(
                 f"rank 0 on this job's hub was told that there are {self._size} ranks; rank {rank} "
@@ -173,21 +171,22 @@ class Hub:
             )
         elif rank in self._links:
             self._refuse(
-                f"two processes say that they are rank {rank}, one on {self._hosts[rank]} and one "
-                f"on {host}. Every process needs a rank of its own (RANK)"
+                f"two processes say that they are rank {rank}, one on {self._about[rank]['host']} "
+                f"and one on {host}. Every process needs a rank of its own (RANK)"
             )
         else:
-            self._links[rank], self._hosts[rank], self._ranks[link] = link, host, rank
+            self._links[rank], self._about[rank], self._ranks[link] = link, about, rank
             if len(self._links) == self._size:
                 self._complete = True
                 # Nobody else is to come, and whoever reads of this hub by mistake, in a store
                 # that serves again, is to notice.
                 self._server.stop_listening()
-                hosts = [self._hosts[each] for each in range(self._size)]
-                processes = [self._processes[each] for each in range(self._size)]
-                about = {"hosts": hosts, "session": self.session, "processes": processes}
-                about["contacts"] = [self._contacts[each] for each in range(self._size)]
-                self._tell(range(self._size), {"kind": "complete", **about})
+                every = [self._about[each] for each in range(self._size)]
+                answer: Message = {"kind": "complete", "session": self.session}
+                answer["hosts"] = [each["host"] for each in every]
+                answer["processes"] = [str(each.get("process", "")) for each in every]
+                answer["contacts"] = [str(each.get("contact", "")) for each in every]
+                self._tell(range(self._size), answer)
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, for everybody who has proved to be of this job."""

@@ -20,20 +20,14 @@ from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
-    CommunicatorClosedError,
     InvalidArgumentError,
     PeerLostError,
-    RankError,
-    ShapeError,
 )
 from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import gather
+from tests.plain_messages import LENGTHS, PROGRAMS, data, tensors, without_python
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
-
-# Bytes around what a head holds, a ring, what is fetched, and much.
-EDGES = [896, 64 << 10, 256 << 10, 3 << 20]
-LENGTHS = [0, 1, *(edge + more for edge in EDGES for more in (-1, 0, 1))]
 
 
 @pytest.fixture(scope="module")
@@ -42,63 +36,16 @@ def pair() -> Iterator[RankPool]:
         yield ranks
 
 
-def _data(nbytes: int, rank: int) -> Any:
-    return np.random.default_rng([nbytes, rank]).integers(0, 255, nbytes, np.uint8)
-
-
-def _only_in_c(comm: Communicator) -> None:
-    """Fail where a message goes through Python."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("by Python")
-
-    for name in ("send", "recv", "sendrecv"):
-        setattr(comm._backend, name, refuse)
-
-
-def _plain(comm: Communicator) -> None:
+def _any_source(comm: Communicator) -> None:
     group, peer, status = comm.dup(), 1 - comm.rank, Status()
-    _only_in_c(group)
-    for tag, nbytes in enumerate(LENGTHS):
-        x, out, wanted = _data(nbytes, comm.rank), np.empty(nbytes, np.uint8), _data(nbytes, peer)
+    without_python(group)
+    for nbytes in LENGTHS:
+        x, out = data(nbytes, comm.rank), np.empty(nbytes, np.uint8)
         if comm.rank:
-            group.send(x, peer, tag=tag)
-            assert group.recv(out, collective.ANY_SOURCE, tag=tag, status=status) is out
-            assert status.source == peer
+            group.send(x, peer)
         else:
-            assert group.recv(out, peer, tag=tag, timeout=30) is out
-            group.send(x, peer, tag=tag)
-        assert out.tobytes() == wanted.tobytes(), nbytes
-        out[:] = 0
-        assert group.sendrecv(x, peer, peer, out=out, tag=tag) is out
-        assert out.tobytes() == wanted.tobytes(), nbytes
-
-
-def _by_python_and_in_c(comm: Communicator) -> None:
-    """What one rank leaves to Python the other has in C, and the other way round."""
-    peer, tree = 1 - comm.rank, {"a": np.arange(3.0), "b": [np.ones((300, 300))]}
-    for count in (2, 5000):
-        x = np.arange(2.0 * count)
-        for strided_out in (comm.rank == 0, comm.rank == 1):
-            out = np.zeros(2 * count)[::2] if strided_out else np.zeros(count)
-            given = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
-            comm.sendrecv(given, peer, peer, out=out)
-            assert (out == 2 * x[:count]).all()
-        assert (comm.sendrecv(x, peer, peer, out=x) == np.arange(2.0 * count)).all()
-        assert (comm.sendrecv(x, peer, peer) == x).all()
-    out = np.zeros(3)
-    got = comm.sendrecv(tree if comm.rank else tree["a"], peer, peer, out=None if peer else out)
-    assert (out == tree["a"]).all() if comm.rank else (got["b"][0] == 1).all()
-    both = comm.sendrecv(np.ones((2, 2), np.int32), peer, peer, out=np.zeros((2, 2), np.int32))
-    assert both.tolist() == [[1, 1], [1, 1]]
-
-
-def _misfits(comm: Communicator) -> None:
-    """Long messages for which neither has the right output: both are sent for all that."""
-    peer, x = 1 - comm.rank, np.ones(1 << 20)
-    with pytest.raises(ShapeError):
-        comm.sendrecv(x, peer, peer, out=np.zeros(7))
-    assert (comm.sendrecv(x, peer, peer, out=np.zeros(1 << 20)) == 1).all()
+            assert group.recv(out, collective.ANY_SOURCE, status=status) is out
+            assert (status.source, out.tobytes()) == (peer, data(nbytes, peer).tobytes())
 
 
 def _lanes(comm: Communicator) -> None:
@@ -119,7 +66,7 @@ def _lanes(comm: Communicator) -> None:
     comm.barrier()
     group.send(x, peer, tag=7)
     late.wait()
-    _only_in_c(group)
+    without_python(group)
     if comm.rank:
         group.send(x, peer, tag=4)
     else:
@@ -135,36 +82,9 @@ def _heard(comm: Communicator) -> list[str]:
     assert heard == ["sendrecv"]
 
 
-def _wrong_arguments(comm: Communicator) -> None:
-    x, closed = np.ones(2), comm.dup()
-    for dst in (comm.rank, 7, True, "1"):
-        with pytest.raises(RankError):
-            comm.send(x, dst)
-    for tag in (-1, 1 << 31, 0.5, True):
-        with pytest.raises(InvalidArgumentError):
-            comm.recv(x, 1 - comm.rank, tag=tag)
-    with pytest.raises(InvalidArgumentError):
-        comm.send(x, 1 - comm.rank, timeout=-1)
-    closed.close()
-    with pytest.raises(CommunicatorClosedError):
-        closed.send(x, 1 - comm.rank)
-
-
-def _tensors(comm: Communicator) -> None:
-    torch = pytest.importorskip("torch")
-    group, peer = comm.dup(), 1 - comm.rank
-    group.sendrecv(torch.ones(1), peer, peer)  # C knows of PyTorch when Python does
-    _only_in_c(group)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        x, out = torch.ones(3, 5, dtype=dtype), torch.zeros(3, 5, dtype=dtype)
-        assert group.sendrecv(x, peer, peer, out=out) is out
-        assert torch.equal(x, out)
-
-
-PROGRAMS = (_plain, _by_python_and_in_c, _misfits, _lanes, _heard, _wrong_arguments, _tensors)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+@pytest.mark.parametrize(
+    "program", [*PROGRAMS, tensors, _any_source, _lanes, _heard], ids=lambda each: each.__name__
+)
 def test_messages(pair: RankPool, program: Any) -> None:
     pair.run(program)
 
@@ -176,8 +96,8 @@ def _mixed(comm: Communicator, without: int) -> None:
     assert group._backend.exchange is None
     peer = 1 - comm.rank
     for nbytes in LENGTHS:
-        got = group.sendrecv(_data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8))
-        assert got.tobytes() == _data(nbytes, peer).tobytes(), nbytes
+        got = group.sendrecv(data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8))
+        assert got.tobytes() == data(nbytes, peer).tobytes(), nbytes
 
 
 @pytest.mark.parametrize("without", [0, 1])

@@ -65,6 +65,7 @@ def _calls(comm: Communicator, name: str, where: str) -> list[str]:
     """
     wrong = []
     memory = comm.empty(max(COUNTS), "float32")
+    results = comm.empty(comm.size * max(COUNTS), "float32")
     symmetric = where == "symmetric" or (where == "mixed" and comm.rank == 0)
     for count in COUNTS:
         root = count % comm.size if name in _ROOTED else 0
@@ -78,6 +79,10 @@ def _calls(comm: Communicator, name: str, where: str) -> list[str]:
         found = getattr(comm, name)(x, **options)
         wanted = _wanted(name, inputs, comm.rank, root)
         wrong += [f"{count}"] * (found is not None and found.tobytes() != wanted.tobytes())
+        if symmetric and name in ("all_gather", "all_to_all", "reduce_scatter"):
+            out = results[: wanted.size]
+            getattr(comm, name)(x, out=out)
+            wrong += [f"{count} to symmetric memory"] * (out.tobytes() != wanted.tobytes())
         if name in ("all_reduce", "broadcast", "scan"):
             getattr(comm, name)(x, out=x, **options)
             wrong += [f"{count} in place"] * (x.tobytes() != wanted.tobytes())

@@ -1,0 +1,164 @@
+"""What ranks do with plain messages, by the native core and beside what Python sends and makes.
+
+Over ``shm`` C makes all of them, over ``mpi`` those whose sender is named, and exchanges of what
+a head holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collective
+from collective import native
+from collective.communicator import Communicator, Status
+from collective.errors import (
+    CommunicatorClosedError,
+    DtypeError,
+    InvalidArgumentError,
+    RankError,
+    ShapeError,
+)
+
+__all__ = ["LENGTHS", "PROGRAMS", "data", "tensors", "without_python"]
+
+# Bytes around what a head holds, what has left the sender at once, what is matched first, a ring,
+# what is fetched, and much.
+_EDGES = [896, 2 << 10, 64 << 10, 256 << 10, 3 << 20]
+LENGTHS = [0, 1, *(edge + more for edge in _EDGES for more in (-1, 0, 1))]
+
+
+def data(nbytes: int, rank: int) -> Any:
+    """Return the bytes that a rank sends."""
+    return np.random.default_rng([nbytes, rank]).integers(0, 255, nbytes, np.uint8)
+
+
+def without_python(comm: Communicator) -> None:
+    """Fail where a message goes through Python."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("by Python")
+
+    for name in ("send", "recv", "sendrecv"):
+        setattr(comm._backend, name, refuse)
+
+
+def to_and_fro(comm: Communicator) -> None:
+    group, peer, over_shm = comm.dup(), 1 - comm.rank, comm.backend == "shm"
+    without_python(group)
+    for tag, nbytes in enumerate(LENGTHS):
+        x, out, wanted = data(nbytes, comm.rank), np.empty(nbytes, np.uint8), data(nbytes, peer)
+        for _ in range(2):
+            out[:] = 0
+            if comm.rank:
+                group.send(x, peer, tag=tag)
+                assert group.recv(out, peer, tag=tag) is out
+            else:
+                assert group.recv(out, peer, tag=tag, timeout=30) is out
+                group.send(x, peer, tag=tag)
+            assert out.tobytes() == wanted.tobytes(), nbytes
+        if over_shm or nbytes <= native.HEAD_ROOM:
+            out[:] = 0
+            assert group.sendrecv(x, peer, peer, out=out, tag=tag) is out
+            assert out.tobytes() == wanted.tobytes(), nbytes
+            assert group.sendrecv(x, peer, peer, out=x, tag=tag) is x
+            assert x.tobytes() == wanted.tobytes(), nbytes
+    group.close()
+
+
+def beside_python(comm: Communicator) -> None:
+    """What one rank leaves to Python the other does not, and the other way round."""
+    peer, tree, status = 1 - comm.rank, {"a": np.arange(3.0), "b": [np.ones((300, 300))]}, Status()
+    for count in (2, 500, 50_000):
+        x = np.arange(2.0 * count)
+        for strided_out in (comm.rank == 0, comm.rank == 1):
+            out = np.zeros(2 * count)[::2] if strided_out else np.zeros(count)
+            given = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
+            comm.sendrecv(given, peer, peer, out=out)
+            assert (out == 2 * x[:count]).all()
+        assert (comm.sendrecv(x, peer, peer) == x).all()
+        if comm.rank:
+            comm.send(x, peer)
+            assert (comm.recv(None, peer) == x).all()
+        else:
+            comm.recv(out := np.empty_like(x), collective.ANY_SOURCE, status=status)
+            assert (out == x).all()
+            assert status.source == peer
+            comm.send(x, peer)
+    if comm.rank:
+        comm.send(tree, peer)
+        comm.send(np.float32([[1, 2]]), peer)
+    else:
+        with pytest.raises(InvalidArgumentError):
+            comm.recv(np.zeros(3), peer)
+        assert comm.recv(None, peer).tolist() == [[1, 2]]
+    out = np.zeros(3)
+    got = comm.sendrecv(tree if comm.rank else tree["a"], peer, peer, out=None if peer else out)
+    assert (out == tree["a"]).all() if comm.rank else (got["b"][0] == 1).all()
+
+
+def misfits(comm: Communicator) -> None:
+    """What came and does not fit is gone, as by Python, and the next message is there."""
+    peer = 1 - comm.rank
+    for count in (3, 400, 90_000, 1 << 20):
+        x, out = np.arange(float(count)), np.zeros(count)
+        with pytest.raises(ShapeError):
+            comm.sendrecv(x, peer, peer, out=np.zeros(7))
+        assert (comm.sendrecv(x, peer, peer, out=out) == x).all()
+        if comm.rank:
+            for more in range(3):
+                comm.send(x + more, peer)
+        else:
+            for size, dtype, error in ((7, "f8", ShapeError), (count, "f4", DtypeError)):
+                wrong = np.zeros(size, dtype)
+                with pytest.raises(error, match="recv"):
+                    comm.recv(wrong, peer)
+                assert not wrong.any()
+            assert (comm.recv(out, peer) == x + 2).all()
+
+
+def refused(comm: Communicator) -> None:
+    """An output that cannot be written to leaves its message where it is."""
+    peer, x, closed = 1 - comm.rank, np.arange(4.0), comm.dup()
+    fixed = np.zeros(4)
+    fixed.flags.writeable = False
+    if comm.rank:
+        comm.send(x, peer)
+    else:
+        with pytest.raises(InvalidArgumentError):
+            comm.recv(fixed, peer)
+        assert (comm.recv(np.zeros(4), peer) == x).all()
+    for dst in (comm.rank, 7, True, "1"):
+        with pytest.raises(RankError):
+            comm.send(x, dst)
+    for tag in (-1, 1 << 31, 0.5, True):
+        with pytest.raises(InvalidArgumentError):
+            comm.recv(x, peer, tag=tag)
+    with pytest.raises(InvalidArgumentError):
+        comm.send(x, peer, timeout=-1)
+    closed.close()
+    with pytest.raises(CommunicatorClosedError):
+        closed.send(x, peer)
+    comm.barrier()
+
+
+def tensors(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    group, peer = comm.dup(), 1 - comm.rank
+    group.sendrecv(torch.ones(1), peer, peer)  # C knows of PyTorch when Python does
+    without_python(group)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for count in (5, 5_000, 50_000):
+            x, out = torch.ones(3, count, dtype=dtype), torch.zeros(3, count, dtype=dtype)
+            calls = [lambda x=x: group.send(x, peer), lambda out=out: group.recv(out, peer)]
+            for call in calls if comm.rank else reversed(calls):
+                call()
+            assert torch.equal(x, out)
+        x, out = torch.ones(3, 5, dtype=dtype), torch.zeros(3, 5, dtype=dtype)
+        assert group.sendrecv(x, peer, peer, out=out) is out
+        assert torch.equal(x, out)
+
+
+PROGRAMS = (to_and_fro, beside_python, misfits, refused)
