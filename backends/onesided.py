@@ -246,12 +246,7 @@ class OneSided(Backend):
             own[:] = mine
         self._fetch(self._region, out, starts)
 
-    def _fetch(
-        self,
-        exposed: Callable[[int, np.dtype[Any], int], Region],
-        out: Array,
-        limits: Sequence[int],
-    ) -> None:
+    def _fetch(self, exposed: Callable[..., Region], out: Array, limits: Sequence[int]) -> None:
         """Copy the other ranks' pieces of ``out``, each of which is what ``exposed`` gives."""
         for rank in self._others():
             low, high = limits[rank], limits[rank + 1]

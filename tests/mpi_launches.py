@@ -22,8 +22,10 @@ from tests.interpreter import ROOT
 
 __all__ = [
     "DEADLINE_S",
+    "INSTALLED",
     "ROOT",
     "VENDORS",
+    "by_vendor",
     "launch_of",
     "mpirun",
     "needs",
@@ -74,6 +76,11 @@ def needs(*vendors: str) -> pytest.MarkDecorator:
     missing = [vendor for vendor in vendors if not Path(launch_of(vendor).python).exists()]
     reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test` builds it"
     return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+#: The vendors, each skipped where its environment is missing; and a test with each of them.
+INSTALLED = [pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS]
+by_vendor = pytest.mark.parametrize("vendor", INSTALLED)
 
 
 def world_of(name: str, size: int) -> Any:

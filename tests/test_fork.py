@@ -14,7 +14,7 @@ from collective.communicator import Communicator
 from collective.testing import run_ranks
 from tests import warm
 from tests.interpreter import run_python
-from tests.mpi_launches import VENDORS, mpirun, needs
+from tests.mpi_launches import INSTALLED, VENDORS, mpirun
 
 # Long enough for some imports of PyTorch on a busy machine; a hang is some minutes.
 ENDS_S = 120
@@ -118,14 +118,7 @@ def _run(directory: Path, transport: str, children: str, python: str = sys.execu
     return done.stdout
 
 
-_HERE = [
-    "shm",
-    "gloo",
-    *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS),
-]
-
-
-@pytest.mark.parametrize("transport", _HERE)
+@pytest.mark.parametrize("transport", ["shm", "gloo", *INSTALLED])
 def test_children_end_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
     _needs_torch(transport)
     # Those of shm are of Python as it is; what is to be seen of Gloo is its threads and sockets.

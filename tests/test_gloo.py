@@ -1,4 +1,4 @@
-"""The gloo transport's life: what it listens on, refuses, leaves alone and leaves behind."""
+"""The gloo transport's life: what it listens on, refuses, leaves alone and behind, and its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import os
 import socket
+import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_ranks import Run, gloo  # noqa: F401
+from transport_ranks import Run, gloo, listening  # noqa: F401
 
 from collective.contract.world import World
 from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError
@@ -25,6 +27,8 @@ from collective.memory.dtypes import BY_NAME
 from collective.start.connecting import connect
 from collective.start.file_store import FileStore
 from collective.testing import RankPool
+from tests import warm
+from tests.interpreter import run_together
 
 torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
@@ -87,30 +91,17 @@ def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
 # -- where it listens ---------------------------------------------------------------------
 
 
-def _listening() -> list[str]:
-    """Return the addresses of the TCP sockets on which this process listens."""
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-            if os.path.islink(f"/proc/self/fd/{fd}")}  # fmt: skip
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
-                found.append(words[1].partition(":")[0])
-    return found
-
-
-def listening(comm: Any) -> tuple[list[str], list[str]]:
+def around_a_group(comm: Any) -> tuple[set[str], set[str]]:
     comm.barrier()
-    before = _listening()
+    before = listening()
     comm.dup()
-    return before, _listening()
+    return before, listening()
 
 
 def test_on_one_host_it_listens_on_loopback_only(gloo: Run) -> None:  # noqa: F811
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    for before, after in gloo(2, listening):
-        assert set(before) == {loopback}
+    for before, after in gloo(2, around_a_group):
+        assert {each.partition(":")[0] for each in before} == {loopback}
         assert after == before, "a group listens on more"
 
 
@@ -284,3 +275,111 @@ def test_the_thread_that_watches_keeps_nothing_of_a_wait_that_is_over():
         gc.collect()
         time.sleep(0.01)
     assert kept() is None
+
+
+# -- how a program ends: when it is over, whatever its process groups still do -----------------
+
+# Long enough for two imports of PyTorch on a busy machine; a hang is some minutes.
+ENDS_S = 45
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np
+import collective
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+comm = collective.init("gloo", rank=rank, size=2, store=directory, timeout=200.0)
+large = np.ones(16 << 20, np.float32)
+
+def tell(word):
+    open(f"{directory}.{word}", "x").close()
+
+def until(word):
+    while not os.path.exists(f"{directory}.{word}"):
+        time.sleep(0.01)
+
+comm.barrier()
+"""
+
+ENDINGS = {
+    # What rank 0 does, what rank 1 does, and with which code rank 0 ends.
+    "a peer dies in a long call": (
+        """
+        while True:
+            comm.all_reduce(large, out=large, op="max")
+        """,
+        """
+        threading.Timer(0.5, os._exit, (3,)).start()
+        while True:
+            comm.all_reduce(large, out=large, op="max")
+        """,
+        1,
+    ),
+    "a peer dies in a long call of Gloo's": (
+        """
+        while True:
+            comm.all_reduce(large, out=large)
+        """,
+        """
+        threading.Timer(0.5, os._exit, (3,)).start()
+        while True:
+            comm.all_reduce(large, out=large)
+        """,
+        1,
+    ),
+    "a call that nobody waits for": (
+        "comm.all_reduce(large, async_op=True)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a message that never comes": (
+        "comm.recv(None, 1, async_op=True); time.sleep(0.2)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a message from anybody that never comes": (
+        "comm.recv(None, collective.ANY_SOURCE, async_op=True); time.sleep(0.2)",
+        "time.sleep(1)",
+        0,
+    ),
+    "a deadline": (
+        """
+        try:
+            comm.all_reduce(large, timeout=0.3)
+        except collective.CollectiveTimeoutError:
+            tell("late")
+            sys.exit(5)
+        """,
+        "until('late')",
+        5,
+    ),
+    "an abort": (
+        """
+        tell("through")
+        try:
+            comm.recv(None, 1)
+        except collective.CommunicatorAbortedError:
+            sys.exit(6)
+        """,
+        "until('through'); time.sleep(0.3); comm.abort('enough')",
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
+    *parts, code = ENDINGS[ending]
+    # What a start of Python adds to it is seen once.
+    python = sys.executable if ending == "a message that never comes" else warm.python()
+    ranks = (
+        ["-c", PROGRAM + textwrap.dedent(part), rank, tmp_path / "s"]
+        for rank, part in enumerate(parts)
+    )
+    done = run_together(*ranks, python=python, timeout=ENDS_S)
+    assert done[0].returncode == code, done[0].stderr
+    if "dies" in ending:
+        assert "PeerLostError" in done[0].stderr
+        assert "rank 1" in done[0].stderr
+    for each in done:
+        assert "terminate called" not in each.stderr

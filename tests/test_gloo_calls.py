@@ -188,15 +188,12 @@ def disagree(comm: Any, mine: tuple[str, int, dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     "calls",
     [
-        [("all_reduce", 6, {}), ("all_reduce", 7, {})],
         [("all_reduce", 1 << 20, {}), ("all_reduce", (1 << 20) + 1, {})],
         [("all_reduce", 1 << 20, {"op": "sum"}), ("all_reduce", 1 << 20, {"op": "prod"})],
-        [("reduce", 9, {"root": 0}), ("reduce", 9, {"root": 1})],
-        [("all_reduce", 9, {}), ("scan", 9, {})],
     ],
-    ids=["short", "long", "op", "root", "operation"],
+    ids=["length", "op"],
 )
-def test_different_calls_are_noticed_within_seconds(gloo: Run, calls: Any) -> None:  # noqa: F811
+def test_different_calls_of_gloos_own_are_noticed_within_seconds(gloo: Run, calls: Any) -> None:  # noqa: F811
     """Gloo itself would end the process, or hand out wrong numbers."""
     for text in gloo(2, disagree, calls):
         assert "different calls" in text

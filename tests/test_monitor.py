@@ -1,6 +1,5 @@
 """The monitor: who is there, who has gone and who called what, apart from any transport."""
 
-import contextlib
 import gc
 import os
 import socket
@@ -32,6 +31,7 @@ from collective.memory.dtypes import named
 from collective.request import Request
 from collective.start.file_store import FileStore
 from tests.interpreter import started
+from tests.transport_ranks import listening
 
 FAR = 30.0
 KEY = bytes(range(32))
@@ -142,17 +142,6 @@ def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     error, *_ = start([0], 2, tmp_path, timeout=0.2)
     assert isinstance(error, RendezvousError)
     assert os.listdir(tmp_path) == []
-
-
-def listening():
-    """Return the ports, as /proc has them with their addresses, on which this process listens."""
-    mine = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    with open("/proc/self/net/tcp") as file:
-        table = [line.split() for line in file.read().splitlines()[1:]]
-    return {f[1] for f in table if f[3] == "0A" and f"socket:[{f[9]}]" in mine}
 
 
 def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):
@@ -496,13 +485,6 @@ def test_what_counts_as_a_disagreement():
     asks = (1, 9, True, "gather")
     assert disagreement([0, 1], {0: report(asks), 1: report((1, 5, True, "scan"))}) is None
     assert "gather()" in disagreement([0, 1], {0: report(asks), 1: report(a)})
-
-
-def test_an_address_in_use_elsewhere_is_no_matter(tmp_path):
-    """Ports are the kernel's choice."""
-    with socket.create_server(("127.0.0.1", 0)):
-        for monitor in start(range(2), 2, tmp_path, local_size=1):
-            monitor.channel.close()
 
 
 def test_a_goodbye_is_heard_of_one_who_has_not_listened_to_the_end() -> None:

@@ -33,14 +33,14 @@ from collective.ops import as_op, premul_sum, user_op
 from collective.request import Request
 from collective.start.mpi_world import world_of
 from collective.testing import RankPool
-from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.mpi_launches import INSTALLED, by_vendor, launch_of
 
 Array = np.ndarray[Any, Any]
 Run = Callable[..., list[Any]]
 _SIZE = 3
 
 
-@pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
+@pytest.fixture(scope="module", params=INSTALLED)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Run a function on three ranks of each vendor's MPI, which are kept."""
     with RankPool(_SIZE, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
@@ -441,7 +441,7 @@ def _available() -> int:
 
 
 @pytest.mark.skipif(_available() < 8 << 30, reason="needs 8 GiB of free memory")
-@pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
+@by_vendor
 def test_more_than_2_to_the_31_elements(vendor: str) -> None:
     with RankPool(2, "mpi", timeout=100.0, mpiexec=launch_of(vendor)) as pool:
         assert pool.run(_huge) == [[1, 0, 2, 3, 4]] * 2

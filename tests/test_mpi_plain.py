@@ -16,7 +16,7 @@ from collective.communicator import Communicator
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.testing import RankPool
 from tests import plain_messages
-from tests.mpi_launches import VENDORS, launch_of, needs, warm_launch_of
+from tests.mpi_launches import INSTALLED, launch_of, needs, warm_launch_of
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
+@pytest.fixture(scope="module", params=INSTALLED)
 def pair(request: pytest.FixtureRequest) -> Iterator[Run]:
     with RankPool(2, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
         yield pool.run

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
-from collective.backends.shm import symmetric  # noqa: E402
+from collective.backends.shm import memory  # noqa: E402
 from collective.errors import MismatchError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from tests.torch_groups import groups  # noqa: E402, F401
@@ -171,7 +171,7 @@ def refused(*args: Any) -> Any:
 
 
 def check_a_rank_that_cannot(rank: int, size: int) -> None:
-    for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (symmetric, "map_shared")):
+    for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (memory, "map_shared")):
         one = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
             side_effect=OSError("gone")
         ))  # fmt: skip

@@ -1,11 +1,21 @@
-"""The ``mpi`` transport."""
+"""The ``mpi`` transport: its life, and its going on after a loss with Open MPI's fault tolerance.
+
+Open MPI started with ``mpiexec --with-ft ulfm`` keeps a job when a process of it dies, and reports
+the loss. Its ``MPI_Comm_shrink`` waits for each process that lives, and ``MPI_Comm_create_group``
+refuses a communicator that one has died in. ``MPI_Comm_create_from_group`` (MPI 4.1, section
+7.4.2) takes a group and no communicator, so that nobody but its members takes part: a process that
+was stopped, or excluded, is not waited for.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +28,7 @@ from collective.contract.capabilities import Capabilities
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.memory.buffer import Buffer
 
-from . import library, ulfm
+from . import library
 from .carrying import explained, left, mapped, now, pause
 from .collectives import MpiCollectives
 from .folds import Deviations, deviations, making, of_flags, prepare
@@ -38,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["MpiTransport"]
 
 Array = np.ndarray[Any, Any]
+# How often it is looked whether the others still come, while MPI makes a communicator of them.
+_LOOK_S = 0.002
 
 
 class MpiTransport(MpiCollectives):
@@ -67,7 +79,7 @@ class MpiTransport(MpiCollectives):
             plain = PlainMessages(module, comm, channel, self._messages, heads)
             self._plain_messages, self.exchange = plain, plain.exchange
         self._closed = False
-        if ulfm.is_on(module, library.library_path()):
+        if _goes_on(module, library.library_path()):
             self.capabilities = replace(type(self).capabilities, shrinks=True)
             self._blocking.lasting = True
         watch(self._blocking)
@@ -127,7 +139,7 @@ class MpiTransport(MpiCollectives):
             ranks = [int(offers[rank]) for rank in range(world.size)]
             name = channel.secret.key("mpi").hex()
             with agreed():
-                comm = ulfm.assembled(self._mpi, self._comm, ranks, name, look)
+                comm = assembled(self._mpi, self._comm, ranks, name, look)
             made = type(self)(self._mpi, comm, channel, self.unlike)
             made._blocking.revocable = False
             return made
@@ -239,3 +251,66 @@ def _compare(module: Any, world: World, comm: Any) -> None:
         f"MPI says rank {rank} of {size}. Leave COLLECTIVE_RANK and COLLECTIVE_SIZE unset under "
         "mpiexec, and let one launcher start the ranks."
     )
+
+
+def _goes_on(module: Any, path: str) -> bool:
+    """Tell whether this process goes on when another of its job dies.
+
+    Args:
+        module: ``mpi4py.MPI``, initialised.
+        path: of the MPI library.
+    """
+    if not path or not hasattr(module.Intracomm, "Create_from_group"):
+        return False
+    try:
+        # What it has made of --with-ft, its parameter files and the environment. There is no call
+        # that tells.
+        return ctypes.c_bool.in_dll(ctypes.CDLL(path), "ompi_ftmpi_enabled").value
+    except (OSError, ValueError):  # another library
+        return False
+
+
+def assembled(
+    module: Any, comm: Any, ranks: Sequence[int], tag: str, look: Callable[[], None]
+) -> Any:
+    """Return a new communicator of some ranks of ``comm``, broken or not; they all call it.
+
+    All of them have to be alive: Open MPI 5.0.11 waits for ever for one that dies in here, and
+    ends the process with a segmentation fault if it hears meanwhile that one had died before.
+
+    Args:
+        module: ``mpi4py.MPI``.
+        comm: of which the ranks are.
+        ranks: in their new order.
+        tag: the same on all of them, and no other communicator's.
+        look: called again and again; raises if they will not all come. Then the thread that is in
+            MPI stays there.
+
+    Raises:
+        mpi4py.MPI.Exception: what MPI says.
+    """
+    if len(ranks) == 1:
+        return module.COMM_SELF.Dup()  # the other refuses that after some losses
+    everybody = comm.Get_group()
+    members = everybody.Incl(list(ranks))
+    everybody.Free()
+    # What MPI has been told of deaths it takes note of before it begins, and not meanwhile.
+    comm.Get_failed().Free()
+    found: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            found.set_result(
+                module.Intracomm.Create_from_group(members, tag, errhandler=module.ERRORS_RETURN)
+            )
+        except BaseException as error:
+            found.set_exception(error)
+
+    over = threading.Event()
+    found.add_done_callback(lambda _: over.set())
+    # A daemon: it may never return.
+    threading.Thread(target=make, name="collective-mpi-assemble", daemon=True).start()
+    while not over.wait(_LOOK_S):
+        look()
+    members.Free()
+    return found.result()

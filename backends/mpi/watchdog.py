@@ -49,7 +49,7 @@ class Blocking:
         revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends the others this
             rank's number of the communicator, by which they break another of theirs where ranks
             number it differently, as they do one that is made of a group
-            (:func:`.ulfm.assembled`); it ended processes, too.
+            (:func:`.transport.assembled`); it ended processes, too.
         lasting: whether MPI returns from a call when a peer has died, as it hears of it: on a busy
             host that can be a second after the monitor has.
     """

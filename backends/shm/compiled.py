@@ -22,9 +22,8 @@ from collective.native import NOBODY
 
 from .control import Control
 from .layout import LINE
-from .peer_memory import PeerMemory
+from .memory import Heap, PeerMemory
 from .ring import refuse
-from .symmetric import Heap
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan

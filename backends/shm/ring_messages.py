@@ -10,9 +10,8 @@ from collective.contract.backend import ANY_SOURCE
 from collective.memory.buffer import Buffer
 
 from .control import Control, fence
-from .peer_memory import PeerMemory
+from .memory import Heap, PeerMemory
 from .ring import MessageRing, Receiving, Sending
-from .symmetric import Heap
 
 __all__ = ["RingMessages"]
 

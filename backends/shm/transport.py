@@ -30,10 +30,9 @@ from .board import Board
 from .compiled import Compiled, exchange_bytes, make_exchange
 from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
-from .peer_memory import PeerMemory, RemoteRegion
+from .memory import Heap, PeerMemory, RemoteRegion, address_of
 from .ring_messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment, process_vm_readv
-from .symmetric import Heap, address_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

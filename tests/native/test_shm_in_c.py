@@ -79,7 +79,7 @@ def _calls(comm: Communicator, name: str, where: str) -> list[str]:
         found = getattr(comm, name)(x, **options)
         wanted = _wanted(name, inputs, comm.rank, root)
         wrong += [f"{count}"] * (found is not None and found.tobytes() != wanted.tobytes())
-        if symmetric and name in ("all_gather", "all_to_all", "reduce_scatter"):
+        if where == "symmetric" and name in ("all_gather", "all_to_all", "reduce_scatter"):
             out = results[: wanted.size]
             getattr(comm, name)(x, out=out)
             wrong += [f"{count} to symmetric memory"] * (out.tobytes() != wanted.tobytes())
