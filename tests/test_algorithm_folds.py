@@ -260,35 +260,6 @@ def test_scan(
     same(np.stack(results), np.stack(prefixes))
 
 
-@kinds
-@reductions
-@orders
-@places
-@pytest.mark.parametrize("op", [as_op("sum"), COMPOSE], ids=["sum", "compose"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_large_reduction_as_it_is_chosen(
-    kind: type[Backend], operation: str, ordered: bool, in_place: bool, op: ReduceOp, size: int
-) -> None:
-    inputs = [maps(200_003, rank) for rank in range(size)]
-    expected = functools.reduce(compose if op is COMPOSE else np.add, inputs)
-    check_reduction(
-        kind, operation, inputs, INT64, op, expected, ordered=ordered, in_place=in_place, root=1
-    )
-
-
-@kinds
-def test_large_scan_as_it_is_chosen(kind: type[Backend]) -> None:
-    inputs = [maps(200_003, rank) for rank in range(4)]
-
-    def body(backend: Backend) -> Array:
-        buffer = Buffer(inputs[backend.rank].copy(), INT64)
-        backend.plan(Request("scan", op=COMPOSE))(buffer, buffer, TIMEOUT)
-        return buffer.array
-
-    prefixes = [functools.reduce(compose, inputs[: rank + 1]) for rank in range(4)]
-    same(np.stack(run(4, body, kind)), np.stack(prefixes))
-
-
 @reductions
 @orders
 def test_overflow_and_nan_travel_without_warnings(operation: str, ordered: bool) -> None:

@@ -19,7 +19,6 @@ from collective.contract.backend import Backend
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
-    PeerLostError,
     RankError,
 )
 from collective.memory.buffer import Buffer
@@ -138,35 +137,6 @@ def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) 
     assert run(4, body, kind) == [(roots, 4)] * 4
 
 
-# -- apart from each other ----------------------------------------------------------
-
-
-def test_a_message_of_the_user_passes_through_collectives() -> None:
-    def body(backend: Backend) -> int:
-        got, total = number(-1), number(0)
-        if backend.rank == 0:
-            backend.send(number(42), 1, 0, TIMEOUT)
-        backend.plan(ADDING)(number(1), total, TIMEOUT)
-        if backend.rank == 1:
-            backend.recv(got, 0, 0, TIMEOUT)
-        return int(got.array[0])
-
-    assert run(3, body)[1] == 42
-
-
-@kinds
-def test_groups_work_side_by_side(kind: type[Backend]) -> None:
-    def body(backend: Backend) -> int:
-        members = range(backend.rank % 2, 5, 2)
-        group = backend.group(members, TIMEOUT)
-        total = number(0)
-        group.plan(ADDING)(number(backend.rank), total, TIMEOUT)
-        group.plan(BARRIER)(None, None, TIMEOUT)
-        return int(total.array[0])
-
-    assert run(5, body, kind) == [6, 4, 6, 4, 6]
-
-
 # -- deadlines ----------------------------------------------------------------------
 
 COLLECTIVES: dict[str, Callable[[Backend, float], Any]] = {
@@ -210,19 +180,6 @@ def test_one_deadline_holds_for_all_messages_of_a_call() -> None:
     of_rank_0 = [t for t in timeouts if t > 5.0]
     assert len(of_rank_0) == 3
     assert of_rank_0[0] - of_rank_0[2] > 0.03
-
-
-@kinds
-def test_a_rank_that_left_is_lost_to_the_others(kind: type[Backend]) -> None:
-    def body(backend: Backend) -> None:
-        if backend.rank == 1:
-            backend.close()
-            return
-        with pytest.raises(PeerLostError) as caught:
-            backend.plan(ADDING)(number(1), number(0), TIMEOUT)
-        assert caught.value.ranks == (1,)
-
-    run(3, body, kind)
 
 
 # -- rounds, bytes and scratch --------------------------------------------------------

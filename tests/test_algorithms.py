@@ -2,7 +2,8 @@
 
 Every operation runs in both regimes: ``rounds`` makes starting a message so dear that
 the algorithms with few rounds are chosen at any size, ``bytes`` makes it free. Results
-are compared with NumPy's, inputs and the memory around outputs with what they were.
+are compared with NumPy's, inputs and the memory around outputs with what they were. Long arrays,
+for which algorithms are chosen as they are, are the public suite's, in ``test_conformance``.
 """
 
 from __future__ import annotations
@@ -178,44 +179,6 @@ def test_scatter(kind: type[Backend], regime: str, count: int, size: int, root: 
 @sizes
 def test_all_to_all(kind: type[Backend], count: int, size: int) -> None:
     check_all_to_all(kind, [[max(0, count + i - 2 * j) for j in range(size)] for i in range(size)])
-
-
-# -- as they are chosen -------------------------------------------------------------
-
-LARGE = [300_001, 7, 0, 250_000]  # int64: 4.4 MB in all, and pieces of every kind
-
-
-@kinds
-def test_large_gather(kind: type[Backend]) -> None:
-    check_gather(kind, LARGE, 1)
-
-
-@kinds
-@places
-def test_large_all_gather(kind: type[Backend], in_place: bool) -> None:
-    check_gather(kind, LARGE, None, in_place)
-
-
-@kinds
-def test_large_scatter(kind: type[Backend]) -> None:
-    check_scatter(kind, LARGE, 2)
-
-
-@kinds
-def test_large_all_to_all(kind: type[Backend]) -> None:
-    check_all_to_all(kind, [LARGE, [5] * 4, LARGE[::-1], [0] * 4])
-
-
-@kinds
-def test_large_broadcast(kind: type[Backend]) -> None:
-    whole = np.arange(500_003)
-
-    def body(backend: Backend) -> Array:
-        buffer = Buffer(whole.copy() if backend.rank == 3 else whole * 0, INT64)
-        backend.plan(Request("broadcast", root=3))(buffer, buffer, TIMEOUT)
-        return buffer.array
-
-    same(np.stack(run(4, body, kind)), np.tile(whole, (4, 1)))
 
 
 # -- any counts ---------------------------------------------------------------------

@@ -226,15 +226,6 @@ def test_torch_expanded_tensors_go_in_and_not_out():
     assert run_ranks(2, program) == [[3.0] * 5] * 2
 
 
-def test_frameworks_meet_in_one_call():
-    def program(comm):
-        x = torch.full((2,), 1.0) if comm.rank else np.full(2, 2.0, np.float32)
-        total = comm.all_reduce(x)
-        return type(total) is type(x) and float(total[0]) == 3.0
-
-    assert run_ranks(2, program) == [True, True]
-
-
 # -- DLPack ------------------------------------------------------------------------------
 
 
