@@ -28,15 +28,15 @@ def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int])
     Short results by Bruck's algorithm, through scratch of ``dst``'s size; long ones
     around a ring. Both take any counts.
     """
-    limits = pieces.limits(counts)
     if costs.forwarding_pays(messages.size, dst.nbytes):
         _bruck(messages, src, dst, counts)
     else:
-        pieces.copy(src, dst.part(limits[messages.rank], limits[messages.rank + 1]))
-        ring(messages, dst, limits)
+        every = pieces.cut(dst, counts)
+        pieces.copy(src, every[messages.rank])
+        ring(messages, every)
 
 
-def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0) -> None:
+def ring(messages: Messages, every: Sequence[Buffer], first: int = 0) -> None:
     """Pass pieces around until everybody has all of them.
 
     Each rank sends to its right neighbour what it last received from its left one: the
@@ -45,8 +45,7 @@ def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0)
 
     Args:
         messages: the call's.
-        dst: all pieces; this rank's own is in its place already.
-        limits: where the pieces are in ``dst``.
+        every: all pieces, of which this rank's own is there already.
         first: the rank that owns piece 0; the others follow in rank order.
     """
     size = messages.size
@@ -55,12 +54,7 @@ def ring(messages: Messages, dst: Buffer, limits: Sequence[int], first: int = 0)
     for _ in range(size - 1):
         # All are at the same step: what comes now is the piece before the one that goes.
         into = (out - 1) % size
-        messages.exchange(
-            dst.part(limits[out], limits[out + 1]),
-            right,
-            dst.part(limits[into], limits[into + 1]),
-            left,
-        )
+        messages.exchange(every[out], right, every[into], left)
         out = into
 
 

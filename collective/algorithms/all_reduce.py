@@ -41,8 +41,9 @@ def all_reduce(
     elif (not ordered or size <= 2) and costs.doubling_beats_parts(size, src.nbytes):
         folds.doubled(messages, folding, src, dst)
     else:
-        limits = pieces.limits(pieces.even(src.count, size))
-        mine = dst.part(limits[messages.rank], limits[messages.rank + 1])
+        counts = pieces.even(src.count, size)
+        inputs, results = pieces.cut(src, counts), pieces.cut(dst, counts)
         # They arrive by distance and not by rank: what does not commute is folded in order, too.
-        folds.parts(messages, folding, src, mine, limits, ordered or not op.commutative)
-        all_gather.ring(messages, dst, limits)
+        in_order = ordered or not op.commutative
+        folds.parts(messages, folding, inputs, results[messages.rank], in_order)
+        all_gather.ring(messages, results)

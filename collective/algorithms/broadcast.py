@@ -39,7 +39,8 @@ def _tree(messages: Messages, buffer: Buffer, root: int) -> None:
 
 def _scatter_and_ring(messages: Messages, buffer: Buffer, root: int) -> None:
     size = messages.size
-    limits = pieces.limits(pieces.even(buffer.count, size))
+    counts = pieces.even(buffer.count, size)
+    limits = pieces.limits(counts)
     position = (messages.rank - root) % size
     node = binomial.node(position, size)
     if node.parent is not None:
@@ -47,4 +48,4 @@ def _scatter_and_ring(messages: Messages, buffer: Buffer, root: int) -> None:
         messages.recv(mine, (node.parent + root) % size)
     for child, stop in reversed(node.children):
         messages.send(buffer.part(limits[child], limits[stop]), (child + root) % size)
-    all_gather.ring(messages, buffer, limits, root)
+    all_gather.ring(messages, pieces.cut(buffer, counts), root)

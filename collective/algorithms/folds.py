@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from collective.memory.buffer import Buffer
@@ -129,53 +128,45 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
 
 
 def parts(
-    messages: Messages,
-    folding: Folding,
-    src: Buffer,
-    dst: Buffer,
-    limits: Sequence[int],
-    in_order: bool,
+    messages: Messages, folding: Folding, inputs: Sequence[Buffer], dst: Buffer, in_order: bool
 ) -> None:
-    """Fold part r of the ranks' ``src`` into rank r's ``dst``.
+    """Fold part r of the ranks' inputs into rank r's ``dst``.
 
     Pairwise exchange: in step d each rank sends the rank d after it that one's part, so
-    every input is sent as it is and ``src`` stays untouched. Thakur, Rabenseifner &
-    Gropp (2005), section 4.4.
+    every input is sent as it is and stays untouched. Thakur, Rabenseifner & Gropp (2005),
+    section 4.4.
 
     Args:
         messages: the call's.
         folding: the call's.
-        src: this rank's whole input.
-        dst: this rank's part of the result; may be this rank's part of ``src``.
-        limits: where the parts are in ``src``.
+        inputs: the parts of this rank's whole input.
+        dst: this rank's part of the result; may be this rank's part of its input.
         in_order: fold ``((x0 op x1) op x2) op …``, which takes scratch of one chunk a
             rank and one more; otherwise as they arrive, with scratch of one chunk, for
             operators that commute.
     """
     if in_order and messages.size > 2:
-        _parts_in_order(messages, folding, src, dst, limits)
+        _parts_in_order(messages, folding, inputs, dst)
     else:
-        _parts_as_they_arrive(messages, folding, src, dst, limits)
+        _parts_as_they_arrive(messages, folding, inputs, dst)
     folding.leave(dst)
 
 
 def _parts_as_they_arrive(
-    messages: Messages, folding: Folding, src: Buffer, dst: Buffer, limits: Sequence[int]
+    messages: Messages, folding: Folding, inputs: Sequence[Buffer], dst: Buffer
 ) -> None:
     rank, size = messages.rank, messages.size
-    step = pieces.chunk(src.dtype.itemsize)
-    value = folding.enter(src.part(limits[rank], limits[rank + 1]), dst)
+    step = pieces.chunk(dst.dtype.itemsize)
+    value = folding.enter(inputs[rank], dst)
     if size == 1:
         pieces.copy(value, dst)
     room = Buffer.empty(min(step, dst.count), dst.dtype)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        start, stop = limits[to], limits[to + 1]
         # The parts differ in length, and so in chunks: the side that has no more sends, or takes,
         # an empty one, which is no message.
-        for low in range(0, max(stop - start, dst.count), step):
-            out = src.part(min(start + low, stop), min(start + low + step, stop))
-            result = dst.part(low, low + step)
+        for low in range(0, max(inputs[to].count, dst.count), step):
+            out, result = inputs[to].part(low, low + step), dst.part(low, low + step)
             theirs = room.part(0, result.count)
             messages.exchange(folding.enter(out), to, theirs, source)
             mine = value.part(low, low + step)
@@ -186,26 +177,22 @@ def _parts_as_they_arrive(
 
 
 def _parts_in_order(
-    messages: Messages, folding: Folding, src: Buffer, dst: Buffer, limits: Sequence[int]
+    messages: Messages, folding: Folding, inputs: Sequence[Buffer], dst: Buffer
 ) -> None:
     rank, size = messages.rank, messages.size
-    longest = max(stop - start for start, stop in pairwise(limits))
-    step = pieces.chunk(src.dtype.itemsize)
+    step = pieces.chunk(dst.dtype.itemsize)
     width = min(step, dst.count)
     scratch = Buffer.empty((size + 1) * width, dst.dtype)
     # A chunk at a time from everybody: rank 0's may come last, and nothing is folded before it;
     # with whole parts scratch would be as long as the input.
-    for low in range(0, longest, step):
+    for low in range(0, max(each.count for each in inputs), step):
         result = dst.part(low, low + step)
         *values, room = (
             scratch.part(slot * width, slot * width + result.count) for slot in range(size + 1)
         )
         for distance in range(1, size):
             to, source = (rank + distance) % size, (rank - distance) % size
-            start, stop = limits[to], limits[to + 1]
-            out = src.part(min(start + low, stop), min(start + low + step, stop))
+            out = inputs[to].part(low, low + step)
             messages.exchange(folding.enter(out), to, values[source], source)
-        start, stop = limits[rank], limits[rank + 1]
-        mine = src.part(min(start + low, stop), min(start + low + step, stop))
-        values[rank] = folding.enter(mine, values[rank])
+        values[rank] = folding.enter(inputs[rank].part(low, low + step), values[rank])
         folding.in_order(values, room, result)

@@ -98,8 +98,9 @@ def _by_parts(
     in_order: bool,
 ) -> None:
     counts = pieces.even(src.count, messages.size)
-    limits = pieces.limits(counts)
-    start, stop = limits[messages.rank], limits[messages.rank + 1]
-    mine = Buffer.empty(stop - start, src.dtype) if dst is None else dst.part(start, stop)
-    folds.parts(messages, folding, src, mine, limits, in_order)
+    if dst is None:
+        mine = Buffer.empty(counts[messages.rank], src.dtype)
+    else:
+        mine = pieces.cut(dst, counts)[messages.rank]
+    folds.parts(messages, folding, pieces.cut(src, counts), mine, in_order)
     gather.linear(messages, mine, dst, counts, root)

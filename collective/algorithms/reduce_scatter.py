@@ -37,8 +37,8 @@ def reduce_scatter(
     """
     messages = Messages(backend, timeout)
     folding = Folding(op, src.dtype, messages.size)
-    limits = pieces.limits(counts)
-    start, stop = limits[messages.rank], limits[messages.rank + 1]
+    start = sum(counts[: messages.rank])
+    stop = start + counts[messages.rank]
     if ordered and messages.size > 2 and costs.whole_pays(src.nbytes):
         values = [value.part(start, stop) for value in folds.collected(messages, folding, src)]
         folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)
@@ -48,4 +48,5 @@ def reduce_scatter(
         folds.doubled(messages, folding, src, whole)
         pieces.copy(whole.part(start, stop), dst)
     else:
-        folds.parts(messages, folding, src, dst, limits, ordered or not op.commutative)
+        in_order = ordered or not op.commutative
+        folds.parts(messages, folding, pieces.cut(src, counts), dst, in_order)

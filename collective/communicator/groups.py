@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -27,6 +26,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, differing
 
+from .deadline import Deadline
 from .foreign_names import explained
 from .grid import Grid
 from .life import Life
@@ -79,9 +79,9 @@ class Groups(Life, ObjectCalls):
             )
 
         def make() -> Backend:
-            end = time.monotonic() + self.timeout
-            _meet(self._backend, members, self.timeout)
-            return self._backend.group(members, max(0.001, end - time.monotonic()))
+            deadline = Deadline(self.timeout)
+            _meet(self._backend, members, deadline)
+            return self._backend.group(members, deadline.left())
 
         def run() -> Any:
             child = self._child(self._transport(make), members)
@@ -211,7 +211,7 @@ class Groups(Life, ObjectCalls):
         return Grid(self, shape, periodic)
 
 
-def _meet(backend: Backend, members: Sequence[int], timeout: float) -> None:
+def _meet(backend: Backend, members: Sequence[int], deadline: Deadline) -> None:
     """Return when all members are there, mean the same group and have room for it.
 
     The lowest of them hears what each wants, and answers all. All of ``members`` call it.
@@ -222,10 +222,9 @@ def _meet(backend: Backend, members: Sequence[int], timeout: float) -> None:
         AllocationError: a member has not enough file descriptors; on every member.
         CollectiveTimeoutError, PeerLostError: a member did not come.
     """
-    end = time.monotonic() + timeout
     note = _note(members, shortage(backend.descriptors(members)))
     leader, *others = sorted(members)
-    mail = _MemberMail(backend, end)
+    mail = _MemberMail(backend, deadline)
     try:
         if backend.rank != leader:
             mail.send(note, leader, _NOTE_BYTES)
@@ -289,21 +288,18 @@ def _digest(members: Sequence[int]) -> str:
 class _MemberMail:
     """JSON of a fixed length, between the members."""
 
-    def __init__(self, backend: Backend, end: float) -> None:
+    def __init__(self, backend: Backend, deadline: Deadline) -> None:
         self._backend = backend
-        self._end = end
+        self._deadline = deadline
 
     def send(self, message: dict[str, Any], dst: int, nbytes: int) -> None:
         raw = np.zeros(nbytes, np.uint8)
         text = np.frombuffer(json.dumps(message).encode(), np.uint8)
         raw[: text.size] = text
-        self._backend.send(Buffer(raw, _UINT8), dst, GROUP_TAG, self._left())
+        self._backend.send(Buffer(raw, _UINT8), dst, GROUP_TAG, self._deadline.left())
 
     def recv(self, src: int, nbytes: int) -> dict[str, Any]:
         buffer = Buffer.empty(nbytes, _UINT8)
-        self._backend.recv(buffer, src, GROUP_TAG, self._left())
+        self._backend.recv(buffer, src, GROUP_TAG, self._deadline.left())
         message: dict[str, Any] = json.loads(buffer.array.tobytes().rstrip(b"\0"))
         return message
-
-    def _left(self) -> float:
-        return max(0.001, self._end - time.monotonic())

@@ -38,6 +38,7 @@ _DECIMAL_BITS = 1024
 _DECIMAL_DIGITS = 4300
 # A program may let Python nest calls as it likes; the parser in C then has the stack alone.
 _DEEPEST = 10_000
+_CONTAINERS: dict[str, Any] = {each.__name__: each for each in (list, tuple, set, frozenset)}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # As many as NumPy 2 knows.
 _DIMENSIONS = 64
@@ -154,20 +155,18 @@ class _Reader:
         if type(node) is not list:
             return node
         tag, *rest = node
-        if tag == "list":
-            return self._all(rest)
-        if tag == "tuple":
-            return tuple(self._all(rest))
+        if tag in _CONTAINERS:
+            elements = self._all(rest)
+            if tag in ("set", "frozenset"):
+                self._tell_apart(elements)
+            return _CONTAINERS[tag](elements)
         if tag == "dict":
             keys, values = [], []
             for key, value in rest:
                 keys.append(key if type(key) is not list else self.object(key))
                 values.append(value if type(value) is not list else self.object(value))
-            return dict(zip(self._tell_apart(keys), values, strict=True))
-        if tag == "set":
-            return set(self._tell_apart(self._all(rest)))
-        if tag == "frozenset":
-            return frozenset(self._tell_apart(self._all(rest)))
+            self._tell_apart(keys)
+            return dict(zip(keys, values, strict=True))
         if tag == "array":
             return self._array(*rest)
         if tag == "bytes":
@@ -184,7 +183,7 @@ class _Reader:
     def _all(self, nodes: list[Any]) -> list[Any]:
         return [node if type(node) is not list else self.object(node) for node in nodes]
 
-    def _tell_apart(self, values: list[Any]) -> list[Any]:
+    def _tell_apart(self, values: list[Any]) -> None:
         """Refuse elements of a set, or keys, that take too many comparisons to be told apart."""
         hashes = list(map(hash, values))
         if len(set(hashes)) < len(hashes):
@@ -195,7 +194,6 @@ class _Reader:
                     "them apart takes the square of their number; they may have been made so. "
                     "Send them in a list, or pass pickle=True on every rank if you trust all."
                 )
-        return values
 
     def _more(self, values: Iterable[Any], hashes: list[int]) -> int:
         """Return how many comparisons it takes to find each value among those of its hash."""
@@ -252,12 +250,10 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
         return ["int", hex(value)]
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind is list or kind is tuple:
-        return ["list" if kind is list else "tuple", *(_plain(item, blobs) for item in value)]
+    if kind in (list, tuple, set, frozenset):
+        return [kind.__name__, *(_plain(item, blobs) for item in value)]
     if kind is dict:
         return ["dict", *([_plain(k, blobs), _plain(v, blobs)] for k, v in value.items())]
-    if kind is set or kind is frozenset:
-        return [kind.__name__, *(_plain(item, blobs) for item in value)]
     if kind is complex:
         return ["complex", value.real, value.imag]
     if kind in (bytes, bytearray):
