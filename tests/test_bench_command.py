@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from collective.install import hint
 from collective.tools.cli.main import main
 from collective.tools.parity.frameworks import framework as framework_of
 from tests import warm
-from tests.interpreter import run_python, started
+from tests.interpreter import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
 
@@ -176,44 +173,3 @@ def test_what_cannot_be_written_after_all_costs_no_figures(tmp_path: Path) -> No
     shown = run(*QUICK, "--sizes", "4", "--latency", "--json", "/dev/full", code=2)
     assert "all_reduce, float32, 2 ranks: latency" in shown
     assert "collective: --json /dev/full: No space left on device.\n" in shown
-
-
-def children(pid: int) -> set[int]:
-    """Return the processes that descend from one."""
-    parents: dict[int, int] = {}
-    for each in Path("/proc").iterdir():
-        if each.name.isdecimal():
-            try:
-                fields = (each / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(each.name)] = int(fields[1])
-    found: set[int] = set()
-    while more := {p for p, parent in parents.items() if parent in found | {pid}} - found:
-        found |= more
-    return found
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_shows_what_there_is_and_leaves_nothing(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    sizes = ",".join(f"{n}K" for n in range(1, 1000))
-    file = tmp_path / "run.json"
-    ranks: set[int] = set()
-    with started(
-        *COMMAND, *QUICK, "--sizes", sizes, "--json", file, TMPDIR=str(tmp_path)
-    ) as process:
-        deadline = time.monotonic() + 60
-        # The launcher and two ranks of shm: what follows is measuring.
-        while len(ranks) < 3 and time.monotonic() < deadline:
-            ranks = children(process.pid)
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, printed = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    assert "interrupted; this is not all" in printed
-    found: dict[str, Any] = json.loads(file.read_text())
-    assert found["interrupted"] is True
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
-    assert [each for each in tmp_path.rglob("*") if not each.is_dir()] == [file]

@@ -25,8 +25,14 @@ def run(command: str, *arguments: object) -> str:
     return printed(BENCHMARKS / command, *arguments, python=warm.python())
 
 
+def needs(vendor: str) -> None:
+    if not (PEERS / vendor / "bin" / "mpiexec").exists():
+        pytest.skip(f"needs {PEERS.name}/{vendor}, which make test installs")
+
+
 def mpich_alone(folder: Path) -> Path:
     """Return where of all MPI libraries there is one."""
+    needs("mpich")
     made = folder / "mpi"
     made.mkdir()
     (made / "mpich").symlink_to(PEERS / "mpich")
@@ -52,87 +58,16 @@ def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "not there" in run("peers.py", "--mpi-envs", tmp_path)
 
 
-def test_waiting_memory_and_the_verdicts_upon_them(tmp_path: Path) -> None:
-    waits, memory = tmp_path / "waiting.json", tmp_path / "memory.json"
-    run("waiting.py", "--late", 0.2, "--quick", "--against", "--json", waits)
-    run("memory.py", "-n", 2, "--sizes", "4K", "1M", "--json", memory)
-    merged = {
-        "records": [],
-        "gaps": [],
-        "versions": {},
-        "trainings": [],
-        "interrupted": False,
-        "missing": {},
-    }
-    merged |= {**json.loads(waits.read_text()), **json.loads(memory.read_text())}
-    assert {(w["contestant"], w["operation"]) for w in merged["waiting"]} == {
-        (ours, call) for ours in ("shm", "threads") for call in ("all_reduce", "send_recv")
-    }
-    assert {name: len(seconds) for name, seconds in merged["woken"].items()} == {
-        "all_reduce": 3, "send_recv": 3
+def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
+    """Return what ``targets.py`` shows of an earlier run that has ``found`` something."""
+    machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
+    nothing: dict[str, Any] = {
+        "records": [], "gaps": [], "trainings": [], "versions": {}, "missing": {},
+        "interrupted": False, "machine": machine,
     }  # fmt: skip
-    for footprint in merged["memory"]:
-        assert 0 < footprint["resident"] <= footprint["mapped"]
     file = tmp_path / "run.json"
-    file.write_text(json.dumps(merged))
-    shown = run("targets.py", "--from", file)
-    assert line(shown, "memory per rank beside the arrays").endswith("kept")
-    # Nothing is claimed of rivals that were not there.
-    assert line(shown, "broadcast, ordinary, 64 KiB up").endswith("not measured")
-
-
-def test_verdicts(tmp_path: Path) -> None:
-    def record(contestant: str, memory: str, nbytes: int, seconds: float) -> dict[str, Any]:
-        return {
-            "op": "all_reduce", "backend": contestant, "memory": memory, "framework": None,
-            "dtype": "float32", "ranks": 2, "bytes": nbytes, "method": "latency",
-            "seconds": seconds, "p90": seconds, "p99": seconds, "low": seconds, "high": seconds,
-            "algbw": None, "busbw": None, "calls": 1, "wrong": 0,
-        }  # fmt: skip
-
-    records = [
-        record("shm", "symmetric", 1 << 20, 10e-6),  # 3 × the fastest MPI
-        record("shm", "ordinary", 4, 6e-6),  # above 5 µs
-        record("shm", "ordinary", 1 << 24, 10e-6),  # 1.1 × MPI, 3 × Gloo, 0.5 × memcpy
-    ]
-    for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
-        records.append(record("mpi4py/mpich", "ordinary", nbytes, mpich))
-        records.append(record("mpi4py/openmpi", "ordinary", nbytes, 2 * mpich))
-        records.append(record("torch", "ordinary", nbytes, gloo))
-        records.append(record("memcpy", "ordinary", nbytes, 5e-6))
-    machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
-    file = tmp_path / "run.json"
-    file.write_text(
-        json.dumps(
-            {
-                "machine": machine,
-                "versions": {},
-                "missing": {},
-                "records": records,
-                "gaps": [],
-                "trainings": [],
-                "interrupted": False,
-                "waiting": [],
-                "memory": [],
-            }
-        )
-    )
-    shown = run("targets.py", "--from", file, "--brief")
-    for what, verdict in (
-        ("all_reduce, symmetric, 64 KiB to 1 MiB", "kept, and the aim"),
-        ("all_reduce, ordinary, 4 B to 1 KiB", "missed"),
-        ("all_reduce, ordinary, 16 MiB up", "kept"),
-        ("all_reduce, symmetric, 16 MiB up", "not measured"),
-    ):
-        assert line(shown, what).endswith(verdict)
-
-
-def of_reach(tmp_path: Path, records: list[dict[str, Any]], added: dict[str, Any]) -> str:
-    machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
-    run_ = {"records": records, "added": added, "machine": machine, "versions": {}, "gaps": []}
-    file = tmp_path / "reach.json"
-    file.write_text(json.dumps({**run_, "trainings": [], "interrupted": False, "missing": {}}))
-    return run("targets.py", "--from", file)
+    file.write_text(json.dumps(nothing | found))
+    return run("targets.py", "--from", file, *options)
 
 
 def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) -> dict[str, Any]:
@@ -145,6 +80,44 @@ def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) 
     }  # fmt: skip
 
 
+def test_waiting_memory_and_the_verdicts_upon_them(tmp_path: Path) -> None:
+    waits, memory = tmp_path / "waiting.json", tmp_path / "memory.json"
+    run("waiting.py", "--late", 0.2, "--quick", "--against", "--json", waits)
+    run("memory.py", "-n", 2, "--sizes", "4K", "1M", "--json", memory)
+    merged = {**json.loads(waits.read_text()), **json.loads(memory.read_text())}
+    assert {(w["contestant"], w["operation"]) for w in merged["waiting"]} == {
+        (ours, call) for ours in ("shm", "threads") for call in ("all_reduce", "send_recv")
+    }
+    assert {name: len(seconds) for name, seconds in merged["woken"].items()} == {
+        "all_reduce": 3, "send_recv": 3
+    }  # fmt: skip
+    for footprint in merged["memory"]:
+        assert 0 < footprint["resident"] <= footprint["mapped"]
+    shown = of_targets(tmp_path, **merged)
+    assert line(shown, "memory per rank beside the arrays").endswith("kept")
+    # Nothing is claimed of rivals that were not there.
+    assert line(shown, "broadcast, ordinary, 64 KiB up").endswith("not measured")
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    records = [
+        timed("shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"),  # 3 × the fastest MPI
+        timed("shm", "all_reduce", 4, [6e-6]),  # above 5 µs
+        timed("shm", "all_reduce", 1 << 24, [10e-6]),  # 1.1 × MPI, 3 × Gloo, 0.5 × memcpy
+    ]
+    for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
+        theirs = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}
+        records += [timed(peer, "all_reduce", nbytes, [each]) for peer, each in theirs.items()]
+    shown = of_targets(tmp_path, "--brief", records=records, waiting=[], memory=[])
+    for what, verdict in (
+        ("all_reduce, symmetric, 64 KiB to 1 MiB", "kept, and the aim"),
+        ("all_reduce, ordinary, 4 B to 1 KiB", "missed"),
+        ("all_reduce, ordinary, 16 MiB up", "kept"),
+        ("all_reduce, symmetric, 16 MiB up", "not measured"),
+    ):
+        assert line(shown, what).endswith(verdict)
+
+
 def test_reach_takes_ratios_of_neighbouring_turns_to_the_fastest_mpi(tmp_path: Path) -> None:
     records = [
         # The machine is slow in the second turn; in the third one MPI's alone.
@@ -152,7 +125,11 @@ def test_reach_takes_ratios_of_neighbouring_turns_to_the_fastest_mpi(tmp_path: P
         timed("mpi4py/mpich", "gather", 64, [1.2e-6, 12e-6, 12e-6]),
         timed("mpi4py/openmpi", "gather", 64, [90e-6] * 3),
     ]
-    (row,) = [one for one in of_reach(tmp_path, records, {}).splitlines() if "mpich" in one]
+    (row,) = [
+        one
+        for one in of_targets(tmp_path, records=records, added={}).splitlines()
+        if "mpich" in one
+    ]
     assert row.split() == ["gather", "64", "B", "1", "12", "mpich", "1.20", "1", "1.5", "kept"]
 
 
@@ -162,7 +139,7 @@ def test_reach_judges_a_row_by_the_worst_of_its_sizes(tmp_path: Path) -> None:
         for nbytes, theirs in ((64, 2e-6), (1 << 20, 0.9e-6))
         for side, seconds in (("shm", 1e-6), ("mpi4py/mpich", theirs))
     ]
-    shown = of_reach(tmp_path, records, {})
+    shown = of_targets(tmp_path, records=records, added={})
     summary = shown[shown.index("to reach") :]
     assert re.search(r"gather .* 0.9 × MPI \(1 MiB\) +missed", summary), summary
     assert re.search(r"scatter .* not measured", summary), summary
@@ -176,7 +153,7 @@ def test_reach_judges_a_row_by_the_worst_of_its_sizes(tmp_path: Path) -> None:
 def test_reach_holds_what_is_added_against_its_bounds(
     tmp_path: Path, what: str, value: float, verdict: str
 ) -> None:
-    shown = of_reach(tmp_path, [], {what: {"here": value}})
+    shown = of_targets(tmp_path, added={what: {"here": value}})
     begins = {"ddp": "a DDP step", "chainer": "a step in Chainer"}.get(what, what)
     assert line(shown, begins).endswith(verdict)
     assert f"{value:g}" in line(shown, begins)
@@ -190,14 +167,12 @@ def test_reach_holds_16_bits_against_float32_and_any_peer(tmp_path: Path) -> Non
         timed("torch", "all_reduce", 1 << 20, [9e-4], dtype="bfloat16"),
         timed("shm", "all_reduce", 1 << 20, [1.5e-5], **tensors, dtype="float16"),
     ]
-    shown = of_reach(tmp_path, records, {})
+    shown = of_targets(tmp_path, records=records, added={})
     assert line(shown, "all_reduce of bfloat16").endswith("kept, and the aim")
     assert line(shown, "all_reduce of float16").endswith("missed")
 
 
 def test_reach_measures_with_two_ranks_with_four_and_what_is_added(tmp_path: Path) -> None:
-    if not (PEERS / "mpich" / "bin" / "mpiexec").exists():
-        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
     file = tmp_path / "reach.json"
     few = ("--rows", "barrier", "mpi", "ddp", "--quick", "--against", "mpich")
     shown = run("targets.py", *few, "--mpi-envs", mpich_alone(tmp_path), "--json", file)
@@ -214,8 +189,7 @@ def test_reach_measures_with_two_ranks_with_four_and_what_is_added(tmp_path: Pat
 
 def test_inference_holds_bfloat16_against_float32_gloo_and_mpi(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    if not (PEERS / "mpich" / "bin" / "mpiexec").exists():
-        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
+    needs("mpich")
     file = tmp_path / "inference.json"
     few = ("-n", 2, "--sizes", "10K", "--quick", "--against", "mpich", "torch")
     shown = run("inference.py", *few, "--json", file)
@@ -299,8 +273,6 @@ def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path)
 def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
-    if not (PEERS / "mpich").is_dir():
-        pytest.skip(f"needs {PEERS.name}/mpich, which make test installs")
     file = tmp_path / "chainer.json"
     shown = run(
         "chainer_training.py", "--quick", "--no-distant", "--width", 64,
@@ -375,6 +347,5 @@ def test_overhead_compares_gloo_with_torch_distributed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
 def test_overhead_compares_mpi_with_mpi4py(tmp_path: Path, vendor: str) -> None:
-    if not (PEERS / vendor / "bin" / "mpiexec").exists():
-        pytest.skip(f"needs {PEERS.name}/{vendor}, which make test installs")
+    needs(vendor)
     overhead(tmp_path, vendor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -60,38 +61,41 @@ def full() -> Iterator[int]:
 
 # -- outputs ------------------------------------------------------------------------------------
 
-buffered = pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+NO_SPACE = "standard output: No space left on device"
+PROGRAM = ["run", "-n", "2", "-m", "this"]  # which prints, and imports nothing
 
 
-@buffered
-def test_a_reader_that_has_seen_enough_is_no_error(
-    launches: Launches, nobody: int, unbuffered: str
+@pytest.mark.parametrize(
+    ("output", "command", "expected"),
+    [
+        ("nobody", ["config"], (128 + signal.SIGPIPE, "")),
+        ("full", ["config"], (2, f"collective: {NO_SPACE}.\n")),
+        # Where it is the program's output, that is no error of its.
+        ("nobody", PROGRAM, (141, "")),
+        ("full", PROGRAM, (141, f"collective run: {NO_SPACE}\n")),
+    ],
+    ids=["reader-left", "full-disk", "reader-left-run", "full-disk-run"],
+)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"COLLECTIVE_BACKEND": "shm"},
+        {"COLLECTIVE_BACKEND": "threads"},
+        {"COLLECTIVE_BACKEND": "threads", "PYTHONUNBUFFERED": "1"},
+    ],
+    ids=["shm", "threads", "unbuffered"],
+)
+def test_an_output_that_takes_no_more_is_told_in_a_line(
+    launches: Launches,
+    output: str,
+    command: list[str],
+    expected: tuple[int, str],
+    variables: dict[str, str],
+    request: pytest.FixtureRequest,
 ) -> None:
-    variables = {"PYTHONUNBUFFERED": unbuffered}
-    code, _, error = run(launches, "config", stdout=nobody, variables=variables)
-    assert (code, error) == (128 + signal.SIGPIPE, "")
-
-
-@buffered
-def test_a_full_disk_is_told(launches: Launches, full: int, unbuffered: str) -> None:
-    variables = {"PYTHONUNBUFFERED": unbuffered}
-    code, _, error = run(launches, "config", stdout=full, variables=variables)
-    assert (code, error) == (2, "collective: standard output: No space left on device.\n")
-
-
-@pytest.mark.parametrize("backend", ["shm", "threads"])
-def test_a_full_disk_is_not_the_programs_error(launches: Launches, full: int, backend: str) -> None:
-    program = ["-m", "this"]  # which prints, and imports nothing
-    code, _, error = run(launches, "run", "-n", "2", "--backend", backend, *program, stdout=full)
-    assert (code, error) == (141, "collective run: standard output: No space left on device\n")
-
-
-def test_a_reader_that_has_seen_enough_is_not_the_programs_error(
-    launches: Launches, nobody: int
-) -> None:
-    program = ["--backend", "threads", "-m", "this"]
-    code, _, error = run(launches, "run", "-n", "2", *program, stdout=nobody)
-    assert (code, error) == (141, "")
+    descriptor = request.getfixturevalue(output)
+    code, _, error = run(launches, *command, stdout=descriptor, variables=variables)
+    assert (code, error) == expected
 
 
 def test_a_closed_output_is_told(launches: Launches) -> None:
@@ -205,6 +209,21 @@ def connected(launches: Launches) -> int:
         with contextlib.suppress(OSError):
             found += "/memfd:" in Path(f"/proc/{pid}/maps").read_text()
     return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_bench_shows_what_there_is_and_leaves_nothing(
+    launches: Launches, number: signal.Signals
+) -> None:
+    sizes = ",".join(f"{n}K" for n in range(1, 1000))
+    options = ["--quick", "--backend", "shm", "--sizes", sizes, "--json", "run.json"]
+    process = start(launches, "bench", *options)
+    launches.until(lambda: connected(launches) == 2)  # what follows is measuring
+    code, error = ended(launches, process, number)
+    assert code == 130, error
+    assert "interrupted; this is not all" in error
+    assert json.loads((launches.directory / "run.json").read_text())["interrupted"] is True
+    assert [each for each in launches.temporary.rglob("*") if not each.is_dir()] == []
 
 
 def test_parity_leaves_nothing(launches: Launches) -> None:

@@ -67,8 +67,14 @@ class Doctor:
         (info / "entry_points.txt").write_text(textwrap.dedent(entry_points))
 
     def transport(self, name: str, body: str) -> None:
-        """Install a third party's transport, the class Transport of module ``name``."""
-        self.package(name, body)
+        """Install a third party's transport, the class Transport of module ``name``.
+
+        Args:
+            body: what it has otherwise than that of threads.
+        """
+        base = "from collective.backends.threads import ThreadsBackend\n"
+        own = textwrap.indent(textwrap.dedent(body), "    ")
+        self.package(name, f"{base}class Transport(ThreadsBackend):\n    name = {name!r}\n{own}")
         points = f"[collective.backends]\n{name} = {name}:Transport\n"
         self.distribution(f"of-{name}", entry_points=points)
 
@@ -144,6 +150,10 @@ def sick_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 def joined(report: dict[str, Any]) -> str:
     return "\n".join(f"{p['problem']}: {p['remedy']}" for p in report["problems"])
+
+
+needs_fakes = pytest.mark.skipif(fakes.compiler() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
 # -- in a healthy environment -------------------------------------------------------------------
@@ -327,40 +337,22 @@ def test_a_wrong_interface_is_shown(sick_run: dict[str, Any]) -> None:
 
 
 def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
-    doctor.transport(
-        "rightly",
-        """
-        from collective.backends.threads import ThreadsBackend
-
-        class Transport(ThreadsBackend):
-            name = "rightly"
-        """,
-    )
+    doctor.transport("rightly", "")
     doctor.transport(
         "wrongly",
         """
-        from collective.backends.threads import ThreadsBackend
-
-        class Transport(ThreadsBackend):
-            name = "wrongly"
-
-            def broadcast(self, request, src, dst, timeout):
-                request.root = (request.root + 1) % self.size
-                super().broadcast(request, src, dst, timeout)
+        def broadcast(self, request, src, dst, timeout):
+            request.root = (request.root + 1) % self.size
+            super().broadcast(request, src, dst, timeout)
         """,
     )
     doctor.transport("absent", "import a_library_that_nobody_has")
     doctor.transport(
         "refusing",
         """
-        from collective.backends.threads import ThreadsBackend
-
-        class Transport(ThreadsBackend):
-            name = "refusing"
-
-            @classmethod
-            def connect(cls, world, timeout):
-                raise RuntimeError("the device is on fire")
+        @classmethod
+        def connect(cls, world, timeout):
+            raise RuntimeError("the device is on fire")
         """,
     )
     report = doctor.report("--test", code=1)
@@ -400,15 +392,10 @@ def test_chainer_works_through_its_adapter() -> None:
 
 
 def test_through_what_a_package_works_is_told() -> None:
-    found = {
-        "version": "7.8.1",
-        "error": "",
-        "late": False,
-        "through": "collective.adapters.chainer",
-    }
+    found = {"version": "7.8.1", "error": "", "late": False, "through": "an adapter"}
     about = {"python": "3.11", "executable": "/python", "numpy": "2.4"}
     rows = dict(command._versions({"collective": about, "packages": {"chainer": found}}))
-    assert rows["chainer"] == "7.8.1; works through collective.adapters.chainer"
+    assert rows["chainer"] == "7.8.1; works through an adapter"
 
 
 def test_a_broken_chainer_is_installed_again_with_the_setuptools_that_it_needs() -> None:
@@ -636,15 +623,13 @@ def driver(doctor: Doctor, code: int) -> Path:
     source = doctor.launches.directory / "cuda.c"
     source.write_text(DRIVER)
     built = source.with_name("libcuda.so.1")
-    compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    command = [compiler, "-shared", "-fPIC", f"-DCODE={code}", "-o", str(built), str(source)]
+    command = ["cc", "-shared", "-fPIC", f"-DCODE={code}", "-o", str(built), str(source)]
     subprocess.run(command, check=True, timeout=60)
     return built.parent
 
 
+@needs_compiler
 def test_gpus_are_listed(sick_run: dict[str, Any]) -> None:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
     found = sick_run["gpus"]
     assert (found["cuda"], found["reason"]) == ("13.1", "")
     assert found["devices"] == [
@@ -654,6 +639,7 @@ def test_gpus_are_listed(sick_run: dict[str, Any]) -> None:
     assert "1 × GPU A, 16 GiB" in text(sick_run)
 
 
+@needs_compiler
 def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
     found = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 100)))["gpus"]
     assert found["devices"] == []
@@ -663,9 +649,8 @@ def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
 # -- NCCL ---------------------------------------------------------------------------------------
 
 
+@needs_fakes
 def test_nccl_that_works_is_described(healthy_run: dict[str, Any]) -> None:
-    if fakes.compiler() is None:
-        pytest.skip("no C compiler")
     report = healthy_run
     transport, nccl = report["transports"]["nccl"], report["nccl"]
     assert (transport["works"], transport["reason"]) == (True, "")
@@ -679,9 +664,8 @@ def test_nccl_that_works_is_described(healthy_run: dict[str, Any]) -> None:
     assert re.search(r"^  lacks +fp8, shrink, windows, alltoall$", shown, re.MULTILINE)
 
 
+@needs_fakes
 def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
-    if fakes.compiler() is None:
-        pytest.skip("no C compiler")
     report = doctor.report(**fakes.environment(delay_us=0, init_error=2))
     transport = report["transports"]["nccl"]
     assert transport["works"] is False
@@ -697,9 +681,8 @@ def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
     assert "NCCL" not in joined(report)
 
 
+@needs_compiler
 def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
     report = sick_run
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
@@ -725,44 +708,51 @@ def write(top: Path, path: str, words: str) -> None:
     (top / path).write_text(words)
 
 
-def test_memory_without_limits(system: Path) -> None:
+GROUPS: dict[str, dict[str, str]] = {
+    "none": {},
+    "version 2": {
+        "proc/self/cgroup": "0::/user/job",
+        "cgroup/user/job/memory.max": "max",
+        "cgroup/user/job/cpu.max": "max 100000",
+        "cgroup/user/memory.max": f"{8 << 30}",
+        "cgroup/user/memory.current": f"{3 << 30}",
+        "cgroup/user/cpu.max": "150000 100000",
+    },
+    # The path is the host's; only the container's own part is mounted, at the top.
+    "version 1 inside a container": {
+        "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/1\n3:cpu,cpuacct:/d",
+        "cgroup/memory/memory.limit_in_bytes": f"{4 << 30}",
+        "cgroup/memory/memory.usage_in_bytes": f"{1 << 30}",
+        "cgroup/cpu/cpu.cfs_quota_us": "50000",
+        "cgroup/cpu/cpu.cfs_period_us": "100000",
+    },
+    "version 1 with the largest number there is": {
+        "proc/self/cgroup": "4:memory:/\n3:cpu:/",
+        "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "cgroup/cpu/cpu.cfs_period_us": "100000",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "limit", "left", "quota"),
+    [
+        ("none", None, None, None),
+        ("version 2", 8 << 30, 5 << 30, 1.5),
+        ("version 1 inside a container", 4 << 30, 3 << 30, 0.5),
+        ("version 1 with the largest number there is", None, None, None),
+    ],
+)
+def test_limits_of_control_groups(
+    system: Path, groups: str, limit: int | None, left: int | None, quota: float | None
+) -> None:
+    for path, words in GROUPS[groups].items():
+        write(system, path, f"{words}\n")
     found = doctor_host.shared_memory()
     assert (found["memory"], found["available"]) == (64 << 30, 32 << 30)
-    assert (found["limit"], found["left"]) == (None, None)
-    assert doctor_host.processors()["quota"] is None
-
-
-def test_limits_of_control_groups_version_2(system: Path) -> None:
-    write(system, "proc/self/cgroup", "0::/user/job\n")
-    write(system, "cgroup/user/job/memory.max", "max\n")
-    write(system, "cgroup/user/job/cpu.max", "max 100000\n")
-    write(system, "cgroup/user/memory.max", f"{8 << 30}\n")
-    write(system, "cgroup/user/memory.current", f"{3 << 30}\n")
-    write(system, "cgroup/user/cpu.max", "150000 100000\n")
-    found = doctor_host.shared_memory()
-    assert (found["limit"], found["left"]) == (8 << 30, 5 << 30)
-    assert doctor_host.processors()["quota"] == 1.5
-
-
-def test_limits_of_control_groups_version_1_inside_a_container(system: Path) -> None:
-    # The path is the host's; only the container's own part is mounted, at the top.
-    write(system, "proc/self/cgroup", "9:name=systemd:/\n4:memory:/docker/1\n3:cpu,cpuacct:/d\n")
-    write(system, "cgroup/memory/memory.limit_in_bytes", f"{4 << 30}\n")
-    write(system, "cgroup/memory/memory.usage_in_bytes", f"{1 << 30}\n")
-    write(system, "cgroup/cpu/cpu.cfs_quota_us", "50000\n")
-    write(system, "cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    found = doctor_host.shared_memory()
-    assert (found["limit"], found["left"]) == (4 << 30, 3 << 30)
-    assert doctor_host.processors()["quota"] == 0.5
-
-
-def test_the_largest_number_there_is_is_no_limit(system: Path) -> None:
-    write(system, "proc/self/cgroup", "4:memory:/\n3:cpu:/\n")
-    write(system, "cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    write(system, "cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    write(system, "cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert doctor_host.shared_memory()["limit"] is None
-    assert doctor_host.processors()["quota"] is None
+    assert (found["limit"], found["left"]) == (limit, left)
+    assert doctor_host.processors()["quota"] == quota
 
 
 def test_a_run_directory_of_somebody_else_is_shown(doctor: Doctor) -> None:

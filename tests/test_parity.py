@@ -125,11 +125,11 @@ def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> No
 def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[CaseResult]:
     given: dict[str, Any] = {
         "frameworks": ["numpy"], "operations": OPERATIONS, "ops": OPS, "dtypes": DTYPES,
-        "shapes": ["scalar", "empty", "odd", "strided"], "seed": 5,
+        "shapes": ["scalar", "empty", "odd", "strided"], "seed": 5, "timeout": 30.0,
     }  # fmt: skip
     found: list[CaseResult] = []
     run(
-        Comparison(transports=survey([backend]), sizes=sizes, timeout=30.0, **(given | options)),
+        Comparison(transports=survey([backend]), sizes=sizes, **(given | options)),
         found.append,
         lambda transport, size: None,
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
 from collective.tools.parity.cases import OPERATIONS
-from collective.tools.parity.runner import CaseResult, Comparison, run
-from collective.tools.parity.transports import survey
+from collective.tools.parity.runner import CaseResult
 from tests.loopback import Loopback
 from tests.meta import broken
+from tests.test_parity import outcomes
 
 # Long enough for a busy machine, short enough to wait for a hang.
 TIMEOUT_S = 4.0
@@ -68,27 +68,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def outcomes(
-    kind: type[Backend],
-    size: int,
-    operations: tuple[str, ...] = OPERATIONS,
-    timeout: float = TIMEOUT_S,
-    ops: tuple[str, ...] = ("sum", "avg", "user", "min"),
-    dtypes: tuple[str, ...] = ("float32", "int16"),
-) -> list[CaseResult]:
-    plan = Comparison(
-        transports=survey([f"{kind.__module__}:{kind.__name__}"]),
-        frameworks=["numpy"],
-        operations=operations,
-        ops=ops,
-        dtypes=dtypes,
-        shapes=["odd", "large"],
-        sizes=[size],
-        timeout=timeout,
-    )
-    found: list[CaseResult] = []
-    run(plan, found.append, lambda transport, size: None)
-    return found
+def found_on(kind: type[Backend], size: int, **asked: Any) -> list[CaseResult]:
+    return outcomes(f"{kind.__module__}:{kind.__name__}", (size,), shapes=["odd", "large"], **asked)
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +94,10 @@ def test_every_broken_transport_is_here() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
-    found = outcomes(
-        fault.kind, fault.size, fault.operations, fault.timeout, fault.ops, fault.dtypes
-    )
+    found = found_on(
+        fault.kind, fault.size, operations=fault.operations, timeout=fault.timeout, ops=fault.ops,
+        dtypes=fault.dtypes,
+    )  # fmt: skip
     failed = [each for each in found if each.status == "failed"]
     assert fault.operation in {each.case.operation for each in failed}
     texts = [each.text for each in failed if each.case.operation == fault.operation]
@@ -128,5 +110,6 @@ def test_a_planted_fault_is_found(fault: Fault) -> None:
 
 @pytest.mark.parametrize("kind", [ThreadsBackend, Loopback])
 def test_nothing_is_found_on_sound_transports(kind: type[Backend]) -> None:
-    found = outcomes(kind, 3, timeout=60.0)
+    ops, dtypes = ("sum", "avg", "user", "min"), ("float32", "int16")
+    found = found_on(kind, 3, timeout=60.0, ops=ops, dtypes=dtypes)
     assert {each.text for each in found if each.status != "passed"} == set()

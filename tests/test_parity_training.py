@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,60 @@ pytest.importorskip("safetensors")
 if importlib.util.find_spec("chainer") is None:
     pytest.skip("chainer is not installed", allow_module_level=True)
 
+import torch
+
+import collective.adapters.chainer  # noqa: F401  # it makes `import chainer` work
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.tools.parity import weights
 from collective.tools.parity.cases import OPERATIONS
 from collective.tools.parity.runner import Comparison
 from collective.tools.parity.training import compare
 from collective.tools.parity.transports import survey
+
+import chainer  # isort: skip
+
+
+# -- pairs of models, as of ``collective parity --model`` ------------------------------------------
+
+
+class TorchNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.fc1 = torch.nn.Linear(5, 8)
+        self.fc2 = torch.nn.Linear(8, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class ChainerNet(chainer.Chain):
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.activation = activation
+        with self.init_scope():
+            self.fc1 = chainer.links.Linear(5, 8)
+            self.fc2 = chainer.links.Linear(8, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+def batch(step: int) -> tuple[Any, Any]:
+    random = np.random.default_rng(step)
+    x = random.standard_normal((12, 5))
+    return x, np.stack([x.sum(1), np.sin(x[:, 0])], 1)
+
+
+def make_alike() -> tuple[Any, ...]:
+    return TorchNet(), ChainerNet(chainer.functions.tanh), batch
+
+
+def make_unlike() -> tuple[Any, ...]:
+    return TorchNet(), ChainerNet(chainer.functions.sigmoid), batch
+
+
+# -- what becomes of them --------------------------------------------------------------------------
 
 
 def plan(*backends: str) -> Comparison:
@@ -29,7 +78,7 @@ def plan(*backends: str) -> Comparison:
 
 
 def test_a_pair_that_is_alike_agrees() -> None:
-    rows = compare(plan("threads", "shm"), 5, "tests.parity_pairs:make_alike", lambda line: None)
+    rows = compare(plan("threads", "shm"), 5, f"{__name__}:make_alike", lambda line: None)
     assert [row["what"] for row in rows if not row["passed"]] == []
     text = " ".join(row["what"] for row in rows)
     for words in ("torch: 1, 2 ranks over threads, shm", "chainer and torch", "order='rank'"):
@@ -39,7 +88,7 @@ def test_a_pair_that_is_alike_agrees() -> None:
 
 
 def test_a_pair_that_differs_is_found() -> None:
-    rows = compare(plan("threads"), 3, "tests.parity_pairs:make_unlike", lambda line: None)
+    rows = compare(plan("threads"), 3, f"{__name__}:make_unlike", lambda line: None)
     failed = [row for row in rows if not row["passed"]]
     assert {row["what"].partition(":")[2] for row in failed} == {
         ":".join(row["what"].split(":")[1:]) for row in rows if " and " in row["what"][-18:]
@@ -50,14 +99,12 @@ def test_a_pair_that_differs_is_found() -> None:
 
 def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="module:function"):
-        compare(plan("threads"), 1, "tests.parity_pairs:missing", lambda line: None)
+        compare(plan("threads"), 1, f"{__name__}:missing", lambda line: None)
     with pytest.raises(InvalidArgumentError, match="a PyTorch module, a"):
         compare(plan("threads"), 1, "os:getcwd", lambda line: None)
 
 
 def test_weights_travel_between_frameworks(tmp_path: Path) -> None:
-    from tests.parity_pairs import make_alike
-
     module, link, _ = make_alike()
     path = str(tmp_path / "weights.safetensors")
     weights.save(path, weights.torch_parameters(module))

@@ -50,27 +50,19 @@ def test_waiting_is_told_from_moving():
     assert one.late == {1: 1}
 
 
-def test_who_sends_from_the_root_waits_for_nobody():
-    calls = [a_call(1.0, 1.1, name="broadcast", root_rank=0),
-             a_call(2.0, 2.1, name="broadcast", root_rank=0)]  # fmt: skip
-    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "broadcast")
-    assert one.waiting == 0
-    calls = [a_call(2.0, 2.1, name="broadcast", root_rank=0),
-             a_call(1.0, 2.2, name="broadcast", root_rank=0)]  # fmt: skip
-    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "broadcast")
-    assert one.waiting == pytest.approx(0.5)
-    assert one.moving == pytest.approx(0.2)
-
-
-def test_only_the_root_of_a_gather_waits():
-    calls = [a_call(1.0, 2.1, name="gather", root_rank=0),
-             a_call(2.0, 2.05, name="gather", root_rank=0)]  # fmt: skip
-    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "gather")
-    assert one.waiting == pytest.approx(0.5)
-    calls = [a_call(2.0, 2.1, name="gather", root_rank=0),
-             a_call(1.0, 1.1, name="gather", root_rank=0)]  # fmt: skip
-    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), "gather")
-    assert one.waiting == 0
+@pytest.mark.parametrize(
+    ("name", "times", "waiting", "moving"),
+    [
+        ("broadcast", [(1.0, 1.1), (2.0, 2.1)], 0, 0.1),  # who sends from the root waits for nobody
+        ("broadcast", [(2.0, 2.1), (1.0, 2.2)], 0.5, 0.2),
+        ("gather", [(1.0, 2.1), (2.0, 2.05)], 0.5, 0.1),
+        ("gather", [(2.0, 2.1), (1.0, 1.1)], 0, 0.1),  # nor who sends to it
+    ],
+)
+def test_with_a_root_those_wait_who_receive(name, times, waiting, moving):
+    calls = [a_call(*each, name=name, root_rank=0) for each in times]
+    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), name)
+    assert (one.waiting, one.moving) == pytest.approx((waiting, moving))
 
 
 def test_the_share_hidden_is_what_the_program_computed_meanwhile():

@@ -1,13 +1,25 @@
-"""What the commands show, and how they read options."""
+"""What the commands show fits into 80 columns, with nothing cut, and how they read options."""
 
 from __future__ import annotations
 
 import argparse
-import io
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from collective.tools import show
+from collective.tools import fitting, show
+from collective.tools.bench import figures, run, training
+from collective.tools.bench.measure import Gap, Pace, Record
+from collective.tools.bench.run import Benchmark, measure
+from collective.tools.bench.training import Training
+from collective.tools.cli.main import main
+
+# -- figures and options ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -17,7 +29,7 @@ from collective.tools import show
         (999 << 10, "999 KiB"), (1023 << 20, "0.999 GiB"), (5000 << 40, "5000 TiB"),
     ],
 )  # fmt: skip
-def test_sizes_have_three_digits_and_no_exponent(nbytes, text):
+def test_sizes_have_three_digits_and_no_exponent(nbytes: float | None, text: str) -> None:
     assert show.size_name(nbytes) == text
 
 
@@ -25,50 +37,258 @@ def test_sizes_have_three_digits_and_no_exponent(nbytes, text):
     ("seconds", "text"),
     [(0.0, "0"), (2e-10, "0.2 ns"), (1.234e-5, "12.3 µs"), (9.996e-4, "1 ms"), (5000.0, "5000 s")],
 )
-def test_times_have_three_digits_and_no_exponent(seconds, text):
+def test_times_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
     assert show.time_name(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("rate", "text"), [(None, "-"), (9.999e8, "1 GB/s"), (12.34e9, "12.3 GB/s"), (0.0, "0 B/s")]
 )
-def test_rates_have_three_digits_and_no_exponent(rate, text):
+def test_rates_have_three_digits_and_no_exponent(rate: float | None, text: str) -> None:
     assert show.rate_name(rate) == text
 
 
-def test_a_table_keeps_what_looks_like_a_colour(capsys):
+def test_a_table_keeps_what_looks_like_a_colour(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     show.print_table("what", ["side", "why not"], [["a", "all_reduce: no [rank 1 of 2]. [red]"]])
     assert "all_reduce: no [rank 1 of 2]. [red]" in capsys.readouterr().out
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_counts_and_leaves_an_empty_line(monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    progress = show.Progress()
-    progress.begin("cases", 3)
-    progress.step(failed=1)
-    progress.show("more")
-    progress.clear()
-    *_, last, cleared = terminal.getvalue().split("\r\033[K")
-    assert last.startswith(f"more  {'━' * 6}{'─' * 14}  33%  1 of 3, 1 FAILED, 0:0")
-    assert cleared == ""
-
-
 @pytest.mark.parametrize("text", ["", "a,,b", "a,"])
-def test_names_without_a_name_are_refused(text):
+def test_names_without_a_name_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="names with commas between them"):
         show.names(text)
 
 
 @pytest.mark.parametrize("text", ["0", "2,x", "", "-1"])
-def test_counts_below_one_are_refused(text):
+def test_counts_below_one_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="integers >= 1"):
         show.counts(text)
+
+
+# -- the layout ---------------------------------------------------------------------------------
+
+HEADER = ["size", "side", "p50", "p99", "why not"]
+ROWS = [["4 B", "shm", "123456", "1", ""], ["", "gloo", "–", "–", "it is " * 20]]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (300, [[0, 1, 2, 3, 4]]),
+        (51, [[0, 1, 2, 3, 4]]),
+        (48, [[0, 1, 2, 3], [0, 1, 4]]),
+        (20, [[0, 1, 2], [0, 1, 3], [0, 1, 4]]),
+    ],
+)
+def test_what_does_not_fit_goes_into_a_part_of_its_own(
+    width: int, expected: list[list[int]]
+) -> None:
+    least = fitting.narrowest(HEADER, ROWS, width)
+    assert fitting.parts(HEADER, ROWS, least, width) == expected
+
+
+def test_lines_are_wrapped_at_spaces_and_columns_are_not_widened_by_one_cell() -> None:
+    rows = [
+        ["key", "value", "origin"],
+        ["one", "1", "the environment, as everything else that is here"],
+        ["two", "/a/path/that/is/longer/than/that", "a file"],
+    ]
+    assert fitting.lines(rows, 32) == [
+        "key  value  origin",
+        "one  1      the environment, as",
+        "            everything else that",
+        "            is here",
+        "two  /a/path/that/is/longer/than/that",
+        "            a file",
+    ]
+
+
+# -- the commands' tables -----------------------------------------------------------------------
+
+
+def record(method: str, contestant: str, memory: str, framework: str | None) -> Record:
+    latency = method == "latency"
+    return Record(
+        "reduce_scatter", 65536, "complex128", 16, contestant, memory, framework, method,
+        1.23e-4, *((4.56e-4, 7.89e-4) if latency else (None, None)), 1e-4, 2e-4,
+        *((None, None) if latency else (11.1e9, 22.2e9)), 100, 0,
+    )  # fmt: skip
+
+
+SIDES = [("shm", "symmetric", "torch.cuda"), ("hierarchical", "ordinary", "torch.cuda"),
+         ("mpi4py/openmpi", "", None), ("chainermn/intelmpi", "", None),
+         ("torch", "", None)]  # fmt: skip
+GAP = Gap("reduce_scatter", 65536, "complex128", 16, "nccl",
+          "no GPU: /dev/nvidia0 is not there, and so no library of NVIDIA's is of use")  # fmt: skip
+
+
+def bench(method: str) -> None:
+    figures.show([record(method, *side) for side in SIDES], [GAP])
+
+
+def train() -> None:
+    steps = Training("torch", "resnet", 16, "mpi4py/openmpi", 0.1234, 0.0987, 0.0456, 0.0765,
+                     0.0321, 0)  # fmt: skip
+    training.show([steps], [Gap("mlp", 0, "torch", 16, "nccl", GAP.reason)])
+
+
+def parity() -> None:
+    pytest.importorskip("rich")
+    from collective.tools.parity import report
+
+    frameworks = ["numpy", "torch", "chainer", "cupy", "torch.cuda", "mixed"]
+    results = [
+        {"transport": "hierarchical", "framework": name, "ranks": ranks, "operation": operation,
+         "op": "sum", "order": "", "dtype": "complex128", "passed": 1234, "unsupported": 56,
+         "failed": 0, "worst_ulp": 1.25, "bound_ulp": 12.5}
+        for name in frameworks for ranks in (2, 3, 4) for operation in ("all_reduce", "scan")
+    ]  # fmt: skip
+    agreement = {"what": "chainer, resnet: the weights after 8 steps on 4 ranks over hierarchical",
+                 "difference": 1.2e-7, "allowed": 1e-6, "passed": True}  # fmt: skip
+    data = {
+        "transports": [{"name": "hierarchical", "available": True}],
+        "frameworks": [{"name": name, "available": True} for name in frameworks],
+        "ranks": [2, 3, 4], "results": results, "random": [], "training": [agreement],
+        "splits": [], "failures": [], "unsupported": [], "exit_code": 0, "seed": 0, "seconds": 1.0,
+    }  # fmt: skip
+    report.show(show.console(), data)
+
+
+def profile() -> None:
+    pytest.importorskip("rich")
+    from collective.tools.profile import report
+    from collective.tools.profile.measure import OperationCost, Profile
+
+    cost = OperationCost("reduce_scatter", 123_456, 1 << 40, 2e12, 123.4, 50.0, 73.4,
+                         Counter({13: 70, 1: 30}), 10.0, 8.7)  # fmt: skip
+    about = {"rank": 0, "size": 16, "local_size": 16, "cores": 32, "backend": "hierarchical"}
+    report.show(show.console(), Profile(about, 16, 200.0, [cost], None, 2e-5), None)
+
+
+def config() -> None:
+    assert main(["config"]) == 0
+
+
+#: Each prints a command's tables; then what has to be in there whole.
+COMMANDS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "bench --latency": (lambda: bench("latency"), ["123", "456", "789", "× mpi4py"]),
+    "bench --bandwidth": (lambda: bench("bandwidth"), ["123", "11.1", "22.2", "1.00"]),
+    "bench --train": (train, ["resnet", "mpi4py/openmpi", "123", "98.7", "76.5", "32.1", "9.92"]),
+    "parity": (parity, ["hierarchical", "torch.cuda", "3702", "1.25 / 12.50", "1.2e-07", "1e-06"]),
+    "profile": (profile, ["reduce_scatter", "123,456", "rank 13: 70%", "87%", "27.2 GB/s"]),
+    "config": (config, ["backend", "shrink_grace", "environment", "COLLECTIVE_STORE"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "rich"),
+    [
+        *((command, True) for command in COMMANDS),
+        *((command, False) for command in COMMANDS if command not in ("parity", "profile")),
+    ],
+)
+def test_a_command_s_tables_fit_80_columns(
+    command: str, rich: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if rich and importlib.util.find_spec("rich") is None:
+        pytest.skip("rich is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLLECTIVE_STORE", "tcp://" + "a-name." * 5 + "example:12345")
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    show_tables, whole = COMMANDS[command]
+    show_tables()
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80, text
+    assert "…" not in text
+    for each in whole:
+        assert each in text, text
+
+
+def test_what_goes_into_a_pipe_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "resnet" in line]
+    assert len(line) > 100
+
+
+# -- progress -----------------------------------------------------------------------------------
+
+
+def progress_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, ci: str
+) -> str:
+    """Return all that is written while one of four things is done, and fails."""
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    progress = show.Progress()
+    progress.begin("what", 4)
+    progress.step(failed=1)
+    progress.show("more")
+    progress.clear()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        ("80", f"more  {'━' * 5}{'─' * 15}  25%  1 of 4, 1 FAILED, 0:0"),
+        ("50", f"more  {'━' * 2}{'─' * 7}  25%  1 of 4, 1 FAILED, 0:0"),
+        ("44", "more  25%  1 of 4, 1 FAILED, 0:0"),
+    ],
+)
+def test_progress_counts_has_a_bar_where_there_is_room_and_leaves_an_empty_line(
+    columns: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = progress_shown(monkeypatch, capsys, terminal=True, ci="")
+    *_, last, cleared = shown.split("\r\033[K")
+    assert last.startswith(line)
+    assert len(last) < int(columns)
+    assert cleared == ""
+
+
+@pytest.mark.parametrize(("terminal", "ci"), [(True, "true"), (False, "")], ids=["CI", "pipe"])
+def test_progress_is_for_people(
+    terminal: bool, ci: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert progress_shown(monkeypatch, capsys, terminal, ci) == ""
+
+
+@pytest.mark.parametrize(
+    ("models", "total"), [((), 2 * 3 * 2), (("mlp", "lenet"), 2 * 2)], ids=["operations", "steps"]
+)
+def test_bench_counts_all_that_it_does(
+    models: tuple[str, ...], total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(*asked: Any) -> Iterator[Gap]:
+        for model in asked[4]:
+            for side in ("shm", "gloo"):
+                yield Gap(model, 0, asked[3], asked[2], side, "not measured here")
+
+    monkeypatch.setattr(run, "measure_steps", steps)
+
+    class Counted(show.Progress):
+        total, done = 0, 0
+
+        def begin(self, text: str, total: int) -> None:
+            super().begin(text, total)
+            self.total = total
+
+        def step(self, failed: int = 0) -> None:
+            super().step(failed)
+            self.done += 1
+
+    # Of what cannot be had it is told of each that it was not measured.
+    plan = Benchmark(
+        ["all_reduce"], [4, 8, 16], ["float32", "int32"], [2, 3], ["mpi/nosuch"], ["ordinary"],
+        ["torch" if models else "numpy"], ["latency"], {}, Pace.of(quick=True), models,
+    )  # fmt: skip
+    progress = Counted()
+    measure(plan, progress)
+    assert (progress.done, progress.total) == (total, total)
