@@ -6,22 +6,19 @@ A process takes long to import Chainer, so the modules share those that have.
 from __future__ import annotations
 
 import atexit
-import functools
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from collective.testing import RankPool
 from tests.mpi_launches import launch_of, needs
+from tests.on_ranks import on_ranks
 
-__all__ = ["EVERYWHERE", "FEW", "QUIETLY", "as_chainermn", "as_it_is", "on", "run"]
+__all__ = ["EVERYWHERE", "FEW", "QUIETLY", "as_chainermn", "on", "run"]
 
 #: Worlds for :func:`on`, by transport and number of ranks.
-EVERYWHERE: tuple[Any, ...] = (
-    "shm-2", "shm-4", "gloo-2", "threads-2", pytest.param("mpi-2", marks=needs("mpich")),
-)  # fmt: skip
+EVERYWHERE = "shm-2", "shm-4", "gloo-2", "threads-2", "mpi-2"
 FEW = "shm-4", "threads-2"
 # Where ranks are threads of the tests' process: ChainerMN calls itself experimental.
 QUIETLY = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -44,41 +41,35 @@ def run(world: str, program: Callable[..., Any], *args: Any, **options: Any) -> 
     return _pools[world].run(program, *args, **options)
 
 
-def on(*worlds: Any, chainermn: bool = False) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of what each rank of these worlds does, one world after the other.
+class _Ranks(NamedTuple):
+    """The ranks of a world, as a test of :func:`tests.on_ranks.on_ranks` has them run it."""
 
-    Its first argument is the communicator; the others are fixtures and parameters. As an attribute
-    ``program`` it has the function itself.
+    world: str
+    chainermn: bool
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self.chainermn:
+            return run(self.world, program, *args)
+        return run(self.world, as_chainermn, program, *args, shared=True, call_timeout=15.0)
+
+
+def on(*worlds: str, chainermn: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of what each rank of these worlds does, one world after the other.
 
     Args:
         chainermn: whether the communicator is to be ChainerMN's over ours.
     """
-
-    def test_of(program: Callable[..., None]) -> Any:
-        def test(world: str, **given: Any) -> None:
-            if chainermn:
-                run(world, as_chainermn, test, shared=True, call_timeout=15.0, **given)
-            else:
-                run(world, as_it_is, test, **given)
-
-        # By its name in the module, the test is found where a rank is another process.
-        functools.update_wrapper(test, program)
-        others = list(inspect.signature(program).parameters.values())[1:]
-        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([world, *others])  # type: ignore[attr-defined]
-        test.program = program  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world", worlds)(test)
-
-    return test_of
+    ranks = [
+        pytest.param(
+            _Ranks(each, chainermn), id=each, marks=needs("mpich") if each[:3] == "mpi" else ()
+        )
+        for each in worlds
+    ]
+    return lambda program: pytest.mark.parametrize("world", ranks)(on_ranks("world")(program))
 
 
-def as_it_is(comm: Any, test: Any, **given: Any) -> Any:
-    """Run a function, or that of a test, with a communicator."""
-    return getattr(test, "program", test)(comm, **given)
-
-
-def as_chainermn(comm: Any, test: Any, **given: Any) -> Any:
-    """Run a function, or that of a test, with a ChainerMN communicator over ``comm``."""
+def as_chainermn(comm: Any, program: Callable[..., Any], *args: Any) -> Any:
+    """Run a program with a ChainerMN communicator over ``comm``."""
     from collective.adapters.chainer.chainermn import create_communicator
 
-    return as_it_is(create_communicator(comm), test, **given)
+    return program(create_communicator(comm), *args)

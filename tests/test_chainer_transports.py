@@ -29,7 +29,7 @@ from tests import (
     test_chainermn_training,
 )
 from tests.chainer_models import assert_close, assert_same, trained_alone
-from tests.chainer_ranks import as_chainermn, as_it_is
+from tests.chainer_ranks import as_chainermn
 from tests.mpi_launches import pool_of, world_of
 
 _WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
@@ -50,7 +50,7 @@ def test_an_optimizer(pool: RankPool, way: str) -> None:
 
 def test_gradients_of_dense_layers_in_their_buckets(pool: RankPool) -> None:
     test = test_chainer_optimizer.test_gradients_of_dense_layers_are_computed_in_their_buckets
-    pool.run(as_it_is, test)
+    pool.run(test.program)
 
 
 @pytest.mark.parametrize("name", test_chainer_batch_normalization.SHAPES)
@@ -101,4 +101,4 @@ def test_a_snapshot(pool: RankPool, tmp_path: Path) -> None:
     ids=lambda check: check.__name__,
 )
 def test_chainermn(pool: RankPool, check: Any) -> None:
-    pool.run(as_chainermn, check)
+    pool.run(as_chainermn, check.program)

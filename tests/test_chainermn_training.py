@@ -261,5 +261,5 @@ def raise_in_a_step(comm: Any, tmp_path: Path) -> None:
 
 def test_a_trainer_that_fails_ends_those_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="in an extension of rank 1") as caught:
-        run("shm-4", as_chainermn, raise_in_a_step, tmp_path=tmp_path)
+        run("shm-4", as_chainermn, raise_in_a_step, tmp_path)
     assert sorted(caught.value.errors) == [1]
