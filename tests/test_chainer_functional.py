@@ -15,16 +15,11 @@ import chainer  # noqa: E402
 import chainer.functions as F  # noqa: E402
 
 from collective import ANY_SOURCE  # noqa: E402
-from collective.errors import (  # noqa: E402
-    DtypeError,
-    InvalidArgumentError,
-    RankError,
-    ShapeError,
-)
+from collective.errors import DtypeError, InvalidArgumentError, RankError, ShapeError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
+from tests.chainer_ranks import on  # noqa: E402
 from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape, drawn  # noqa: E402
-from tests.transport_ranks import shm  # noqa: E402, F401
 
 Variable = chainer.Variable
 
@@ -60,19 +55,15 @@ class Chainer(Tape):
 TAPE = Chainer()
 
 
-def check_directions(comm: Any) -> None:
-    TAPE.check_directions(comm)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", [*CASES, *FIRST_ONLY])
 def test_the_gradient_is_that_of_all_results_by_all_inputs(name: str, size: int) -> None:
     run_ranks(size, TAPE.check_jacobians, name, 1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_gradient_of_the_gradient_is_right_along_a_direction(size: int) -> None:
-    run_ranks(size, check_directions)
+@on("threads-2", "threads-3", "shm-2")
+def test_the_gradient_of_the_gradient_is_right_along_a_direction(comm: Any) -> None:
+    TAPE.check_directions(comm)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +76,6 @@ def test_the_gradient_of_the_gradient_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", ["all_reduce prod", "ring"])
 def test_third_derivatives_are_right(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 3)
-
-
-def test_first_and_second_derivatives_between_processes(request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("shm")(2, check_directions)
 
 
 def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,24 +101,15 @@ def check_by_chainer(comm: Any, name: str, moved: int) -> None:
 
 
 CHECKED = (
-    "all_reduce avg",
-    "reduce_scatter prod",
-    "all_gather axis 1",
-    "gather",
-    "scatter",
-    "ring",
-)
+    "all_reduce avg", "reduce_scatter prod", "all_gather axis 1", "gather", "scatter", "ring"
+)  # fmt: skip
 
 
-def check_all_by_chainer(comm: Any) -> None:
+@on("shm-2", "shm-3")
+def test_chainers_own_checks_agree(comm: Any) -> None:
     for name in CHECKED:
         for moved in range(comm.size):
             check_by_chainer(comm, name, moved)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_chainers_own_checks_agree(size: int, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("shm")(size, check_all_by_chainer)
 
 
 # -- what a rank has to do for the others ---------------------------------------------------
@@ -161,85 +139,73 @@ def test_ties_and_all_ops_are_as_chainer_has_them_on_stacked_arrays(op: str) -> 
     np.testing.assert_allclose(np.stack(run_ranks(3, program)), expected)
 
 
-def test_a_rank_whose_array_is_frozen_takes_part_in_the_others_backward() -> None:
-    def program(comm: Any) -> Any:
-        x = Variable(np.full((2,), comm.rank + 1.0), requires_grad=comm.rank == 0)
-        x.cleargrad()
-        for call in (C.all_reduce, C.all_gather, C.reduce, C.all_to_all, C.broadcast, C.gather):
-            F.sum(call(x if comm.rank == 0 else x.array, comm) * (comm.rank + 1.0)).backward()
-        return x.grad
-
-    gradients = run_ranks(2, program, call_timeout=5)
-    # all_reduce 1+2, all_gather 1+2, reduce 1, all_to_all (1, 2), broadcast 1+2, gather 1
-    np.testing.assert_array_equal(gradients[0], [12, 13])
-    assert gradients[1] is None
-
-
-def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph() -> None:
-    def program(comm: Any) -> Any:
-        x = Variable(np.ones(3, np.float16))
-        found = [C.reduce(x, comm), C.gather(x, comm)]
-        found.append(C.send(x, 0, comm) if comm.rank else C.recv(comm, 1))
-        return [(y.shape, y.dtype, y.requires_grad, y.creator is None) for y in found]
-
-    delegate = ((), np.float16, True, False)
-    root, other = run_ranks(2, program)
-    assert other == [delegate] * 3
-    assert [shape for shape, *_ in root] == [(3,), (6,), (3,)]
+@on("threads-2")
+def test_a_rank_whose_array_is_frozen_takes_part_in_the_others_backward(comm: Any) -> None:
+    x = Variable(np.full((2,), comm.rank + 1.0), requires_grad=comm.rank == 0)
+    x.cleargrad()
+    for call in (C.all_reduce, C.all_gather, C.reduce, C.all_to_all, C.broadcast, C.gather):
+        F.sum(call(x if comm.rank == 0 else x.array, comm) * (comm.rank + 1.0)).backward()
+    if comm.rank:
+        assert x.grad is None
+    else:
+        # all_reduce 1+2, all_gather 1+2, reduce 1, all_to_all (1, 2), broadcast 1+2, gather 1
+        assert x.grad.tolist() == [12, 13]
 
 
-def test_without_gradients_nothing_is_recorded() -> None:
-    def program(comm: Any) -> list[bool]:
-        x = Variable(np.ones(2))
-        with chainer.no_backprop_mode():
-            found = [C.all_reduce(x, comm), C.all_reduce(x, comm, "max"), C.broadcast(x, comm)]
-        found.append(C.all_reduce(np.arange(3), comm))
-        found.append(C.all_gather(Variable(np.arange(3)), comm))
-        return [y.creator is not None for y in found]
-
-    assert run_ranks(2, program) == [[False] * 5] * 2
-
-
-def test_results_are_new_arrays_even_at_the_root_and_alone() -> None:
-    def program(comm: Any) -> None:
-        x = Variable(np.ones(2))
-        for call in (C.all_reduce, C.reduce, C.broadcast, C.all_gather, C.gather, C.scatter):
-            call(x, comm).array[...] += 1
-            assert (x.array == 1).all(), call
-
-    run_ranks(1, program)
-    run_ranks(2, program)
+@on("threads-2")
+def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph(
+    comm: Any,
+) -> None:
+    x = Variable(np.ones(3, np.float16))
+    found = [C.reduce(x, comm), C.gather(x, comm)]
+    found.append(C.send(x, 0, comm) if comm.rank else C.recv(comm, 1))
+    assert [y.shape for y in found] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
+    assert {(y.dtype.name, y.requires_grad, y.creator is None) for y in found} == {
+        ("float16", True, False)
+    }
 
 
-def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank() -> None:
-    def program(comm: Any) -> list[str]:
-        spy: Any = Spy(comm)
-        x = Variable(np.ones(4))
-        a = C.all_reduce(x, spy)
-        b = C.all_gather(x * 2, spy, counts=[4] * comm.size)
-        c = C.scatter(x * 3, spy)
-        d = C.all_to_all(b, spy, recv_counts=[4] * comm.size)
-        # The same loss; the ranks come to it by different ways, and at different depths.
-        parts = [F.sum(a), F.sum(b), F.sum(c * 1.0 * 1.0 * 1.0), F.sum(d)]
-        loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
-        spy.called.clear()
-        loss.backward()
-        return spy.called
-
-    expected = ["all_to_all", "gather", "reduce_scatter", "all_reduce"]
-    assert run_ranks(2, program, call_timeout=5) == [expected] * 2
+@on("threads-2")
+def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
+    x = Variable(np.ones(2))
+    with chainer.no_backprop_mode():
+        found = [C.all_reduce(x, comm), C.all_reduce(x, comm, "max"), C.broadcast(x, comm)]
+    found.append(C.all_reduce(np.arange(3), comm))
+    found.append(C.all_gather(Variable(np.arange(3)), comm))
+    assert [y.creator for y in found] == [None] * 5
 
 
+@on("threads-1", "threads-2")
+def test_results_are_new_arrays_even_at_the_root_and_alone(comm: Any) -> None:
+    x = Variable(np.ones(2))
+    for call in (C.all_reduce, C.reduce, C.broadcast, C.all_gather, C.gather, C.scatter):
+        call(x, comm).array[...] += 1
+        assert (x.array == 1).all(), call
+
+
+@on("threads-2")
+def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm: Any) -> None:
+    spy: Any = Spy(comm)
+    x = Variable(np.ones(4))
+    a = C.all_reduce(x, spy)
+    b = C.all_gather(x * 2, spy, counts=[4] * comm.size)
+    c = C.scatter(x * 3, spy)
+    d = C.all_to_all(b, spy, recv_counts=[4] * comm.size)
+    # The same loss; the ranks come to it by different ways, and at different depths.
+    parts = [F.sum(a), F.sum(b), F.sum(c * 1.0 * 1.0 * 1.0), F.sum(d)]
+    loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
+    spy.called.clear()
+    loss.backward()
+    assert spy.called == ["all_to_all", "gather", "reduce_scatter", "all_reduce"]
+
+
+@on("threads-2")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_gradients_have_the_dtype_and_shape_of_the_input(dtype: Any) -> None:
-    def program(comm: Any) -> Any:
-        x = Variable(np.ones((3, 2), dtype).T)
-        F.sum(C.all_gather(C.all_reduce(x, comm, "avg"), comm, 1) ** 2).backward()
-        return x.grad
-
-    for found in run_ranks(2, program):
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, np.full((2, 3), 4, dtype))
+def test_gradients_have_the_dtype_and_shape_of_the_input(comm: Any, dtype: Any) -> None:
+    x = Variable(np.ones((3, 2), dtype).T)
+    F.sum(C.all_gather(C.all_reduce(x, comm, "avg"), comm, 1) ** 2).backward()
+    assert x.grad.dtype == dtype
+    np.testing.assert_array_equal(x.grad, np.full((2, 3), 4, dtype))
 
 
 def test_a_model_in_two_halves_learns_as_one_does() -> None:
@@ -287,10 +253,10 @@ def test_a_model_in_two_halves_learns_as_one_does() -> None:
         (RankError, lambda c: C.reduce(np.ones(2), c, 2)),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_sent(error: Any, call: Any) -> None:
-    def program(comm: Any) -> Any:
-        with pytest.raises(error):
-            call(comm)
-        return float(C.all_reduce(np.ones(()), comm).array)
-
-    assert run_ranks(2, program, call_timeout=5) == [2, 2]
+@on("threads-2")
+def test_bad_arguments_are_refused_before_anything_is_sent(
+    comm: Any, error: Any, call: Any
+) -> None:
+    with pytest.raises(error):
+        call(comm)
+    assert C.all_reduce(np.ones(()), comm).array == 2

@@ -60,7 +60,7 @@ def test_batch_normalization(pool: RankPool, name: str) -> None:
 
 
 def test_differentiable_collectives(pool: RankPool) -> None:
-    pool.run(test_chainer_functional.check_directions)
+    pool.run(test_chainer_functional.TAPE.check_directions)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -15,15 +15,13 @@ import collective
 from collective import elastic
 from collective.backends.threads import ThreadsBackend
 from collective.errors import InvalidArgumentError, MismatchError
-from collective.testing import RankPool, RanksFailedError
+from collective.testing import RankPool
+from tests.on_ranks import on_ranks, ranks_of
 
 LARGE = 1 << 17  # float64, so that its MiB stands out from what ranks say to each other
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(3, "threads", timeout=60.0) as pool:
-        yield pool
+ranks = ranks_of(("threads", 3))
 
 
 def sizes_of_calls(comm: collective.Communicator) -> list[int]:
@@ -126,8 +124,7 @@ def test_a_commit_that_is_interrupted_harms_no_other(one):
 
 
 class Counter:
-    def __init__(self) -> None:
-        self.value = 0
+    value = 0
 
 
 def test_a_kind_that_was_registered_holds_for_what_is_derived_from_it(one):
@@ -176,17 +173,6 @@ def test_a_part_that_is_not_there(one):
 # -- sync ----------------------------------------------------------------------------
 
 
-def furthest(comm, commits: list[int]) -> tuple[int, float, int]:
-    state = elastic.State(comm, weights=np.zeros(2), step=0)
-    for _ in range(commits[comm.rank]):
-        state.weights[:] = comm.rank + 10 * state.commits
-        state.step += 1
-        state.commit()
-    state.weights[:] = -1  # of a step that nobody has committed
-    state.sync(comm)
-    return state.step, float(state.weights[0]), state.commits
-
-
 @pytest.mark.parametrize(
     ("commits", "found"),
     [
@@ -196,11 +182,20 @@ def furthest(comm, commits: list[int]) -> tuple[int, float, int]:
         ([0, 0, 0], (0, 0.0, 0)),
     ],
 )
-def test_all_go_back_to_whoever_is_furthest(ranks, commits, found):
-    assert ranks.run(furthest, commits) == [found] * 3
+@on_ranks("ranks")
+def test_all_go_back_to_whoever_is_furthest(comm, commits, found):
+    state = elastic.State(comm, weights=np.zeros(2), step=0)
+    for _ in range(commits[comm.rank]):
+        state.weights[:] = comm.rank + 10 * state.commits
+        state.step += 1
+        state.commit()
+    state.weights[:] = -1  # of a step that nobody has committed
+    state.sync(comm)
+    assert (state.step, float(state.weights[0]), state.commits) == found
 
 
-def sent(comm, differ: list[int], large: bool) -> list[int]:
+def sent(comm, differ: list[int], large: bool) -> int:
+    """Return the bytes of the longest call of a sync that gives ranks what differs there."""
     parts = {"weights": np.ones(LARGE), "buffers": np.ones(LARGE), "step": 3}
     state = elastic.State(comm, **parts)
     if comm.rank in differ:
@@ -212,60 +207,51 @@ def sent(comm, differ: list[int], large: bool) -> list[int]:
     state.sync(comm)
     expected = state.step, float(state.weights.sum()), float(state.buffers.sum())
     assert comm.all_gather_object(expected) == [expected] * comm.size
-    return found
+    return max(found)
 
 
-def test_nothing_is_sent_to_whoever_has_it(ranks):
-    assert max(max(found) for found in ranks.run(sent, [], False)) < 4096
+@on_ranks("ranks")
+def test_nothing_is_sent_to_whoever_has_it(comm):
+    assert sent(comm, [], False) < 4096
 
 
-def test_only_what_differs_is_sent_to_whom_it_differs_at(ranks):
-    found = ranks.run(sent, [2], True)
-    assert max(found[1]) < 4096
-    for rank in (0, 2):
-        assert 8 * LARGE <= max(found[rank]) < 8 * LARGE + 4096  # one of the two arrays
+@on_ranks("ranks")
+def test_only_what_differs_is_sent_to_whom_it_differs_at(comm):
+    most, arrays = sent(comm, [2], True), comm.rank != 1
+    assert 8 * LARGE * arrays <= most < 8 * LARGE * arrays + 4096  # one of the two arrays
 
 
-def test_a_number_that_differs_takes_no_array_along(ranks):
-    assert max(max(found) for found in ranks.run(sent, [1, 2], False)) < 4096
+@on_ranks("ranks")
+def test_a_number_that_differs_takes_no_array_along(comm):
+    assert sent(comm, [1, 2], False) < 4096
 
 
-def other_parts(comm) -> None:
-    elastic.State(comm, **{f"step{comm.rank // 2}": 0}).sync(comm)
+@on_ranks("ranks")
+def test_other_parts_on_another_rank(comm):
+    with pytest.raises(MismatchError, match=r"rank 2 has parts \['step1'\], rank 0 \['step0'\]"):
+        elastic.State(comm, **{f"step{comm.rank // 2}": 0}).sync(comm)
 
 
-def test_other_parts_on_another_rank(ranks):
-    with pytest.raises(RanksFailedError) as caught:
-        ranks.run(other_parts)
-    assert MismatchError.__name__ in str(caught.value)
-    assert "rank 2 has parts ['step1'], rank 0 ['step0']" in str(caught.value)
-
-
-def grown(comm) -> list[Any]:
+@on_ranks("ranks")
+def test_a_structure_is_sent_with_its_values(comm):
     """Structures that differ: an optimizer's before and after its first step, say."""
     own = {} if comm.rank == 2 else {0: {"momentum": np.full(3, comm.rank + 1.0)}, "n": (1, None)}
     state = elastic.State(comm, optimizer=own)
     if comm.rank == 1:
         state.commit()
     state.sync(comm)
-    return [state.optimizer[0]["momentum"].tolist(), state.optimizer["n"]]
+    assert state.optimizer[0]["momentum"].tolist() == [2.0] * 3
+    assert state.optimizer["n"] == (1, None)
 
 
-def test_a_structure_is_sent_with_its_values(ranks):
-    assert ranks.run(grown) == [[[2.0] * 3, (1, None)]] * 3
-
-
-def numbers(comm) -> Any:
+@on_ranks("ranks")
+def test_numbers_of_numpy_are_restored(comm):
     state = elastic.State(comm, best=1.0, done=False)
     state.best, state.done = np.float64(comm.rank), np.bool_(False)
     state.commit()
     state.best, state.done = np.float64(9), np.bool_(True)
     state.sync(comm)
-    return float(state.best), bool(state.done)
-
-
-def test_numbers_of_numpy_are_restored(ranks):
-    assert ranks.run(numbers) == [(0.0, False)] * 3
+    assert (float(state.best), bool(state.done)) == (0.0, False)
 
 
 # -- generations ---------------------------------------------------------------------
@@ -323,7 +309,8 @@ def test_below_the_floor_all_get_the_error_that_starts_all_again(ranks):
     assert ranks.run(too_few) == [(1,), "lost", (1,)]
 
 
-def ended(comm) -> list[int]:
+@on_ranks("ranks")
+def test_nobody_ends_while_another_has_to_go_back(comm):
     state = elastic.State(comm, step=0)
     steps = []
     for generation in elastic.generations(comm, state):
@@ -334,11 +321,7 @@ def ended(comm) -> list[int]:
                 state.commit()
                 if comm.rank == 0:
                     raise collective.PeerLostError("found in the last call, by one rank alone")
-    return [*steps, comm.size]
-
-
-def test_nobody_ends_while_another_has_to_go_back(ranks):
-    assert ranks.run(ended) == [[0, 1, 3]] * 3
+    assert [*steps, comm.size] == [0, 1, 3]
 
 
 def stuck(comm) -> str:
@@ -382,17 +365,10 @@ def test_any_other_error_passes_and_its_rank_is_lost(ranks):
     assert ranks.run(failing) == [1, "failed", "lost"]
 
 
-def careless(comm) -> str:
-    try:
-        for _ in elastic.generations(comm, elastic.State(comm)):
-            pass
-    except InvalidArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_a_body_that_does_not_enter_is_refused(ranks):
-    assert all("`with generation as comm:`" in text for text in ranks.run(careless))
+@on_ranks("ranks")
+def test_a_body_that_does_not_enter_is_refused(comm):
+    with pytest.raises(InvalidArgumentError, match="`with generation as comm:`"):
+        list(elastic.generations(comm, elastic.State(comm)))
 
 
 AWAKE = threading.Event()

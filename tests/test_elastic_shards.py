@@ -13,15 +13,12 @@ import collective
 from collective import elastic
 from collective.adapters.torch import DistributedDataParallel, ShardedOptimizer
 from collective.errors import InvalidArgumentError, StateLostError
-from collective.testing import RankPool
+from tests.on_ranks import ranks_of
 
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4, "threads", timeout=60.0) as pool:
-        yield pool
+ranks = ranks_of(("threads", 4))
 
 
 def network() -> nn.Module:

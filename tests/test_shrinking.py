@@ -47,25 +47,20 @@ def on_threads(
     hosts: str = "", **settings: Any,
 ) -> list[Any]:  # fmt: skip
     """Return what ``program`` returned or raised on each of some ranks that meet in ``store``."""
-    results: list[Any] = [None] * size
     found = MemoryStore() if store is None else store
     hosts = hosts or "a" * size
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         world = World(rank, size, *local, hosts[rank], "none", "job", found)
         try:
             with collective.connect(world, "threads", timeout=FAR_S, **settings) as comm:
-                results[rank] = program(comm)
+                return program(comm)
         except collective.CollectiveError as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(FAR_S)
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
 
 
 @pytest.mark.parametrize(
