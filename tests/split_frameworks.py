@@ -1,12 +1,18 @@
-"""Whose splits are tested: fixtures of both frameworks."""
+"""Whose splits are tested: fixtures of both frameworks, and how far a result is from another."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
-__all__ = ["framework", "one_thread"]
+__all__ = ["CLOSE", "far", "of", "one_thread"]
+
+CLOSE = 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +27,28 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["torch", "chainer"])
-def framework(request: pytest.FixtureRequest) -> str:
-    """Return the end of the names of modules that have a framework's models."""
+def of(request: pytest.FixtureRequest) -> ModuleType:
+    """Return a framework's models."""
     if request.param == "torch":
         request.getfixturevalue("one_thread")
     else:
         pytest.importorskip("collective.adapters.chainer.functional")
-    name: str = request.param
-    return name
+    return importlib.import_module(f"tests.split_models_{request.param}")
+
+
+def far(found: Any, expected: Any) -> float:
+    """Return the largest difference of arrays, relative to the elements of the array.
+
+    Where an array is next to zero (the gradient of what a normalisation takes out), relative to
+    a hundredth of the largest of all.
+
+    Args:
+        found, expected: lists of arrays, or dicts of arrays by name.
+    """
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[name] for name in expected], list(expected.values())
+    assert [a.shape for a in found] == [b.shape for b in expected]
+    pairs = [(a, b) for a, b in zip(found, expected) if b.size]
+    most = max(float(np.abs(b).max()) for _, b in pairs)
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), most / 100)) for a, b in pairs)

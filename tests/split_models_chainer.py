@@ -1,21 +1,23 @@
-"""Chainer links to be computed in pieces, for test_splits.py."""
+"""Chainer links to be computed in pieces, for test_splits.py and test_split_filters.py."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import collective
 from collective.adapters.chainer.splits import Split
 
 import chainer  # isort: skip  # by the adapter's leave
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
-__all__ = ["Split", "convolution", "fits", "inputs", "made", "outcome", "seed"]
+STEPS = 3
 
 
 class UNet(chainer.Chain):
@@ -55,33 +57,99 @@ class Resized(chainer.Chain):
         return self.out((a * 2 + b)[:, :, 1:])
 
 
-def vgg() -> Any:
-    return chainer.Sequential(
+class Elsewhere(chainer.Chain):
+    """Weights that other functions than their layers' use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.first, self.second = L.Convolution2D(1, 4, 3), L.Convolution2D(4, 4, 3)
+            self.last = L.Linear(144, 5)
+
+    def forward(self, x: Any) -> Any:
+        x = F.tanh(F.convolution_2d(x, self.first.W * 2.0, self.first.b))
+        x = self.second(x)
+        x = x * F.broadcast_to(F.reshape(self.second.b, (1, -1, 1, 1)), x.shape)
+        x = F.linear(self.last(x), F.transpose(self.last.W))
+        return x + F.broadcast_to(F.sum(self.first.W), x.shape)
+
+
+class Differing(chainer.Link):
+    """Computes something else in pieces."""
+
+    def forward(self, x: Any) -> Any:
+        return x * (2.0 if type(x) is chainer.Variable else 3.0)
+
+
+#: Of inputs (2, 1, 21, 18).
+MODELS: dict[str, Callable[[], Any]] = {
+    "unet": UNet,
+    "resized": Resized,
+    "vgg": lambda: chainer.Sequential(
         *(L.Convolution2D(1, 4, 3, pad=1), F.relu, partial(F.max_pooling_2d, ksize=2)),
         *(L.Convolution2D(4, 8, 3, pad=1), F.relu),
         partial(F.max_pooling_2d, ksize=3, stride=2, pad=1),
         *(L.Linear(8 * 6 * 5, 16), F.tanh, L.Linear(16, 3)),
-    )
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "unet": UNet,
-    "resized": Resized,
-    "vgg": vgg,
+    ),
     "batch norm": lambda: UNet(L.BatchNormalization),
     "group norm": lambda: UNet(lambda channels: L.GroupNormalization(2, channels)),
     "instance norm": lambda: UNet(lambda channels: L.GroupNormalization(channels, channels)),
 }
+#: Of inputs (2, 1, 10, 10).
+SMALL: dict[str, Callable[[], Any]] = {
+    "pairs": lambda: chainer.Sequential(
+        *(L.Convolution2D(1, 6, 3), F.tanh, L.Convolution2D(6, 4, 3, 2, nobias=True), F.tanh),
+        *(L.Linear(36, 8), F.tanh, L.Linear(8, 3)),
+    ),
+    "uneven": lambda: chainer.Sequential(
+        *(L.ConvolutionND(2, 1, 5, 3), F.tanh, L.ConvolutionND(2, 5, 7, 3)),
+        L.ConvolutionND(2, 7, 7, 2),
+    ),
+    "fewer channels than ranks": lambda: chainer.Sequential(
+        L.Convolution2D(1, 2, 3), L.Convolution2D(2, 5, 3), L.Convolution2D(5, 1, 1)
+    ),
+    "groups": lambda: chainer.Sequential(
+        L.Convolution2D(1, 4, 3), L.Convolution2D(4, 4, 3, groups=2), L.Convolution2D(4, 4, 2)
+    ),
+    "depthwise": lambda: chainer.Sequential(
+        *(L.Convolution2D(1, 4, 3), F.tanh, L.Convolution2D(4, 4, 3, groups=4)),
+        *(L.Convolution2D(4, 6, 1), L.Deconvolution2D(6, 6, 3, groups=6)),
+    ),
+    "norms": lambda: chainer.Sequential(
+        *(L.Convolution2D(1, 4, 3), L.BatchNormalization(4), F.tanh, L.Convolution2D(4, 6, 3)),
+        L.Convolution2D(6, 2, 1),
+    ),
+    "elsewhere": Elsewhere,
+    "sorted": lambda: chainer.Sequential(F.relu, lambda x: F.flip(x, 2), F.relu),
+    "differing": lambda: chainer.Sequential(
+        L.Convolution2D(1, 2, 3), Differing(), L.Convolution2D(2, 1, 3)
+    ),
+    "dropout": lambda: chainer.Sequential(
+        L.Convolution2D(1, 4, 3), partial(F.dropout, ratio=0.4), L.Convolution2D(4, 1, 3)
+    ),
+    "mask": lambda: chainer.Sequential(F.dropout),
+}
+#: The function without a rule of "sorted".
+WITHOUT_A_RULE = "Flip"
 
 
 def made(name: str) -> tuple[Any, Any]:
     """Return a link and its input, float64, the same wherever this is called."""
     random_numbers = np.random.RandomState(7)
     with chainer.using_config("dtype", np.float64):
-        link = MODELS[name]()
+        link = (MODELS | SMALL)[name]()
     for parameter in link.params():
         parameter.array[...] = random_numbers.randn(*parameter.shape) / 3
-    return link, random_numbers.randn(2, 1, 21, 18)
+    return link, random_numbers.randn(2, 1, *((21, 18) if name in MODELS else (10, 10)))
+
+
+def single(name: str) -> Any:
+    """Return a link in single precision."""
+    with chainer.using_config("dtype", np.float32):
+        return MODELS[name]()
+
+
+array = np.asarray
 
 
 def outcome(
@@ -133,3 +201,102 @@ def inputs(*shape: int) -> Any:
 
 def seed(number: int) -> None:
     np.random.seed(number)
+
+
+# -- of which each rank has its own filters alone --------------------------------------------
+
+
+def state_of(link: Any) -> dict[str, Any]:
+    """Return what is serialized of a link, whole, under its own names."""
+    serializer = chainer.serializers.DictionarySerializer()
+    serializer.save(link)
+    return {
+        name.removeprefix("link/"): np.array(each)
+        for name, each in serializer.target.items()
+        if each is not None
+    }
+
+
+def trained(link: Any, x: Any) -> dict[str, Any]:
+    """Train for some steps; return the last output, the input's gradient, and the state."""
+    optimizer = chainer.optimizers.MomentumSGD(0.01, 0.9).setup(link)
+    for _ in range(STEPS):
+        given = chainer.Variable(x.copy())
+        link.cleargrads()
+        y = link(given)
+        F.sum(y * np.linspace(-1, 2, y.size).reshape(y.shape)).backward()
+        optimizer.update()
+    return {"y": y.array, "x": given.grad, **state_of(link)}
+
+
+def split_of(comm: collective.Communicator, name: str, **how: Any) -> tuple[Split, Any]:
+    link, x = made(name)
+    return Split(link, comm=comm, filters="own", **{"channels": comm.size, **how}), x
+
+
+def bytes_of(link: Any, x: Any) -> int:
+    """Train a step; return the bytes of weights, gradients and momentum."""
+    optimizer = chainer.optimizers.MomentumSGD(0.01, 0.9).setup(link)
+    link.cleargrads()
+    F.sum(link(x)).backward()
+    optimizer.update()
+    return sum(
+        each.array.nbytes + each.grad.nbytes + each.update_rule.state["v"].nbytes
+        for each in link.params()
+    )
+
+
+def doubled(path: Path) -> dict[str, Any]:
+    """Write the state of a model with other weights; return what it gives, and the state."""
+    link, x = made("pairs")
+    for parameter in link.params():
+        parameter.array *= 2
+    state = state_of(link)
+    with path.open("wb") as file:
+        np.savez(file, **{f"link/{name}": each for name, each in state.items()})
+    return {"y": link(x).array, **state}
+
+
+def loaded(comm: collective.Communicator, path: Path) -> dict[str, Any]:
+    split, x = split_of(comm, "pairs")
+    chainer.serializers.load_npz(path, split)
+    return {"y": split(x).array, **state_of(split)}
+
+
+def _two(second: int = 4) -> Any:
+    return chainer.Sequential(L.Linear(4, 4), L.Linear(second, 4))
+
+
+def _tied() -> Any:
+    link = _two()
+    link[1].W = link[0].W
+    return link
+
+
+def _one_bias() -> Any:
+    link = _two(8)
+    link[1].b = link[0].b
+    return link
+
+
+def _one_array() -> Any:
+    link = _two()
+    link[1].W.array = link[0].W.array
+    return link
+
+
+#: What cannot be cut, and what is said of it.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "tied": (_tied, "/0/W and /1/W are one parameter.*filters='all'"),
+    "one bias": (_one_bias, "/0/b and /1/b are one parameter.*filters='all'"),
+    "one memory": (_one_array, "/0/W and /1/W are one parameter.*filters='all'"),
+    "not made yet": (lambda: chainer.Sequential(L.Linear(None, 4)), "/0 .* has no weights yet"),
+}
+
+
+def part(split: Split) -> Any:
+    return split.link
+
+
+def copied(link: Any) -> Any:
+    return link.copy("copy")

@@ -1,9 +1,11 @@
-"""PyTorch modules to be computed in pieces, for test_splits.py."""
+"""PyTorch modules to be computed in pieces, for test_splits.py and test_split_filters.py."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import collective
 from collective.adapters.torch import Split
 
-__all__ = ["Split", "convolution", "fits", "inputs", "made", "outcome", "seed"]
+STEPS = 3
 
 
 class UNet(nn.Module):
@@ -52,29 +55,97 @@ class Resized(nn.Module):
         return self.out((a * 2 + b)[:, :, 1:])
 
 
-def vgg() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
-        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)),
-    )
+class Elsewhere(nn.Module):
+    """Weights that other functions than their layers' use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Any) -> Any:
+        scaled = self.first.weight / self.first.weight.norm()
+        x = torch.tanh(functional.conv2d(x, scaled, self.first.bias))
+        x = self.second(x) * self.second.bias.reshape(-1, 1, 1)
+        assert self.last.weight.shape == (5, 6)
+        x = functional.linear(self.last(x), self.last.weight.T)
+        return x + self.first.weight.sum()
 
 
+class Sorted(nn.Module):
+    """Calls a function without a rule."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.sort(torch.relu(x), dim=2).values * 2
+
+
+class Differing(nn.Module):
+    """Computes something else in pieces."""
+
+    def forward(self, x: Any) -> Any:
+        return x * functional.relu(x).detach() if type(x) is torch.Tensor else x * 3
+
+
+def _tower(*layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*copy.deepcopy(layers))
+
+
+#: Of inputs (2, 1, 21, 18).
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": UNet,
     "resized": Resized,
-    "vgg": vgg,
+    "vgg": _tower(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)),
+    ),
     "batch norm": lambda: UNet(nn.BatchNorm2d),
     "group norm": lambda: UNet(lambda channels: nn.GroupNorm(2, channels)),
     "instance norm": lambda: UNet(lambda channels: nn.InstanceNorm2d(channels, affine=True)),
 }
+#: Of inputs (2, 1, 10, 10).
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    "pairs": _tower(
+        *(nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, stride=2, bias=False), nn.Tanh()),
+        *(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3)),
+    ),
+    "uneven": _tower(nn.Conv2d(1, 5, 3), nn.Tanh(), nn.Conv2d(5, 7, 3), nn.Conv2d(7, 7, 2)),
+    "fewer channels than ranks": _tower(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 5, 3), nn.Conv2d(5, 1, 1)),
+    "groups": _tower(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 2)),
+    "depthwise": _tower(
+        *(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1)),
+        nn.ConvTranspose2d(6, 6, 3, groups=6),
+    ),
+    "norms": _tower(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4), nn.Conv2d(4, 6, 3)),
+        *(nn.GroupNorm(2, 6), nn.Conv2d(6, 2, 1)),
+    ),
+    "elsewhere": Elsewhere,
+    "sorted": Sorted,
+    "differing": _tower(nn.Conv2d(1, 2, 3), Differing(), nn.Conv2d(2, 1, 3)),
+    "dropout": _tower(nn.Conv2d(1, 4, 3), nn.Dropout(0.4), nn.Conv2d(4, 1, 3)),
+    "mask": lambda: nn.Dropout(0.5),
+}
+#: The function without a rule of "sorted".
+WITHOUT_A_RULE = "sort"
 
 
 def made(name: str) -> tuple[nn.Module, Any]:
     """Return a model and its input, float64, the same wherever this is called."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(7)
-        return MODELS[name]().double(), torch.randn(2, 1, 21, 18, dtype=torch.float64)
+    random = torch.Generator().manual_seed(7)  # ranks that are threads share the global one
+    rows = (21, 18) if name in MODELS else (10, 10)
+    module = (MODELS | SMALL)[name]().double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=random)
+    return module, torch.randn(2, 1, *rows, dtype=torch.float64, generator=random)
+
+
+def single(name: str) -> nn.Module:
+    """Return a model in single precision."""
+    return made(name)[0].float()
+
+
+array = torch.from_numpy
 
 
 def outcome(
@@ -123,3 +194,96 @@ def inputs(*shape: int) -> Any:
 
 def seed(number: int) -> None:
     torch.manual_seed(number)
+
+
+# -- of which each rank has its own filters alone --------------------------------------------
+
+
+def split_of(comm: collective.Communicator, name: str, **how: Any) -> tuple[Split, Any]:
+    module, x = made(name)
+    return Split(module, comm=comm, filters="own", **{"channels": comm.size, **how}), x
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    """Return the state of a module, whole, under its own names."""
+    state = module.state_dict()
+    return {name.removeprefix("module."): each.numpy() for name, each in state.items()}
+
+
+def trained(module: Any, x: Any) -> dict[str, Any]:
+    """Train for some steps; return the last output, the input's gradient, and the state."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+    x = x.clone().requires_grad_()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        y = module(x)
+        weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
+        (y * weights).sum().backward()
+        optimizer.step()
+    return {"y": y.detach().numpy(), "x": x.grad.numpy(), **state_of(module)}
+
+
+def bytes_of(module: Any, x: Any) -> int:
+    """Train a step; return the bytes of weights, gradients and momentum."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+    module(x).sum().backward()
+    optimizer.step()
+    momentum = sum(optimizer.state[each]["momentum_buffer"].nbytes for each in module.parameters())
+    return sum(each.nbytes + each.grad.nbytes for each in module.parameters()) + momentum
+
+
+def doubled(path: Path) -> dict[str, Any]:
+    """Write the state of a model with other weights; return what it gives, and the state."""
+    module, x = made("pairs")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    torch.save({f"module.{name}": each for name, each in module.state_dict().items()}, path)
+    return {"y": module(x).detach().numpy(), **state_of(module)}
+
+
+def loaded(comm: collective.Communicator, path: Path) -> dict[str, Any]:
+    split, x = split_of(comm, "pairs")
+    split.load_state_dict(torch.load(path))
+    return {"y": split(x).detach().numpy(), **state_of(split)}
+
+
+def _two(second: int = 4) -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(second, 4))
+
+
+def _tied() -> nn.Module:
+    module = _two()
+    module[1].weight = module[0].weight
+    return module
+
+
+def _one_bias() -> nn.Module:
+    module = _two(8)
+    module[1].bias = module[0].bias
+    return module
+
+
+def _one_memory() -> nn.Module:
+    module = _two()
+    module[1].weight.data = module[0].weight.data
+    return module
+
+
+#: What cannot be cut, and what is said of it.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "tied": (_tied, r"0.weight and 1.weight are one parameter.*filters='all'"),
+    "one bias": (_one_bias, r"0.bias and 1.bias are one parameter.*filters='all'"),
+    "one memory": (_one_memory, r"0.weight and 1.weight are one parameter.*filters='all'"),
+    "not made yet": (
+        lambda: nn.Sequential(nn.LazyConv2d(4, 3)),
+        "0 has no weights yet. Call the module once",
+    ),
+}
+
+
+def part(split: Split) -> Any:
+    return split.module
+
+
+copied = copy.deepcopy

@@ -18,21 +18,10 @@ import chainer.links as L
 import collective
 from collective.adapters.chainer.splits import Split
 from collective.testing import run_ranks
-from tests.split_models_chainer import UNet, outcome
-from tests.test_splits import CLOSE, far
+from tests.split_frameworks import CLOSE, far
+from tests.split_models_chainer import outcome
 
 # -- in turn ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", [{"data": (3,)}, {"channels": 2}, {"batch": 2}], ids=str)
-def test_dropout_drops_what_the_function_drops(how: dict[str, Any]) -> None:
-    with chainer.using_config("dtype", np.float64):
-        link = chainer.Sequential(L.Convolution2D(1, 4, 3), F.dropout, L.Convolution2D(4, 1, 3))
-    x = np.random.randn(2, 1, 12, 9)
-    np.random.seed(3)
-    expected = outcome(link, x, link)
-    np.random.seed(3)
-    assert far(outcome(link, x, Split(link, **how)), expected) < CLOSE
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
@@ -46,14 +35,6 @@ def test_images_are_resized(mode: str, corners: bool) -> None:
     split = Split(link, data=(4, 3))
     assert far(outcome(link, x, split), outcome(link, x, link)) < 1e-5
     assert not split.joined
-
-
-def test_a_function_without_a_rule_gets_the_whole_variable() -> None:
-    link = chainer.Sequential(F.relu, lambda x: F.flip(x, 2), F.relu)
-    x = np.random.randn(1, 1, 9, 4).astype(np.float32)
-    split = Split(link, data=(3,))
-    np.testing.assert_array_equal(split(x).array, link(x).array)
-    assert [name.endswith("(Flip)") for name in split.joined] == [True]
 
 
 def test_mirrored_padding_has_chainers_gradient() -> None:
@@ -71,48 +52,7 @@ def test_the_array_of_a_cut_variable_is_the_whole() -> None:
     np.testing.assert_allclose(Split(Peeking(), data=(3,))(x).array, Peeking()(x).array)
 
 
-def test_strict_refuses_it() -> None:
-    link = chainer.Sequential(lambda x: F.flip(x, 2))
-    with pytest.raises(collective.UnsupportedError, match=r"\(Flip\).*strict"):
-        Split(link, data=(2,), strict=True)(np.ones((1, 1, 8, 8), np.float32))
-
-
-# -- over ranks ------------------------------------------------------------------------------
-
-
-def _masks(comm: collective.Communicator) -> Any:
-    split = Split(chainer.Sequential(F.dropout), data=(2,), comm=comm)
-    return split(np.ones((1, 1, 64, 2), np.float32)).array
-
-
-def test_ranks_drop_by_one_mask() -> None:
-    first, second = run_ranks(2, _masks)
-    np.testing.assert_array_equal(first, second)
-    assert set(np.unique(first)) == {0.0, 2.0}
-
-
 # -- what it tells ---------------------------------------------------------------------------
-
-
-def test_verify_finds_nothing() -> None:
-    with chainer.using_config("dtype", np.float32):
-        link = UNet(L.BatchNormalization)
-    verification = Split(link, data=(3,)).verify(np.random.randn(2, 1, 21, 18))
-    assert verification
-    assert verification.largest < 1e-9
-
-
-def test_verify_names_the_first_link_that_differs() -> None:
-    class Shrinking(chainer.Link):
-        """Computes what depends on whether its input is cut."""
-
-        def forward(self, x: Any) -> Any:
-            return x * (2.0 if type(x) is chainer.Variable else 3.0)
-
-    link = chainer.Sequential(L.Convolution2D(1, 2, 3), Shrinking(), L.Convolution2D(2, 1, 3))
-    verification = Split(link, data=(2,)).verify(np.random.randn(1, 1, 12, 8))
-    assert not verification
-    assert "(Shrinking) is the first that differs" in str(verification)
 
 
 def test_memory_report_counts_what_is_kept() -> None:

@@ -6,8 +6,8 @@ What one framework alone has: test_torch_splits.py, test_chainer_splits.py.
 from __future__ import annotations
 
 import copy
-import importlib
 import random
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -17,32 +17,13 @@ import pytest
 
 import collective
 from collective.testing import run_ranks
-from tests.split_frameworks import framework, one_thread
+from tests.split_frameworks import CLOSE, far, of, one_thread
 
-__all__ = ["framework", "one_thread"]  # fixtures
+__all__ = ["of", "one_thread"]  # fixtures
 
-CLOSE = 1e-12
 NAMES = ("unet", "resized", "vgg", "batch norm", "group norm", "instance norm")
 
 Outcome = list[np.ndarray[Any, Any]]
-
-
-@pytest.fixture
-def of(framework: str) -> ModuleType:
-    """Return a framework's models."""
-    return importlib.import_module(f"tests.split_models_{framework}")
-
-
-def far(found: Outcome, expected: Outcome) -> float:
-    """Return the largest difference, relative to the elements of its array.
-
-    Where an array is next to zero (the gradient of what a normalisation takes out), relative to
-    a hundredth of the largest of all.
-    """
-    assert [a.shape for a in found] == [b.shape for b in expected]
-    pairs = [(a, b) for a, b in zip(found, expected) if b.size]
-    most = max(float(np.abs(b).max()) for _, b in pairs)
-    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), most / 100)) for a, b in pairs)
 
 
 def whole(of: ModuleType, name: str) -> Outcome:
@@ -108,6 +89,25 @@ def test_random_layers_in_turn(of: ModuleType, seed: int) -> None:
         assert far(found, expected) < CLOSE, (layer, x.shape, how)
 
 
+@pytest.mark.parametrize("how", [{"data": (3,)}, {"channels": 2}, {"batch": 2}], ids=str)
+def test_dropout_drops_what_the_model_drops(of: ModuleType, how: dict[str, Any]) -> None:
+    module, x = of.made("dropout")
+    of.seed(3)
+    expected = of.outcome(module, x, module)
+    of.seed(3)
+    assert far(of.outcome(module, x, of.Split(module, **how)), expected) < CLOSE
+
+
+def test_a_function_without_a_rule_gets_the_whole_array(of: ModuleType) -> None:
+    module, x = of.made("sorted")
+    split = of.Split(module, data=(3,))
+    assert far(of.outcome(module, x, split), of.outcome(module, x, module)) == 0
+    assert [name.endswith(f"({of.WITHOUT_A_RULE})") for name in split.joined] == [True]
+    split = of.Split(module, data=(3,), strict=True)
+    with pytest.raises(collective.UnsupportedError, match=rf"\({of.WITHOUT_A_RULE}\).*strict"):
+        split(x)
+
+
 # -- over ranks ------------------------------------------------------------------------------
 
 
@@ -169,6 +169,35 @@ def test_pieces_go_in_and_come_out(of: ModuleType) -> None:
     assert far([np.concatenate([found[1] for found in ranks], 2)], [x_gradient]) < CLOSE
     for _, _, *found in ranks:
         assert far(found, gradients) < CLOSE
+
+
+def _masks(comm: collective.Communicator, of: ModuleType) -> Any:
+    module, _ = of.made("mask")
+    x = np.ones((1, 1, 64, 2))
+    y, *_ = of.outcome(module, of.array(x), of.Split(module, data=(2,), comm=comm))
+    return y
+
+
+def test_ranks_drop_by_one_mask(of: ModuleType) -> None:
+    first, second = run_ranks(2, _masks, of)
+    np.testing.assert_array_equal(first, second)
+    assert set(np.unique(first)) == {0.0, 2.0}
+
+
+# -- what it tells ---------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing(of: ModuleType) -> None:
+    verification = of.Split(of.single("batch norm"), data=(3,)).verify(of.made("batch norm")[1])
+    assert verification
+    assert verification.largest < 1e-9
+
+
+def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
+    module, x = of.made("differing")
+    verification = of.Split(module, data=(2,)).verify(x)
+    assert not verification
+    assert re.search(r"the output of \S+ \(Differing\) is the first", str(verification))
 
 
 # -- what is refused -------------------------------------------------------------------------

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
 
 import collective  # noqa: E402
 from collective.adapters.torch import DistributedDataParallel, Split  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
-from tests.split_frameworks import one_thread  # noqa: E402
-from tests.split_models_torch import made, outcome  # noqa: E402
-from tests.test_splits import CLOSE, far  # noqa: E402
+from tests.split_frameworks import CLOSE, far, one_thread  # noqa: E402
+from tests.split_models_torch import STEPS, made, outcome, split_of, state_of  # noqa: E402
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,47 +26,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # -- in turn ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [nn.Dropout(0.4), nn.Dropout2d(0.4)], ids=["each", "channel"])
-@pytest.mark.parametrize("how", [{"data": (3,)}, {"channels": 2}, {"batch": 2}], ids=str)
-def test_dropout_drops_what_the_module_drops(module: nn.Module, how: dict[str, Any]) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), module, nn.Conv2d(4, 1, 3)).double()
+def test_dropout_of_channels_drops_what_the_module_drops() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout2d(0.4), nn.Conv2d(4, 1, 3)).double()
     x = torch.randn(2, 1, 12, 9, dtype=torch.float64)
-    torch.manual_seed(3)
-    expected = outcome(model, x, model)
-    torch.manual_seed(3)
-    assert far(outcome(model, x, Split(model, **how)), expected) < CLOSE
-
-
-def test_a_function_without_a_rule_gets_the_whole_tensor() -> None:
-    class Sorted(nn.Module):
-        def forward(self, x: Any) -> Any:
-            return torch.sort(torch.relu(x), dim=2).values * 2
-
-    x = torch.randn(1, 1, 9, 4)
-    split = Split(Sorted(), data=(3,))
-    assert torch.equal(split(x), Sorted()(x))
-    assert split.joined == ("Sorted (sort)",)
-
-
-def test_strict_refuses_it() -> None:
-    split = Split(nn.Sequential(nn.Conv2d(1, 1, 3), nn.Softmax(2)), data=(2,), strict=True)
-    with pytest.raises(collective.UnsupportedError, match=r"1 \(Softmax\) \(softmax\).*strict"):
-        split(torch.ones(1, 1, 8, 8))
+    for how in ({"data": (3,)}, {"channels": 2}, {"batch": 2}):
+        torch.manual_seed(3)
+        expected = outcome(model, x, model)
+        torch.manual_seed(3)
+        assert far(outcome(model, x, Split(model, **how)), expected) < CLOSE, how
 
 
 # -- over ranks ------------------------------------------------------------------------------
-
-
-def _masks(comm: collective.Communicator) -> Any:
-    torch.manual_seed(comm.rank)
-    split = Split(nn.Dropout(0.5), data=(2,), comm=comm)
-    return split(torch.ones(1, 1, 64, 2)).detach()
-
-
-def test_ranks_drop_by_one_mask() -> None:
-    first, second = run_ranks(2, _masks)
-    assert torch.equal(first, second)
-    assert set(first.unique().tolist()) == {0.0, 2.0}
 
 
 def _differing(comm: collective.Communicator) -> str:
@@ -135,26 +105,6 @@ def test_axes_that_the_input_has_not() -> None:
 # -- what it tells ---------------------------------------------------------------------------
 
 
-def test_verify_finds_nothing() -> None:
-    module, x = made("unet")
-    verification = Split(module, data=(3,)).verify(x)
-    assert verification
-    assert verification.largest < 1e-9
-
-
-def test_verify_names_the_first_layer_that_differs() -> None:
-    class Position(nn.Module):
-        """Computes what depends on how many rows there are: in pieces other numbers."""
-
-        def forward(self, x: Any) -> Any:
-            return x * functional.relu(x).detach() if type(x) is torch.Tensor else x * 3
-
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), Position(), nn.Conv2d(2, 1, 3))
-    verification = Split(model, data=(2,)).verify(torch.randn(1, 1, 12, 8))
-    assert not verification
-    assert "the output of 1 (Position) is the first that differs" in str(verification)
-
-
 def test_memory_report_counts_what_is_kept() -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     x = torch.randn(1, 1, 32, 32)
@@ -186,21 +136,100 @@ def test_split_in_an_optimizer_has_the_modules_parameters() -> None:
     assert all(a is b for a, b in zip(split.parameters(), module.parameters(), strict=True))
 
 
-def _sum_over_rows_and_average_over_columns(
-    comm: collective.Communicator, module: nn.Module, x: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+# -- with data-parallel training -------------------------------------------------------------
+
+
+def _within_data_parallel(
+    comm: collective.Communicator, how: dict[str, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    pieces, samples = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    module, x = made("pairs")
+    split = Split(module, comm=pieces, **how)
+    _train(DistributedDataParallel(split, samples), x[comm.rank // 2 :][:1])
+    return state_of(split)
+
+
+def _train(model: nn.Module, x: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", [{"data": (2,)}, {"channels": 2, "filters": "own"}], ids=str)
+def test_split_within_data_parallel_training(how: dict[str, Any]) -> None:
+    module, x = made("pairs")
+    _train(module, x)
+    for found in run_ranks(4, _within_data_parallel, how):
+        assert far(found, state_of(module)) < CLOSE
+
+
+# -- channels, and the filters of a rank's own -----------------------------------------------
+
+
+def _middle_axis(comm: collective.Communicator, module: nn.Module, x: Any) -> list[Any]:
     module = copy.deepcopy(module)
-    model = DistributedDataParallel(Split(module, data=(2,), comm=rows), columns)
-    mine = x.chunk(2)[comm.rank // 2]
-    model(mine).square().mean().backward()
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
+    Split(module, channels=2, comm=comm)(x).square().sum().backward()
+    return [each.grad for each in module.parameters()]
 
 
-def test_split_within_data_parallel_training() -> None:
-    module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 2)).double()
-    x = torch.randn(4, 2, 9, 7, dtype=torch.float64)
-    module(x).square().mean().backward()
-    for found in run_ranks(4, _sum_over_rows_and_average_over_columns, module, x):
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)
+def test_a_linear_layer_along_rows_of_some_channels_has_the_gradient_of_all() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Linear(6, 5), nn.Conv1d(4, 2, 1)).double()
+    x = torch.randn(2, 1, 8, dtype=torch.float64)
+    for found in run_ranks(2, _middle_axis, module, x):
+        module.zero_grad()
+        module(x).square().sum().backward()
+        for gradient, parameter in zip(found, module.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def _loaded_pieces(comm: collective.Communicator) -> str:
+    split, _ = split_of(comm, "pairs")
+    pieces = {name: each.detach() for name, each in split.named_parameters()}
+    with pytest.raises(collective.ShapeError) as caught:
+        split.load_state_dict(pieces)
+    return str(caught.value)
+
+
+def test_a_state_of_pieces_is_refused() -> None:
+    for text in run_ranks(2, _loaded_pieces):
+        assert "module.0.weight of shape (3, 1, 3, 3); (6, 1, 3, 3), the whole parameter" in text
+
+
+def test_filters_are_those_of_channels() -> None:
+    def run(comm: collective.Communicator) -> None:
+        with pytest.raises(collective.InvalidArgumentError, match=r"own.*with channels=1"):
+            Split(nn.Conv2d(1, 4, 3), data=(2,), comm=comm, filters="own")
+
+    run_ranks(2, run)
+
+
+class Writing(nn.Module):
+    """A layer whose weights its parent changes in forward."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Conv2d(1, 4, 3), write
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            self.write(self.layer.weight)
+        return self.layer(x)
+
+
+_WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda weight: weight.mul_(2),
+    "data": lambda weight: weight.data.clamp_(-1, 1),
+}
+
+
+@pytest.mark.parametrize("how", _WRITES)
+def test_writing_into_a_piece_within_forward(how: str) -> None:
+    def run(comm: collective.Communicator) -> None:
+        split = Split(Writing(_WRITES[how]), channels=2, comm=comm, filters="own")
+        with pytest.raises(collective.UnsupportedError, match="behind autograd's back"):
+            split(torch.ones(1, 1, 8, 8))
+
+    run_ranks(2, run)
