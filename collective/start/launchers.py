@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,47 +118,39 @@ def _collective(environ: Environ) -> Launched | None:
     variables = _Environment("collective", environ)
     if not variables.any("COLLECTIVE_RANK", "COLLECTIVE_SIZE"):
         return None
-    rank, size = variables.number("COLLECTIVE_RANK"), variables.number("COLLECTIVE_SIZE")
-    local = rank, size
+    ranks = local = variables.numbers("COLLECTIVE_RANK", "COLLECTIVE_SIZE")
     if variables.any("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE"):
-        local = variables.number("COLLECTIVE_LOCAL_RANK"), variables.number("COLLECTIVE_LOCAL_SIZE")
+        local = variables.numbers("COLLECTIVE_LOCAL_RANK", "COLLECTIVE_LOCAL_SIZE")
     job = environ.get("COLLECTIVE_STORE") or None
     if job and not job.startswith("tcp:"):
         job = os.path.abspath(os.path.expanduser(job))
-    return variables.launched(rank, size, *local, job)
+    return variables.launched([*ranks, *local], job)
 
 
 def _torchrun(environ: Environ) -> Launched | None:
     variables = _Environment("torchrun", environ)
     if not variables.any("RANK", "WORLD_SIZE"):
         return None
-    rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
-    local = rank, size
+    ranks = local = variables.numbers("RANK", "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")
     # Programs that set RANK and WORLD_SIZE themselves often leave out the local two.
     if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
-        local = variables.number("LOCAL_RANK"), variables.number("LOCAL_WORLD_SIZE")
+        local = variables.numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     # An elastic agent restarts its processes within one run: another count, another job.
     run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     endpoint = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
     # A group is what one agent started; without an agent nobody counts the hosts.
     hosts = variables.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
-    return variables.launched(rank, size, *local, variables.job(*run, endpoint), hosts)
+    return variables.launched([*ranks, *local], variables.job(*run, endpoint), hosts)
 
 
 def _openmpi(environ: Environ) -> Launched | None:
     variables = _Environment("openmpi", environ)
     if not variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         return None
-    return variables.launched(
-        variables.number("OMPI_COMM_WORLD_RANK"),
-        variables.number("OMPI_COMM_WORLD_SIZE"),
-        variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        variables.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        variables.job(
-            environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")
-        ),
-    )
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    launch = environ.get("PMIX_NAMESPACE") or _process("prterun", "prted", "orted", "mpirun")
+    return variables.launched(variables.numbers(*names), variables.job(launch))
 
 
 def _hydra(environ: Environ) -> Launched | None:
@@ -169,13 +161,8 @@ def _hydra(environ: Environ) -> Launched | None:
         return None
     if "SLURM_STEP_ID" in environ and not variables.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
         return None  # srun --mpi=pmi2 sets these two as well, and tells the rest its own way
-    return variables.launched(
-        variables.number("PMI_RANK"),
-        variables.number("PMI_SIZE"),
-        variables.number("MPI_LOCALRANKID"),
-        variables.number("MPI_LOCALNRANKS"),
-        variables.job(uuid or _process("hydra_pmi_proxy")),
-    )
+    identity = variables.numbers("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return variables.launched(identity, variables.job(uuid or _process("hydra_pmi_proxy")))
 
 
 def _slurm(environ: Environ) -> Launched | None:
@@ -187,15 +174,13 @@ def _slurm(environ: Environ) -> Launched | None:
     if not step.isdecimal() or int(step) >= 0xFFFFFFF0 or "SLURM_PROCID" not in environ:
         return None
     variables = _Environment("slurm", environ)
-    of_step = "SLURM_STEP_NUM_TASKS" in environ
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    ranks = variables.numbers("SLURM_PROCID", size, "SLURM_LOCALID")
+    here = _slurm_tasks_here(variables, "SLURM_STEP_TASKS_PER_NODE")
     nodes = "SLURM_STEP_NUM_NODES"
+    hosts = variables.number(nodes).number if nodes in environ else None
     return variables.launched(
-        variables.number("SLURM_PROCID"),
-        variables.number("SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS"),
-        variables.number("SLURM_LOCALID"),
-        _slurm_tasks_here(variables, "SLURM_STEP_TASKS_PER_NODE"),
-        variables.job(environ.get("SLURM_JOB_ID"), step),
-        variables.number(nodes).number if nodes in environ else None,
+        [*ranks, here], variables.job(environ.get("SLURM_JOB_ID"), step), hosts
     )
 
 
@@ -231,18 +216,16 @@ class _Environment:
             )
         return _Number(int(text), name)
 
+    def numbers(self, *names: str) -> list[_Number]:
+        return [self.number(name) for name in names]
+
     def job(self, *parts: str | None) -> str:
         return " ".join((self.launcher, str(os.geteuid()), *(part or "-" for part in parts)))
 
     def launched(
-        self,
-        rank: _Number,
-        size: _Number,
-        local_rank: _Number,
-        local_size: _Number,
-        job: str | None,
-        hosts: int | None = None,
+        self, identity: Sequence[_Number], job: str | None, hosts: int | None = None
     ) -> Launched:
+        rank, size, local_rank, local_size = identity
         for low, high, allowed in (
             (rank, size, "below"),
             (local_rank, local_size, "below"),
@@ -253,8 +236,8 @@ class _Environment:
                     f"launcher {self.launcher}: {low.variable}={low.number} with "
                     f"{high.variable}={high.number}; the first must be {allowed} the second."
                 )
-        identity = rank.number, size.number, local_rank.number, local_size.number
-        return Launched(self.launcher, *identity, job, hosts)
+        numbers = rank.number, size.number, local_rank.number, local_size.number
+        return Launched(self.launcher, *numbers, job, hosts)
 
 
 def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:

@@ -76,17 +76,22 @@ def refuses(endpoint: Endpoint) -> bool:
     except RendezvousError:
         return False
     for family, address in addresses:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.settimeout(CONNECT_S)
-            try:
-                probe.connect((address, endpoint.port))
-            except ConnectionRefusedError:
-                continue
-            except OSError:
+        try:
+            if _listens(family, address, endpoint.port, CONNECT_S):
                 return False
-            if probe.getsockname() != probe.getpeername():  # a port may connect to itself
-                return False
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return False
     return True
+
+
+def _listens(family: int, address: str, port: int, seconds: float) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(seconds)
+        probe.connect((address, port))
+        # Without a listener a port of this host may connect to itself.
+        return bool(probe.getsockname() != probe.getpeername())
 
 
 def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
@@ -98,15 +103,11 @@ def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
         reason = "no address"
         for family, address in _resolve(endpoint):
             left = deadline - time.monotonic()
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.settimeout(max(0.01, min(left, CONNECT_S)))
-                try:
-                    probe.connect((address, endpoint.port))
-                    # Without a listener a port of this host may connect to itself.
-                    if probe.getsockname() != probe.getpeername():
-                        return address
-                except OSError as error:
-                    reason = str(error)
+            try:
+                if _listens(family, address, endpoint.port, max(0.01, min(left, CONNECT_S))):
+                    return address
+            except OSError as error:
+                reason = str(error)
         if time.monotonic() >= deadline:
             break
         time.sleep(_RETRY_S)
