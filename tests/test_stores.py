@@ -1,8 +1,13 @@
-"""What every store has in common: what is set is read, and of what is put the first stays."""
+"""What every store has in common; and that which rank 0 serves to those who know the job's secret.
+
+See also test_sealed_store.py, and test_tcp_store.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import socket
 import textwrap
 import threading
 import time
@@ -11,22 +16,35 @@ from pathlib import Path
 
 import pytest
 
+from collective.backends.peers.link import Link, connect
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.errors import RendezvousError, UnsupportedError
+from collective.start import private_store
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
 from collective.start.private_store import PrivateStore
+from collective.start.rendezvous import Endpoint
 from collective.start.sealed_store import SealedStore
-from tests.interpreter import run_together
-from tests.test_private_store import SECRET, free_address
+from tests.hosts import free_port
+from tests.interpreter import run_together, started
+from tests.test_monitor import FAR
 
 KINDS = ("file", "memory", "private", "sealed", "tcp", "torch's")
 RANKS, KEYS = 6, 25
 FAR_S = 60.0
 
+SECRET = Secret(bytes(range(32)))
 #: Returns a rank's own store.
 Opener = Callable[[], Store]
+
+
+def free_address() -> Endpoint:
+    return Endpoint("127.0.0.1", free_port(), "a test")
+
+
+def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
+    return PrivateStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
 
 
 @pytest.fixture(params=KINDS)
@@ -44,8 +62,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
             where = free_address()
 
             def private(serve: bool = False) -> Store:
-                made = PrivateStore(where, SECRET, serve=serve, spans_hosts=False, timeout=FAR_S)
-                return opened.enter_context(contextlib.closing(made))
+                return opened.enter_context(contextlib.closing(store(where, serve=serve)))
 
             private(serve=True)
             yield private
@@ -57,11 +74,11 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
             yield lambda: TorchStore(dist.PrefixStore("a", dist.FileStore(files, RANKS)))
         else:
             pytest.importorskip("torch")
-            from tests.test_tcp_store import endpoint, store
+            from tests import test_tcp_store as tcp
 
-            at = endpoint()
-            first = store(at, serve=True, timeout=FAR_S)
-            yield lambda: store(at, serve=False, timeout=FAR_S)
+            at = tcp.endpoint()
+            first = tcp.store(at, serve=True, timeout=FAR_S)
+            yield lambda: tcp.store(at, serve=False, timeout=FAR_S)
             del first
 
 
@@ -175,3 +192,118 @@ def test_a_stranger_cannot_win(tmp_path: Path) -> None:
     plain.set(name, b"a stranger's, of no use whatever it says, since it has no tag at all")
     with pytest.raises(RendezvousError, match="does not know its secret"):
         sealed.put_if_absent("key", b"value")
+
+
+# -- that of rank 0, for those who know the secret ---------------------------------------
+
+
+@pytest.fixture
+def where() -> Iterator[Endpoint]:
+    """An address at which this process serves."""
+    address = free_address()
+    with contextlib.closing(store(address, serve=True)) as first:
+        first.set("key", b"value")
+        yield address
+
+
+def asks(where: Endpoint) -> Link:
+    """Return a link of a rank that then says what no store says."""
+    return connect(f"{where.host} {where.port}", SECRET.key("store"), FAR)
+
+
+def holds_its_value(where: Endpoint) -> bool:
+    with contextlib.closing(store(where)) as another:
+        return another.get("key", time.monotonic() + FAR) == b"value"
+
+
+def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Endpoint) -> None:
+    with contextlib.closing(store(where, serve=True)) as again:
+        assert again.try_get("key") == b"value"
+
+
+def test_another_secret_is_not_served_at_the_same_address(where: Endpoint) -> None:
+    with pytest.raises(RendezvousError, match=r"another secret.*Set another port"):
+        store(where, serve=True, secret=Secret(bytes(32)))
+
+
+def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Endpoint) -> None:
+    wanted = rf"{where} \(a test\) is not rank 0 of this job: .*COLLECTIVE_SECRET_FILE"
+    with pytest.raises(RendezvousError, match=wanted):
+        store(where, secret=Secret(bytes(32)), timeout=0.3)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = Endpoint("127.0.0.1", other.getsockname()[1], "a test")
+        with pytest.raises(RendezvousError, match=r"in use.*COLLECTIVE_STORE=tcp://HOST:PORT"):
+            store(address, serve=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"kind": "get"}, {"kind": "get", "key": 1, "number": 1},
+     {"kind": "get", "key": "key", "number": "1"}, {"kind": "sing", "key": "key", "number": 1},
+     {"kind": "set", "key": "key", "number": 1},
+     {"kind": "set", "key": "key", "number": 1, "value": 7},
+     {"kind": "set", "key": "key", "number": 1, "value": "no hex"}],
+    ids=str,
+)  # fmt: skip
+def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
+    where: Endpoint, words: dict[str, object]
+) -> None:
+    with contextlib.closing(asks(where)) as link:
+        link.send(words)
+        with pytest.raises((EOFError, OSError)):
+            link.expect(FAR)
+    assert holds_its_value(where)
+
+
+def test_ten_thousand_random_strings(where: Endpoint) -> None:
+    """No exception escapes in the server's thread, and ranks connect meanwhile."""
+    chance = random.Random(9)
+    for number in range(10_000):
+        with socket.create_connection((where.host, where.port)) as sock:
+            sock.sendall(chance.randbytes(chance.randrange(200)))
+        if number % 2000 == 1000:
+            assert holds_its_value(where)
+    assert holds_its_value(where)
+
+
+def test_a_connection_that_broke_is_made_again(where: Endpoint) -> None:
+    with contextlib.closing(store(where)) as rank:
+        rank._link.cut()
+        assert rank.try_get("key") == b"value"
+
+
+def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) -> None:
+    with contextlib.closing(store(where)) as rank:
+        # A question whose answer nobody waits for.
+        rank._link.send({"kind": "get", "key": "key", "number": -1})
+        assert rank.try_get("another") is None
+
+
+SERVER = """
+    import sys
+    from tests.test_stores import Endpoint, store
+    served = store(Endpoint("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
+    served.set("ready", b"")
+    assert "torch" not in sys.modules
+    sys.stdin.read()
+    """
+
+
+def test_without_torch_a_server_in_another_process_is_waited_for_and_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = free_address()
+    with (
+        started("-c", textwrap.dedent(SERVER), address.port) as rank_0,
+        contextlib.closing(store(address)) as rank,
+    ):
+        assert rank.get("ready", time.monotonic() + FAR) == b""
+        assert rank_0.stdin is not None
+        rank_0.stdin.close()
+        assert rank_0.wait(FAR) == 0
+        monkeypatch.setattr(private_store, "_ANSWER_S", 0.3)
+        with pytest.raises(RendezvousError, match=r"get of 'ready' at .*has ended"):
+            rank.try_get("ready")

@@ -26,7 +26,7 @@ from collective.start.private_store import PrivateStore
 from collective.start.resolver import build
 from collective.tools.doctor import across_hosts
 from tests.test_monitor import FAR, KEY, start
-from tests.test_private_store import free_address
+from tests.test_stores import free_address
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 TEXT = "5ca1ab1e" * 8

@@ -22,7 +22,7 @@ from collective.errors import (
 from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
 
 from . import faults
-from .checks import Case, RankFactory, able, check
+from .checks import Case, RankFactory, able, check, on_each_rank
 from .heard import Heard, Trouble, hold, listen
 from .samples import LARGE, assert_same
 from .survivors import run_fresh
@@ -95,20 +95,15 @@ def _large_calls(comm: Communicator) -> Heard:
     return listen(lambda: comm.all_reduce(x, out=x, op="max"))
 
 
-@check(at_least=2, needs=_detects)
-def check_left_peer(factory: RankFactory, size: int) -> None:
+@on_each_rank(at_least=2, needs=_detects, fresh=True)
+def check_left_peer(comm: Communicator) -> None:
     """A rank that closes while others still need it is PeerLostError for them."""
-    for rank, outcome in enumerate(factory.run(size, _left_peer, fresh=True)):
-        if rank != size - 1:
-            hold(outcome, PeerLostError, f"rank {rank}", rank=size - 1)
-
-
-def _left_peer(comm: Communicator) -> Heard | None:
-    if comm.rank == comm.size - 1:
+    last = comm.size - 1
+    if comm.rank == last:
         comm.barrier()
         comm.close()
-        return None
-    return listen(comm.barrier)
+    else:
+        hold(listen(comm.barrier), PeerLostError, f"rank {comm.rank}", rank=last)
 
 
 @check()

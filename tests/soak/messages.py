@@ -33,8 +33,8 @@ from collective.start.sealed_store import SealedStore
 from collective.testing import RankPool
 from tests.mpi_launches import ROOT
 from tests.test_monitor import KEY, world
-from tests.test_private_store import asks, free_address, holds_its_value
-from tests.test_private_store import store as private_store
+from tests.test_stores import asks, free_address, holds_its_value
+from tests.test_stores import store as private_store
 from tests.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock
 
 from .findings import EDGES, Findings, framed, mutated, watched
