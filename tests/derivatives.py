@@ -31,30 +31,24 @@ class Tape:
 
     def variable(self, x: Array) -> Any:
         """Return what is differentiated by, of a copy."""
-        raise NotImplementedError
 
     def array(self, y: Any) -> Array:
         """Return a result's values."""
-        raise NotImplementedError
 
     def total(self, y: Any) -> Any:
         """Return the sum of all elements."""
-        raise NotImplementedError
 
     def sine(self, y: Any) -> Any:
         raise NotImplementedError
 
     def spread(self, y: Any, shape: Any) -> Any:
         """Repeat a scalar."""
-        raise NotImplementedError
 
     def backward(self, y: Any, seed: Array) -> None:
         """Go back from ``y``, whose gradient is ``seed``."""
-        raise NotImplementedError
 
     def derivative(self, loss: Any, x: Any) -> Any:
         """Return ``∂loss/∂x``, which can be differentiated again."""
-        raise NotImplementedError
 
     # -- what is differentiated -----------------------------------------------------------------
 

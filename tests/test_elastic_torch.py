@@ -18,17 +18,14 @@ from collective.adapters.torch import (
     SyncBatchNorm,
 )
 from collective.compression import Cast
-from collective.testing import RankPool
+from tests.on_ranks import on_ranks, ranks_of
 
 SAMPLES, BATCH, STEPS = 96, 4, 20
 #: Rank 3 is lost in step 2, and rank 0 in step 12, in the second epoch.
 LOSSES = {3: 2, 0: 12}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4, "threads", timeout=60.0) as pool:
-        yield pool
+ranks = ranks_of(("threads", 4))
 
 
 def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -187,7 +184,8 @@ def test_where_a_sampler_is_ends_with_the_epoch_on_all_ranks():
     assert [sampler.state_dict()["taken"] for sampler in samplers] == [25] * 4
 
 
-def taken_ahead(comm) -> list[int]:
+@on_ranks("ranks")
+def test_a_loader_that_works_ahead_is_counted_for(comm):
     sampler = ShardedSampler(12, comm, shuffle=False)
     state = elastic.State(comm, sampler=sampler)
     iterator = iter(sampler)
@@ -195,14 +193,11 @@ def taken_ahead(comm) -> list[int]:
         next(iterator)
     state.commit(sampler=1)
     state.restore()
-    return list(sampler)
+    assert list(sampler) == [4 + comm.rank, 8 + comm.rank]
 
 
-def test_a_loader_that_works_ahead_is_counted_for(ranks):
-    assert ranks.run(taken_ahead) == [[4 + rank, 8 + rank] for rank in range(4)]
-
-
-def rolled_back(comm) -> bool:
+@on_ranks("ranks")
+def test_what_is_restored_has_the_optimizers_bits_again(comm):
     """Optimizers load what they are given without a copy, and change it in place."""
     module, inputs, targets = made()
     optimizer = torch.optim.Adam(module.parameters())
@@ -217,14 +212,9 @@ def rolled_back(comm) -> bool:
 
     fresh = steps()
     state.restore()
-    same = steps() == fresh
+    assert steps() == fresh
     state.commit()
     later = steps()
     for _ in range(2):  # the first of which would spoil a copy that was not copied
         state.restore()
-        same = same and steps() == later != fresh
-    return same
-
-
-def test_what_is_restored_has_the_optimizers_bits_again(ranks):
-    assert ranks.run(rolled_back) == [True] * 4
+        assert steps() == later != fresh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError  # noqa: E402
-from tests.torch_groups import groups  # noqa: E402, F401
+from tests.torch_groups import in_groups  # noqa: E402
 
 WORLDS = [("shm", 2), ("shm", 3), ("gloo", 3)]
-every_world = pytest.mark.parametrize("world", WORLDS, ids=lambda p: f"{p[0]}-{p[1]}")
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MOVED = (*REAL, *WHOLE, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz)
@@ -51,7 +49,8 @@ def folded(op: Any, size: int, count: int, dtype: Any) -> Any:
     return total.to(dtype)
 
 
-def check_all_reduce(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_all_reduce(rank: int, size: int) -> None:
     op = dist.ReduceOp
     for count in COUNTS:
         for kind in (op.SUM, op.PRODUCT, op.MIN, op.MAX, op.BAND, op.BOR, op.BXOR):
@@ -69,7 +68,8 @@ def check_all_reduce(rank: int, size: int) -> None:
             same(x, folded(op.SUM, size, count, torch.float64) * 0.5)
 
 
-def check_truths_and_complex(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_truths_and_complex(rank: int, size: int) -> None:
     op = dist.ReduceOp
     truths = torch.tensor([True, rank == 0, False])
     for kind in (op.SUM, op.MAX, op.BOR):
@@ -88,7 +88,8 @@ def check_truths_and_complex(rank: int, size: int) -> None:
         dist.all_reduce(x, op.AVG)
 
 
-def check_averages_of_integers(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_averages_of_integers(rank: int, size: int) -> None:
     op = dist.ReduceOp.AVG
     # Beyond what a float could count, and sums that the number of ranks does not divide.
     wanted = torch.tensor([2**60 + 1, -((size - 1) // 2 + 1), 5 // size])
@@ -114,7 +115,8 @@ def check_averages_of_integers(rank: int, size: int) -> None:
     same(x.to_dense(), torch.tensor([0, 2**60 + 1 - size // 2, 0]))
 
 
-def check_strides(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_strides(rank: int, size: int) -> None:
     base = torch.zeros(6, 8)
     for _ in range(3):
         view = base.t()[1::2]
@@ -132,7 +134,8 @@ def check_strides(rank: int, size: int) -> None:
     same(whole.contiguous(), torch.arange(size).repeat_interleave(3)[:, None].expand(-1, 2) * 1.0)
 
 
-def check_moves(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_moves(rank: int, size: int) -> None:
     for dtype in MOVED:
         for count in COUNTS:
             mine = [numbers(r, count, dtype) for r in range(size)]
@@ -155,7 +158,8 @@ def check_moves(rank: int, size: int) -> None:
             same(x, mine[rank])
 
 
-def check_reduce_and_scatter(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_reduce_and_scatter(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for count in COUNTS:
             x = numbers(rank, count, dtype)
@@ -174,7 +178,8 @@ def check_reduce_and_scatter(rank: int, size: int) -> None:
                 torch.testing.assert_close(x, (wanted.double() / size).to(dtype))
 
 
-def check_all_to_all(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_all_to_all(rank: int, size: int) -> None:
     x = torch.arange(2.0 * size).reshape(2 * size, 1) + 100 * rank
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x)
@@ -195,7 +200,8 @@ def check_all_to_all(rank: int, size: int) -> None:
         dist.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1))
 
 
-def check_together(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_together(rank: int, size: int) -> None:
     xs = [torch.full((3,), 1.0 * rank), torch.full((2, 2), rank + 1.0)]
     with dist._coalescing_manager():
         for x in xs:
@@ -222,7 +228,8 @@ def check_together(rank: int, size: int) -> None:
         same(torch.cat([first, second]), torch.tensor([r, r, -r]) * 1.0)
 
 
-def check_sparse(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_sparse(rank: int, size: int) -> None:
     # One place that all have, and one of its own, twice.
     x = torch.sparse_coo_tensor([[0, rank + 1, rank + 1]], [1.0, 2.0, 3.0], (size + 1,))
     dist.all_reduce(x)
@@ -232,7 +239,8 @@ def check_sparse(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def check_objects(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_objects(rank: int, size: int) -> None:
     outs: list[Any] = [None] * size
     dist.all_gather_object(outs, {"rank": rank, "more": "x" * rank * 1000})
     assert [out["rank"] for out in outs] == list(range(size))
@@ -251,23 +259,3 @@ def check_objects(rank: int, size: int) -> None:
         both = [None, None]
         dist.recv_object_list(both, src=0)
         assert both == ["a", {1, 2}]
-
-
-def quietly(rank: int, size: int, check: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        check(rank, size)
-
-
-@every_world
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_all_reduce, check_averages_of_integers, check_truths_and_complex, check_strides,
-        check_moves, check_reduce_and_scatter, check_all_to_all, check_together, check_sparse,
-        check_objects,
-    ],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)  # fmt: skip
-def test_the_results_are_right(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
-    groups(world, quietly, check)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +22,13 @@ from collective.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
 )
-from tests.torch_groups import groups  # noqa: E402, F401
+from tests.torch_groups import in_groups  # noqa: E402
 
 WORLDS = [("shm", 3), ("gloo", 2)]
-every_world = pytest.mark.parametrize("world", WORLDS, ids=lambda p: f"{p[0]}-{p[1]}")
 
 
-def check_messages(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_messages(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for count in (1, 100_000):
         x, out = torch.full((count, 2), 1.0 * rank), torch.zeros(2, count).t()
@@ -47,7 +48,8 @@ def check_messages(rank: int, size: int) -> None:
             assert got.item() == i
 
 
-def check_messages_to_oneself(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_messages_to_oneself(rank: int, size: int) -> None:
     # Programs that exchange with all ranks alike; NCCL carries these.
     out, x = torch.zeros(2, 3).t(), torch.full((3, 2), 1.0 * rank)
     received = dist.irecv(out, rank, tag=3)
@@ -73,7 +75,9 @@ def check_messages_to_oneself(rank: int, size: int) -> None:
         dist.irecv(out, rank).wait()
 
 
-def check_functional_messages(rank: int, size: int) -> None:
+@pytest.mark.skipif(not hasattr(functional, "batch_p2p_ops_inplace"), reason="not in this torch")
+@in_groups(*WORLDS)
+def test_functional_messages(rank: int, size: int) -> None:
     out, after, before = torch.zeros(3), (rank + 1) % size, (rank - 1) % size
     pair = [torch.full((3,), 1.0 * rank), out]
     works = functional.batch_p2p_ops_inplace(
@@ -84,14 +88,16 @@ def check_functional_messages(rank: int, size: int) -> None:
     assert torch.equal(out, torch.full((3,), 1.0 * before))
 
 
-def check_what_goes_past_the_group(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_what_goes_past_the_group(rank: int, size: int) -> None:
     # C++ finds a backend beneath the group, which must do nothing that looks like success.
     with pytest.raises(RuntimeError, match=r"error_on_collective|does not support|No backend"):
         torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [], timeout=-1)
     dist.barrier()
 
 
-def check_any_source(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_any_source(rank: int, size: int) -> None:
     if rank:
         dist.send(torch.tensor([10 * rank]), 0)
         return
@@ -103,7 +109,8 @@ def check_any_source(rank: int, size: int) -> None:
     assert found == {r: 10 * r for r in range(1, size)}
 
 
-def check_messages_and_collectives(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_messages_and_collectives(rank: int, size: int) -> None:
     # Rank 1 comes to the collective only after the message that rank 0 sends after it.
     x, note = torch.ones(3), torch.zeros(1)
     if rank == 0:
@@ -117,7 +124,8 @@ def check_messages_and_collectives(rank: int, size: int) -> None:
     assert torch.equal(x, torch.full((3,), 1.0 * size))
 
 
-def check_works(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_works(rank: int, size: int) -> None:
     x = torch.ones(5)
     work = dist.all_reduce(x, async_op=True)
     future = work.get_future()
@@ -146,7 +154,8 @@ def check_works(rank: int, size: int) -> None:
     assert dist.barrier(async_op=True).wait()
 
 
-def check_calls_of_callbacks(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_calls_of_callbacks(rank: int, size: int) -> None:
     # As PowerSGD's hook does: the second call is made by the first one's callback, and waited
     # for there, while a third is queued already.
     def again(done: Any) -> Any:
@@ -162,7 +171,8 @@ def check_calls_of_callbacks(rank: int, size: int) -> None:
     assert torch.equal(y, torch.full((2,), 2.0 * size))
 
 
-def check_groups(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_groups(rank: int, size: int) -> None:
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([r]) for r in range(size)]
     upside_down = dist.new_group(list(range(size)), timeout=timedelta(seconds=7))
@@ -189,7 +199,8 @@ def check_groups(rank: int, size: int) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=10))
 
 
-def check_errors(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_errors(rank: int, size: int) -> None:
     x, op = torch.ones(3), dist.ReduceOp.BAND
     with pytest.raises(DtypeError):
         dist.all_reduce(x, op)
@@ -206,7 +217,8 @@ def check_errors(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(1))  # and the group goes on
 
 
-def check_mismatch(rank: int, size: int) -> None:
+@in_groups(("shm", 3))
+def test_ranks_that_differ_are_told_where(rank: int, size: int) -> None:
     with pytest.raises(MismatchError):
         dist.all_reduce(
             torch.ones(3, dtype=torch.int64), (dist.ReduceOp.AVG, dist.ReduceOp.SUM)[rank % 2]
@@ -216,7 +228,9 @@ def check_mismatch(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def check_timeouts(rank: int, size: int, seconds: float = 0.5, everyone: bool = False) -> None:
+@pytest.mark.parametrize(("seconds", "everyone"), [(0.5, False), (0.0, True)])
+@in_groups(*WORLDS)
+def test_timeouts(rank: int, size: int, seconds: float, everyone: bool) -> None:
     store = dist.group.WORLD.get_group_store()
     if rank:
         store.wait(["over"])  # or rank 0 would find this one gone
@@ -232,11 +246,8 @@ def check_timeouts(rank: int, size: int, seconds: float = 0.5, everyone: bool = 
     assert caught.value.ranks == others
 
 
-def check_no_time(rank: int, size: int) -> None:
-    check_timeouts(rank, size, 0.0, everyone=True)
-
-
-def check_waits(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_waits(rank: int, size: int) -> None:
     x = torch.ones(1)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -252,7 +263,8 @@ def check_waits(rank: int, size: int) -> None:
     assert x.item() == size
 
 
-def check_abort(rank: int, size: int) -> None:
+@in_groups(*WORLDS)
+def test_abort(rank: int, size: int) -> None:
     # All are there: who still connects, or is in a call before, hears of it in other words.
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
@@ -264,7 +276,9 @@ def check_abort(rank: int, size: int) -> None:
         dist.barrier()
 
 
-def check_life(rank: int, size: int, store: str) -> None:
+@in_groups(*WORLDS)
+def test_a_group_can_be_made_again(rank: int, size: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
     for _ in range(2):
         dist.all_reduce(torch.ones(100_000))
         dist.all_reduce(torch.ones(100_000))  # by way of symmetric memory
@@ -283,33 +297,3 @@ def check_life(rank: int, size: int, store: str) -> None:
             "collective", store=dist.FileStore(store, size), rank=rank, world_size=size
         )
     dist.barrier()
-
-
-@every_world
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_messages, check_messages_to_oneself, check_any_source,
-        check_messages_and_collectives, check_works, check_calls_of_callbacks, check_groups,
-        check_errors, check_timeouts, check_no_time, check_waits, check_abort,
-        check_what_goes_past_the_group,
-    ],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)  # fmt: skip
-def test_calls(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
-    groups(world, check)
-
-
-@pytest.mark.skipif(not hasattr(functional, "batch_p2p_ops_inplace"), reason="not in this torch")
-@every_world
-def test_functional_messages(groups: Any, world: Any) -> None:  # noqa: F811
-    groups(world, check_functional_messages)
-
-
-def test_ranks_that_differ_are_told_where(groups: Any) -> None:  # noqa: F811
-    groups(("shm", 3), check_mismatch)
-
-
-@every_world
-def test_a_group_can_be_made_again(groups: Any, world: Any, tmp_path: Any) -> None:  # noqa: F811
-    groups(world, check_life, str(tmp_path / "store"))

@@ -20,7 +20,7 @@ dist = pytest.importorskip("torch.distributed")
 from collective.backends.shm import memory  # noqa: E402
 from collective.errors import MismatchError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
-from tests.torch_groups import groups  # noqa: E402, F401
+from tests.torch_groups import in_groups  # noqa: E402
 
 WIDTH = 512  # a layer has a gradient of 1 MiB
 STEPS = 6
@@ -69,7 +69,8 @@ def in_shared_memory(model: Any) -> list[bool]:
     return [p.grad.untyped_storage().is_shared() for p in model.parameters()]
 
 
-def check_buckets_are_adopted(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("shm", 3))
+def test_buckets_are_adopted(rank: int, size: int) -> None:
     before = shared()
     model = trained(rank, size, gradient_as_bucket_view=True)
     assert all(in_shared_memory(model))
@@ -90,7 +91,8 @@ def check_buckets_are_adopted(rank: int, size: int) -> None:
     assert shared() == before
 
 
-def check_other_tensors_of_its_shape(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_other_tensors_of_its_shape(rank: int, size: int) -> None:
     model = trained(rank, size, gradient_as_bucket_view=True)
     (bucket,) = {p.grad.untyped_storage().nbytes() for p in model.parameters()}
     for _ in range(3):
@@ -109,7 +111,8 @@ def check_other_tensors_of_its_shape(rank: int, size: int) -> None:
     assert given.unique().tolist() == [size * (size + 1) / 2]
 
 
-def check_uneven_inputs(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_uneven_inputs(rank: int, size: int) -> None:
     model = trained(rank, size, gradient_as_bucket_view=True)
     steps = torch.optim.SGD(model.parameters(), lr=0.01)
     with model.join():
@@ -139,7 +142,8 @@ def is_mapped(extent: range) -> bool:
     return at >= extent.stop
 
 
-def check_numpy_arrays_over_memory_that_moves(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_numpy_arrays_over_memory_that_moves(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network(), gradient_as_bucket_view=True)
     arrays: list[Any] = []
     for step in range(STEPS):
@@ -170,7 +174,8 @@ def refused(*args: Any) -> Any:
     raise RuntimeError("no shared memory today")
 
 
-def check_a_rank_that_cannot(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_a_rank_that_cannot(rank: int, size: int) -> None:
     for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (memory, "map_shared")):
         one = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
             side_effect=OSError("gone")
@@ -180,30 +185,16 @@ def check_a_rank_that_cannot(rank: int, size: int) -> None:
         dist.barrier()
 
 
-def check_no_room(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_no_room(rank: int, size: int) -> None:
     full = mock.patch.object(os, "statvfs", return_value=mock.Mock(f_bavail=9, f_frsize=4096))
     with full if rank == 0 else contextlib.nullcontext():
         model = trained(rank, size, gradient_as_bucket_view=True)
     assert not any(in_shared_memory(model))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_buckets_are_adopted, check_other_tensors_of_its_shape, check_uneven_inputs,
-        check_numpy_arrays_over_memory_that_moves, check_a_rank_that_cannot, check_no_room,
-    ],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)  # fmt: skip
-def test_memory_of_ddp(groups: Any, check: Any) -> None:  # noqa: F811
-    groups(("shm", 2), check)
-
-
-def test_memory_of_ddp_on_three_ranks(groups: Any) -> None:  # noqa: F811
-    groups(("shm", 3), check_buckets_are_adopted)
-
-
-def check_adopt(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("shm", 3), ("gloo", 2))
+def test_adopt(rank: int, size: int) -> None:
     comm = dist.group.WORLD.comm
     nbytes = 1 << 20
     descriptor = os.memfd_create("theirs")
@@ -238,8 +229,3 @@ def refuse_to_adopt(comm: Any) -> tuple[bool, float]:
 def test_no_rank_adopts_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVE_SHM_ADOPT", "off")
     assert run_ranks(2, refuse_to_adopt, backend="shm") == [(True, 2.0)] * 2
-
-
-@pytest.mark.parametrize("world", [("shm", 2), ("shm", 3), ("gloo", 2)], ids=str)
-def test_adopt(groups: Any, world: Any) -> None:  # noqa: F811
-    groups(world, check_adopt)

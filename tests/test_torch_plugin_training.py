@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +12,13 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import UnsupportedError  # noqa: E402
-from tests.torch_groups import groups  # noqa: E402, F401
+from tests.torch_groups import in_groups  # noqa: E402
 
 STEPS, ROWS = 4, 3
+from_2_6 = pytest.mark.skipif(
+    torch.__version__ < (2, 6),
+    reason="torch's own FSDP2 asks for a GPU, and its DTensor fails on meshes of two dimensions",
+)
 
 
 def network() -> Any:
@@ -60,7 +64,8 @@ def agree(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(ours.detach(), theirs, rtol=tolerance, atol=tolerance)
 
 
-def check_ddp(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("gloo", 2), ("shm", 3))
+def test_ddp(rank: int, size: int) -> None:
     wanted = alone(size)
     for options in (
         {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True},
@@ -71,7 +76,8 @@ def check_ddp(rank: int, size: int) -> None:
         agree(model.parameters(), wanted)
 
 
-def check_hooks(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("gloo", 2))
+def test_hooks(rank: int, size: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     def plain(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
@@ -91,7 +97,8 @@ def check_hooks(rank: int, size: int) -> None:
         agree(model.parameters(), alone(size), tolerance)
 
 
-def check_accumulation_and_join(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_accumulation_and_join(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     with model.no_sync():
         loss(model, mine(0, rank, size)).backward()
@@ -113,7 +120,8 @@ def check_accumulation_and_join(rank: int, size: int) -> None:
         agree(other, same[0])
 
 
-def check_unused(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("shm", 3))
+def test_unused(rank: int, size: int) -> None:
     class Forked(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,7 +137,8 @@ def check_unused(rank: int, size: int) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def check_sparse(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_sparse(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(8, 3, sparse=True))
     for _ in range(2):
         model.zero_grad()
@@ -140,7 +149,8 @@ def check_sparse(rank: int, size: int) -> None:
     torch.testing.assert_close(model.module.weight.grad.to_dense(), wanted)
 
 
-def check_zero(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("shm", 3))
+def test_zero(rank: int, size: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = torch.nn.parallel.DistributedDataParallel(network())
@@ -160,7 +170,9 @@ def sharding() -> Any:
     return fully_shard
 
 
-def check_fsdp(rank: int, size: int) -> None:
+@from_2_6
+@in_groups(("shm", 2), ("gloo", 2))
+def test_fsdp(rank: int, size: int) -> None:
     fully_shard, model = sharding(), network()
     for layer in model:
         fully_shard(layer)
@@ -169,7 +181,9 @@ def check_fsdp(rank: int, size: int) -> None:
     agree([p.full_tensor() for p in model.parameters()], alone(size))
 
 
-def check_dtensor(rank: int, size: int) -> None:
+@from_2_6
+@in_groups(("shm", 2), ("shm", 3))
+def test_dtensor(rank: int, size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
@@ -194,7 +208,8 @@ def check_dtensor(rank: int, size: int) -> None:
     torch.testing.assert_close(parallelize_module(model, mesh["tp"], plan)(x), network()(x))
 
 
-def check_functional(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_functional(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
 
     group, x = dist.group.WORLD, torch.full((2 * size,), 1.0 * rank)
@@ -211,7 +226,8 @@ def check_functional(rank: int, size: int) -> None:
     assert [each.max().item() for each in several] == [size - 1] * 2
 
 
-def check_compiled_ddp(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_compiled_ddp(rank: int, size: int) -> None:
     # DDP broadcasts buffers in C++ between two compiled pieces, which calls the group.
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Sequential(network(), torch.nn.BatchNorm1d(4))
@@ -231,7 +247,8 @@ def check_compiled_ddp(rank: int, size: int) -> None:
         agree(other, same[0])
 
 
-def check_compiled(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_compiled(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
 
     def doubled(x: Any) -> Any:
@@ -241,7 +258,8 @@ def check_compiled(rank: int, size: int) -> None:
     assert torch.equal(found, torch.full((3,), size * (size - 1) + 1.0))
 
 
-def check_differentiable(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_differentiable(rank: int, size: int) -> None:
     from torch.distributed.nn import functional
 
     group = dist.group.WORLD  # its defaults are of the time when it was imported
@@ -261,24 +279,27 @@ def check_differentiable(rank: int, size: int) -> None:
     torch.testing.assert_close(out, torch.full((3,), size * (size + 1) / 2))
 
 
-def check_checkpoints(rank: int, size: int, path: str) -> None:
+@from_2_6
+@in_groups(("shm", 2), ("gloo", 2))
+def test_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as checkpoint
 
     fully_shard = sharding()
     model = fully_shard(network())
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
-    checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
     other = fully_shard(network())
     state = {"model": other.state_dict()}
-    checkpoint.load(state, checkpoint_id=path)
+    checkpoint.load(state, checkpoint_id=tmp_path / "saved")
     other.load_state_dict(state["model"])
     agree(
         [p.full_tensor() for p in other.parameters()], [p.full_tensor() for p in model.parameters()]
     )
-    checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=f"{path}-later").result()
+    checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "later").result()
 
 
-def check_a_missing_rank(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("gloo", 2))
+def test_a_missing_rank(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     for step in range(3):
         loss(model, mine(step, rank, size)).backward()
@@ -293,7 +314,8 @@ def check_a_missing_rank(rank: int, size: int) -> None:
     store.set("over", "")
 
 
-def check_builtin_hooks(rank: int, size: int) -> None:
+@in_groups(("shm", 2), ("gloo", 2))
+def test_builtin_hooks(rank: int, size: int) -> None:
     kinds = dist.BuiltinCommHookType
     for hook, tolerance in ((kinds.ALLREDUCE, 1e-5), (kinds.FP16_COMPRESS, 1e-2)):
         model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01)
@@ -302,7 +324,8 @@ def check_builtin_hooks(rank: int, size: int) -> None:
         agree(model.parameters(), alone(size), tolerance)
 
 
-def check_limits(rank: int, size: int) -> None:
+@in_groups(("shm", 2))
+def test_limits(rank: int, size: int) -> None:
     # What docs/torch-plugin.md says: if one of these works one day, it has to be told there.
     if torch.__version__ < (2, 14):
         with pytest.raises(ValueError, match="only implemented for GLOO"):
@@ -315,48 +338,3 @@ def check_limits(rank: int, size: int) -> None:
         torch.nn.SyncBatchNorm(3)(torch.ones(4, 3))
     with pytest.raises(UnsupportedError, match="keeps its ranks"):
         dist.group.WORLD.merge_remote_group(dist.HashStore(), size + 1)
-
-
-def quietly(rank: int, size: int, check: Any, *args: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check(rank, size, *args)
-
-
-AT_TWO = [
-    check_ddp, check_hooks, check_accumulation_and_join, check_unused, check_sparse, check_zero,
-    check_fsdp, check_dtensor, check_functional, check_compiled, check_differentiable,
-    check_a_missing_rank, check_builtin_hooks,
-    check_compiled_ddp, check_limits,
-]  # fmt: skip
-CASES = [
-    *((("shm", 2), check) for check in AT_TWO),
-    *(
-        (("gloo", 2), check)
-        for check in (
-            check_ddp, check_hooks, check_builtin_hooks, check_fsdp,
-            check_a_missing_rank,
-        )
-    ),
-    *((("shm", 3), check) for check in (check_ddp, check_unused, check_zero, check_dtensor)),
-]  # fmt: skip
-# Before 2.6 torch's own FSDP2 asks for a GPU, and its DTensor fails on meshes of two dimensions.
-before_2_6 = torch.__version__ < (2, 6)
-LATER = (check_fsdp, check_dtensor)
-
-
-def case_id(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else value.__name__[6:]
-
-
-@pytest.mark.parametrize(("world", "check"), CASES, ids=case_id)
-def test_training(groups: Any, world: Any, check: Any) -> None:  # noqa: F811
-    if before_2_6 and check in LATER:
-        pytest.skip("not with this torch, over any backend")
-    groups(world, quietly, check)
-
-
-@pytest.mark.skipif(before_2_6, reason="FSDP2 asks for a GPU")
-@pytest.mark.parametrize("world", [("shm", 2), ("gloo", 2)], ids=case_id)
-def test_checkpoints_come_back(groups: Any, world: Any, tmp_path: Any) -> None:  # noqa: F811
-    groups(world, quietly, check_checkpoints, str(tmp_path / "saved"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import inspect
 import os
 import secrets
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +21,7 @@ import pytest
 
 from collective.testing import RankPool
 
-__all__ = ["Groups", "groups", "installed"]
+__all__ = ["Groups", "groups", "in_groups", "installed"]
 
 TIMEOUT_S = 20.0
 # Within which threads have noticed that they are not needed any more.
@@ -117,3 +120,28 @@ atexit.register(_groups.close)
 def groups() -> Groups:
     """Process groups: ``groups((transport, size), function, …)``."""
     return _groups
+
+
+def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of what each rank of a process group does: it takes rank, size and fixtures."""
+
+    def make(program: Callable[..., None]) -> Any:
+        _, _, *fixtures = inspect.signature(program).parameters.values()
+
+        @functools.wraps(program)
+        def test(world: tuple[str, int], **given: Any) -> None:
+            _groups(world, _quietly, program, *(given[each.name] for each in fixtures))
+
+        untyped: Any = test
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        untyped.__signature__ = inspect.Signature([world, *fixtures])
+        program.__qualname__ += ".__wrapped__"  # by which the ranks' processes find it
+        return pytest.mark.parametrize("world", worlds, ids=lambda w: f"{w[0]}-{w[1]}")(test)
+
+    return make
+
+
+def _quietly(rank: int, size: int, program: Callable[..., None], *args: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls much of its own deprecated
+        program(rank, size, *args)

@@ -84,8 +84,6 @@ class TorchAdapter(Adapter):
         return self.view(x, writes=True)
 
     def wrap(self, array: Any, dtype: DType) -> Any:
-        if type(array) is np.ndarray and dtype.name not in _BITS:
-            return torch.from_numpy(array)
         if not isinstance(array, np.ndarray):
             return _on_gpu().wrap(array, _kind(dtype))
         if dtype.name in _BITS:
