@@ -2,12 +2,14 @@
 
 CuPy itself is real. What needs CUDA's runtime is pretended: which device and stream are current,
 allocation, and the kernel that copies between strides, which NumPy does here once the stream is
-done that is current.
+done that is current. The transports are for ranks with such arrays, in processes that use nothing
+else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import types
 from collections.abc import Callable
@@ -15,12 +17,17 @@ from typing import Any
 
 import cupy
 import numpy as np
-from fakes import Fake, FakeArray, current_stream
+from fakes import Fake, FakeArray, current_stream, environment
 
 from collective.adapters.cupy import arrays
+from collective.backends.mpi import MpiBackend
+from collective.backends.mpi.cuda_aware import CudaAwareMpi
+from collective.backends.nccl import NcclBackend
+from collective.backends.shm import ShmBackend
+from collective.contract.world import World
 from collective.memory.arrays import adapter_of
 
-__all__ = ["Runtime", "of", "over", "pretend", "values_of"]
+__all__ = ["AwareMpi", "Mpi", "Nccl", "Runtime", "Shm", "of", "over", "pretend", "values_of"]
 
 
 class Runtime(threading.local):
@@ -127,3 +134,34 @@ def of(values, device: int = 0) -> cupy.ndarray:
 
 def values_of(x) -> np.ndarray:
     return adapter_of(x).view(x)[0].to_host()
+
+
+# -- ranks ----------------------------------------------------------------------------------
+
+
+class _OnTheFake:
+    @classmethod
+    def connect(cls, world: World, timeout: float) -> Any:
+        os.environ.update(environment(delay_us=200))
+        pretend()
+        return super().connect(world, timeout)  # type: ignore[misc]
+
+
+class Shm(_OnTheFake, ShmBackend):
+    """Through page-locked memory."""
+
+
+class Nccl(_OnTheFake, NcclBackend):
+    """NCCL's own."""
+
+
+class Mpi(_OnTheFake, MpiBackend):
+    """Through page-locked memory, as on a library that knows no GPUs."""
+
+    name = "mpi-staged"
+
+
+class AwareMpi(_OnTheFake, CudaAwareMpi):
+    """On a library that takes the memory of GPUs."""
+
+    name = "mpi-aware"

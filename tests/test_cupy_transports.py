@@ -19,8 +19,7 @@ from tests.mpi_launches import launch_of, needs
 
 cupy = pytest.importorskip("cupy")
 
-from cupy_ranks import AwareMpi, Mpi, Nccl, Shm  # noqa: E402
-from pretended_cupy import over, pretend, values_of  # noqa: E402
+from pretended_cupy import AwareMpi, Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
 
 __all__ = ["gpu"]  # a fixture
 

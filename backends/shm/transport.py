@@ -23,8 +23,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from collective.native import NOBODY
-from collective.native.cache import cached_bytes
+from collective.native import NOBODY, cached_bytes
 
 from .board import Board
 from .compiled import Compiled, exchange_bytes, make_exchange

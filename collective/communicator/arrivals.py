@@ -13,10 +13,11 @@ none, is not seen, nor does it see anything.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from collective.contract.process import RankProcess
@@ -88,10 +89,7 @@ class Arrivals:
             decision: those who were named to this one wait, too.
         """
         found = []
-        number = self._first
-        while (text := self._store.try_get(f"join.{number}")) is not None:
-            ticket = _parsed(text)
-            answer = _parsed(self._store.try_get(f"join.{number}.answer") or b"{}")
+        for number, ticket, answer in self._tickets(self._first):
             process = RankProcess.parse(ticket.get("process"))
             answered = answer and answer.get("decision") != (decision or None)
             fits = {"host", "process"} <= set(ticket)
@@ -99,8 +97,16 @@ class Arrivals:
                 self._first += number == self._first
             else:
                 found.append((number, ticket))
-            number += 1
         return found
+
+    def _tickets(self, first: int = 0) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+        """Yield the number of each ticket, what is on it, and its answer, which may be empty."""
+        for number in itertools.count(first):
+            ticket = self._store.try_get(f"join.{number}")
+            if ticket is None:
+                return
+            answer = self._store.try_get(f"join.{number}.answer")
+            yield number, _parsed(ticket), _parsed(answer or b"{}")
 
     def claim(
         self, name: str, generation: int, origin: Sequence[int], founders: int
@@ -129,14 +135,9 @@ class Arrivals:
 
     def admitted(self) -> set[int]:
         """Return the process ids of all who were ever named to a decision."""
-        found, number = set(), 0
-        while (text := self._store.try_get(f"join.{number}")) is not None:
-            process = RankProcess.parse(_parsed(text).get("process"))
-            answer = _parsed(self._store.try_get(f"join.{number}.answer") or b"{}")
-            if process is not None and "decision" in answer:
-                found.add(process.pid)
-            number += 1
-        return found
+        named = [ticket for _, ticket, answer in self._tickets() if "decision" in answer]
+        processes = [RankProcess.parse(ticket.get("process")) for ticket in named]
+        return {process.pid for process in processes if process is not None}
 
 
 class Knock:

@@ -36,8 +36,7 @@ from .deadline import Deadline
 from .gpu_calls import GpuCalls, View, to_the_end, with_site
 from .listener import CallEvent, Listener
 from .output import Output, same_memory
-from .plan import Planned
-from .prepared import PREPARE, PreparedCall
+from .plan import PREPARE, Planned, PreparedCall
 
 if TYPE_CHECKING:
     from typing_extensions import Self

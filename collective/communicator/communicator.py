@@ -26,8 +26,7 @@ from .generations import Generations
 from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
 from .pieces import Leaf
-from .plan import Planned
-from .prepared import PREPARE, PreparedCall, refuse_unfit
+from .plan import PREPARE, Planned, PreparedCall, refuse_unfit
 from .reductions import Reductions
 from .rows import Rows, split_sizes
 

@@ -40,9 +40,7 @@ def _concatenate(arrays: Sequence[Any], axis: int | None = 0, out: Any = None) -
         raise ShapeError(f"concatenate: axis {axis} of arrays of {first.ndim} dimensions.")
     axis %= first.ndim
     for array in arrays:
-        if array.shape[:axis] + array.shape[axis + 1 :] != _without(first.shape, axis) or (
-            array.ndim != first.ndim
-        ):
+        if array.ndim != first.ndim or _without(array.shape, axis) != _without(first.shape, axis):
             raise ShapeError(
                 f"concatenate: shapes {first.shape} and {array.shape} differ beside axis {axis}."
             )

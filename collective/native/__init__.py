@@ -13,20 +13,20 @@ flight recorder tells, and ``door.c`` makes plain calls of communicators without
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
-
-from .cache import cached_bytes
 
 if TYPE_CHECKING:
     from ._core import Door, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "chosen", "door", "fold", "heads", "messages", "methods", "ring", "see_tensors",
-           "shared", "status", "switch"]  # fmt: skip
+           "cached_bytes", "chosen", "door", "fold", "heads", "messages", "methods", "ring",
+           "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 10
@@ -39,6 +39,11 @@ NOBODY = -2
 Exchange = Callable[[Any, int, Any, int, int, float, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
+# Where Linux tells the length of the last cache of a processor, in KiB: of the first, as of all.
+_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_USUAL, _LEAST = 32 << 20, 16 << 20
+# A longer one serves more than the ranks of a job: other machines, if this is a virtual one.
+_MOST = 96 << 20
 
 
 class Callbacks(Protocol):
@@ -123,6 +128,17 @@ def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
         return None, f"built for protocol {theirs}, while this is {PROTOCOL}; {_REBUILD}"
     extension.set_cached(cached_bytes())
     return extension, ""
+
+
+def cached_bytes() -> int:
+    """Return how many bytes the last cache holds of a call's arrays, of all ranks of a host.
+
+    From there on, copies go around the caches.
+    """
+    nbytes = _USUAL
+    with contextlib.suppress(OSError, ValueError):
+        nbytes = int(_CACHE.read_text().removesuffix("K\n")) << 10
+    return min(max(nbytes, _LEAST), _MOST)
 
 
 def status() -> str:
