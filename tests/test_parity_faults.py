@@ -38,7 +38,7 @@ FAULTS = [
     Fault(broken.LostTail, "send_recv", "[300007]"),
     Fault(broken.Aliasing, "all_reduce", "the input of dtype float32 was changed"),
     Fault(broken.Stale, "reduce_scatter", "turn 1"),
-    Fault(broken.SwappedTags, "messages", "another tag"),
+    Fault(broken.SwappedTags, "messages", "the message with tag"),
     Fault(broken.DroppedRank, "all_reduce", "elements are wrong"),
     Fault(broken.WrongDtype, "reduce", "elements are wrong"),
     Fault(
@@ -60,7 +60,7 @@ FAULTS = [
     Fault(broken.Commuting, "all_reduce", "all_reduce(user)"),
     Fault(broken.Impatient, "barrier", "left before"),
     Fault(broken.Unchecked, "mismatch", "was not told"),
-    Fault(broken.Early, "reuse", "changed after"),
+    Fault(broken.Early, "reuse", "in a row"),
     Fault(broken.Deaf, "leaving", "was not missed"),
     Fault(broken.SortedGroups, "groups", "falling keys"),
     Fault(broken.Overrunning, "symmetric", "memory beside"),

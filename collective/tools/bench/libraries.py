@@ -116,17 +116,18 @@ class BenchLibrary(ABC):
     def close(self) -> None:
         """Leave the other ranks."""
 
-    def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], object]) -> Call:
+    def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], Any]) -> Call:
         """Return a round trip between ranks 0 and 1, 2 and 3, …; an odd last one rests."""
         peer = self.rank ^ 1
 
-        def ping() -> None:
+        def ping() -> Any:
             send(peer)
-            recv(peer)
+            return recv(peer)
 
-        def pong() -> None:
-            recv(peer)
+        def pong() -> Any:
+            received = recv(peer)
             send(peer)
+            return received
 
         if peer >= self.size:
             return lambda: None

@@ -167,24 +167,10 @@ class ChainerMN(BenchLibrary):
             "all_gather": lambda: comm.allgather(x),
             "all_to_all": lambda: comm.alltoall(pieces),
             "sendrecv": sendrecv,
-            "send_recv": self._round_trip(x),
+            "send_recv": self._ping_pong(
+                lambda peer: comm.send(x, peer, 0), lambda peer: comm.recv(peer, 0)
+            ),
         }
-
-    def _round_trip(self, x: Any) -> Call:
-        comm, peer = self.comm, self.rank ^ 1
-
-        def ping() -> Any:
-            comm.send(x, peer, 0)
-            return comm.recv(peer, 0)
-
-        def pong() -> Any:
-            received = comm.recv(peer, 0)
-            comm.send(x, peer, 0)
-            return received
-
-        if peer >= self.size:
-            return lambda: None
-        return pong if self.rank % 2 else ping
 
     def result(self, x: Any, y: Any, returned: Any) -> Any:
         return np.concatenate(returned) if isinstance(returned, tuple) else returned

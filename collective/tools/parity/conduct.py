@@ -1,13 +1,13 @@
 """What is not about numbers and has to be the same on every transport.
 
 Each function is called on every rank, and raises AssertionError, or lets through what the library
-raises, where the transport does not do as it should.
+raises, where the transport does not do as it should. Some are checks of the conformance kit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from collective.errors import (
     PeerLostError,
 )
 from collective.ops import user_op
+from collective.testing import checks_data, checks_groups, checks_memory, checks_p2p
 
 __all__ = ["run"]
 
@@ -27,8 +28,6 @@ Array = np.ndarray[Any, Any]
 
 # How late one rank comes to a barrier.
 _LATE_S = 0.03
-# More than a first message holds, on any transport.
-_LONG = 70_000
 
 
 def run(comm: Communicator, what: str) -> bool:
@@ -41,7 +40,8 @@ def run(comm: Communicator, what: str) -> bool:
         AssertionError: they cannot.
     """
     if comm.size > 1:
-        _CONDUCT[what](comm)
+        for hold in _CONDUCT[what]:
+            hold(comm)
     return what not in ("failing", "leaving") or comm.size == 1
 
 
@@ -60,75 +60,6 @@ def _barrier(comm: Communicator) -> None:
     assert not early.any(), (
         f"barrier: rank {int(np.argwhere(early)[0, 0])} left before the last had come"
     )
-
-
-def _messages(comm: Communicator) -> None:
-    """Messages keep their order and their tags, also between collective calls."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for count in (3, _LONG):
-        tagged = [comm.send(np.full(count, tag), right, tag=tag, async_op=True) for tag in (1, 7)]
-        plain = [comm.send(np.full(count, turn), right, async_op=True) for turn in (10, 11)]
-        total = comm.all_reduce(np.full(count, comm.rank))
-        assert (total == sum(range(comm.size))).all(), "all_reduce: wrong while messages travel"
-        coming = [comm.recv(None, left, async_op=True) for _ in range(2)]
-        joined = comm.all_gather(np.full(count, comm.rank))
-        wanted = np.repeat(np.arange(comm.size), count)
-        assert np.array_equal(joined, wanted), "all_gather: wrong while messages are awaited"
-        for turn, work in zip((10, 11), coming):
-            assert (work.wait() == turn).all(), "recv: messages of one tag changed places"
-        for tag in (7, 1):
-            found = comm.recv(None, left, tag=tag)
-            assert (found == tag).all(), f"recv: tag {tag} brought the message of another tag"
-        for work in (*tagged, *plain):
-            work.wait()
-
-
-def _reuse(comm: Communicator) -> None:
-    """When a call has returned, what was passed in is the caller's again."""
-    for turn, count in enumerate((1, 100, 9000, 2 * _LONG) * 2):
-        root = turn % comm.size
-        mine = np.full(count, turn)
-        found = comm.broadcast(mine, root=root)
-        if comm.rank == root:
-            mine[:] = -1
-        else:
-            assert (found == turn).all(), f"broadcast: {count} elements changed after it returned"
-        mine = np.full(count, turn + comm.rank)
-        found = comm.all_gather(mine)
-        mine[:] = -1
-        wanted = np.repeat(np.arange(comm.size) + turn, count)
-        assert np.array_equal(found, wanted), f"all_gather: {count} elements changed after it"
-
-
-def _groups(comm: Communicator) -> None:
-    """A group has its ranks in the order of the keys, and calls of its own."""
-    turned = comm.split(0, key=-comm.rank)
-    assert turned is not None
-    assert turned.rank == comm.size - 1 - comm.rank, f"split: rank {turned.rank} by falling keys"
-    found = turned.all_gather(np.array([comm.rank]))
-    assert np.array_equal(found, np.arange(comm.size)[::-1]), f"split: gathered {found}"
-    parity = comm.split(comm.rank % 2)
-    assert parity is not None
-    total = parity.all_reduce(np.array([comm.rank]))
-    assert total == sum(range(comm.rank % 2, comm.size, 2)), f"split: a sum of {total}"
-    turned.close()
-    parity.close()
-
-
-def _symmetric(comm: Communicator) -> None:
-    """Views of symmetric memory reduce like any array, and nothing beside them is touched."""
-    whole = comm.empty(_LONG, "int32")
-    for start, stop in ((0, _LONG), (1, 2), (17, 50_000), (5, 5)):
-        comm.barrier()  # nobody may write while a peer still reads
-        whole[:] = -5
-        whole[start:stop] = np.arange(stop - start) + comm.rank
-        comm.barrier()
-        view = whole[start:stop]
-        comm.all_reduce(view, out=view)
-        wanted = comm.size * np.arange(stop - start) + sum(range(comm.size))
-        assert np.array_equal(view, wanted), f"empty: the sum of elements {start} to {stop}"
-        others = np.delete(whole, slice(start, stop))
-        assert (others == -5).all(), f"empty: memory beside {start} to {stop} was changed"
 
 
 def _mismatch(comm: Communicator) -> None:
@@ -190,13 +121,17 @@ def _leaving(comm: Communicator) -> None:
     assert last in missed, f"leaving: rank {last} was not missed, after {seconds:.1f} s"
 
 
-_CONDUCT: dict[str, Callable[[Communicator], None]] = {
-    "barrier": _barrier,
-    "messages": _messages,
-    "reuse": _reuse,
-    "groups": _groups,
-    "symmetric": _symmetric,
-    "mismatch": _mismatch,
-    "failing": _failing,
-    "leaving": _leaving,
+_CONDUCT: dict[str, Sequence[Callable[[Communicator], None]]] = {
+    "barrier": [_barrier],
+    "messages": [
+        checks_p2p.check_message_order.part,
+        checks_p2p.check_tags.part,
+        checks_p2p.check_messages_among_collectives.part,
+    ],
+    "reuse": [checks_data.check_sender_may_overwrite.part],
+    "groups": [checks_groups.check_split.part],
+    "symmetric": [checks_memory.check_empty_views.part],
+    "mismatch": [_mismatch],
+    "failing": [_failing],
+    "leaving": [_leaving],
 }
