@@ -22,9 +22,8 @@ from collective.memory.dtypes import DType, from_numpy, named
 from collective.request import Request
 from collective.testing import RankPool
 
-__all__ = ["FAR", "Caller", "FakeNccl", "Run", "needs_compiler", "pools", "read", "side_by_side"]
+__all__ = ["FAR", "Caller", "FakeNccl", "Pools", "needs_compiler", "pools", "read", "side_by_side"]
 
-Run = Callable[..., Any]
 # A deadline in seconds that nothing gets to unless it hangs.
 FAR = 20.0
 
@@ -100,20 +99,40 @@ def read(buffer: Buffer) -> np.ndarray[Any, Any]:
     return np.array(buffer.array.to_host())
 
 
-def pools(kind: type[NcclBackend], timeout: float = 40.0) -> Iterator[Run]:
-    """Run functions on ranks that are processes, kept for a module: ``run(size, function, …)``."""
-    made: dict[int, RankPool] = {}
+class Pools:
+    """Ranks that are processes, kept for as long as this is open."""
 
-    def run(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if size not in made:
-            made[size] = RankPool(size, kind, timeout=timeout)
-        return made[size].run(function, *args, **options)
+    def __init__(self, kind: type[NcclBackend], timeout: float = 40.0) -> None:
+        self._kind, self._timeout = kind, timeout
+        self._made: dict[int, RankPool] = {}
 
-    try:
-        yield run
-    finally:
-        for pool in made.values():
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._made.values():
             pool.close()
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what a function returns on so many ranks."""
+        if size not in self._made:
+            self._made[size] = RankPool(size, self._kind, timeout=self._timeout)
+        return self._made[size].run(function, *args, **options)
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, **options: Any) -> Any:
+        """Do the same for :func:`on_ranks`."""
+        return self(size, function, *args, **options)
+
+
+def pools(kind: type[NcclBackend], timeout: float = 40.0) -> Any:
+    """Return a fixture: pools that are kept for a module."""
+
+    @pytest.fixture(scope="module")
+    def made() -> Iterator[Pools]:
+        with Pools(kind, timeout) as open_pools:
+            yield open_pools
+
+    return made
 
 
 def side_by_side(*functions: Callable[[], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import fakes
 import numpy as np
 import pytest
 from fake_comms import FLOAT64, INT32, leftovers, nccl, number, sums
-from fakes import FakeArray, compiler, library_path
+from fakes import compiler, library_path
 from fakes.raw import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -34,24 +34,6 @@ __all__ = ["nccl"]  # a fixture
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 # Init
-
-
-def test_init_in_one_thread_over_all_devices(nccl):
-    comms = (ctypes.c_void_p * 3)()
-    devices = (ctypes.c_int * 3)(2, 0, 1)
-    pointer = ctypes.POINTER(ctypes.c_void_p)
-    nccl.call("CommInitAll", ctypes.cast(comms, pointer), 3, devices)
-    arrays = [FakeArray.of(np.full(4, n + 1.0), device=d) for n, d in enumerate(devices)]
-    with nccl.group():
-        for comm, a in zip(comms, arrays):
-            nccl.call("AllReduce", a.address, a.address, 4, FLOAT64, SUM, comm, a.stream)
-    assert [a.get().tolist() for a in arrays] == [[6.0] * 4] * 3
-    assert [number(nccl, "CommCuDevice", c) for c in comms] == [2, 0, 1]
-    assert [number(nccl, "CommUserRank", c) for c in comms] == [0, 1, 2]
-    assert {number(nccl, "CommCount", c) for c in comms} == {3}
-    for comm in comms:
-        nccl.call("CommDestroy", comm)
-    assert not leftovers()
 
 
 def test_ranks_of_one_thread_meet_in_a_group(nccl):
@@ -170,15 +152,6 @@ def test_split(nccl):
     assert not leftovers()
 
 
-def test_split_leaves_out_who_has_no_color(nccl):
-    def work(rank):
-        made = ctypes.c_void_p()
-        rank.nccl.call("CommSplit", rank.comm, (-1, 0, 0)[rank.rank], 0, made, None)
-        return made.value and sums(rank, comm=made.value)
-
-    assert in_threads(3, work) == [None, 5.0, 5.0]
-
-
 def test_a_split_without_blocking_is_polled_on_the_parent(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
@@ -190,36 +163,6 @@ def test_a_split_without_blocking_is_polled_on_the_parent(nccl):
     nccl.call("CommSplit", ranks[1].comm, 0, 0, made[1], None)
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
     assert [number(nccl, "CommUserRank", m) for m in made] == [0, 1]
-
-
-@pytest.mark.parametrize("aborts", [0, 1])
-def test_shrink_goes_on_without_the_excluded(nccl, aborts):
-    def work(rank):
-        if rank.rank == 1:
-            return None
-        if aborts:  # an operation that rank 1 never comes to
-            stuck = rank.array(np.ones(3))
-            rank.nccl.knob("lazy_connect", 0)
-            rank.call("AllReduce", stuck, stuck, 3, FLOAT64, SUM)
-        made, excluded = ctypes.c_void_p(), (ctypes.c_int * 1)(1)
-        rank.nccl.call("CommShrink", rank.comm, excluded, 1, made, None, aborts)
-        total = sums(rank, comm=made.value)
-        rank.destroy()
-        return number(rank.nccl, "CommUserRank", made), total
-
-    assert in_threads(3, work) == [(0, 4.0), None, (1, 4.0)]
-
-
-def test_the_excluded_must_not_call_shrink(nccl):
-    rank = Rank(nccl, nccl.unique_id(), 0, 2, 0)
-    other = Rank(nccl, rank.identity, 1, 2, 1).init(blocking=False)
-    rank.init()
-    other.poll()
-    made, excluded = ctypes.c_void_p(), (ctypes.c_int * 1)(0)
-    with pytest.raises(NcclError, match="in the list of excluded"):
-        nccl.call("CommShrink", rank.comm, excluded, 1, made, None, 0)
-    rank.abort()
-    other.abort()
 
 
 # Memory, registration, windows
@@ -273,7 +216,7 @@ SINCE = {
     21403: "ncclCommFinalize",
     21801: "ncclCommSplit",
     21901: "ncclMemAlloc",
-    22703: "ncclCommShrink",
+    22703: "ncclCommWindowRegister",
     22803: "ncclAlltoAll",
 }
 

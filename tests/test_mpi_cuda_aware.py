@@ -38,9 +38,9 @@ from collective.ops import NAMES, as_op, premul_sum
 from collective.testing import RankPool, parametrize_with_checks
 from tests.conformance_parts import BY_PLACE
 from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
+from tests.on_ranks import on_ranks
 
 Check = Callable[[], None]
-Run = Callable[..., list[Any]]
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
 
@@ -78,22 +78,22 @@ def test_ranks_with_arrays_of_gpus_and_ranks_without(check: Check) -> None:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
-def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[type], Run]]:
-    """Return what runs a function on two ranks of a class of ``cuda_aware``."""
+def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[type], RankPool]]:
+    """Return what gives two ranks of a class of ``cuda_aware``."""
     if compiler() is None:
         pytest.skip("the ABI fake needs a C compiler")
     with contextlib.ExitStack() as opened:
 
         @functools.cache
-        def pool(kind: type) -> Run:
+        def pool(kind: type) -> RankPool:
             launch = launch_of(request.param)
-            return opened.enter_context(RankPool(2, kind, timeout=20.0, mpiexec=launch)).run
+            return opened.enter_context(RankPool(2, kind, timeout=20.0, mpiexec=launch))
 
         yield pool
 
 
 @pytest.fixture
-def watched(pools: Callable[[type], Run]) -> Run:
+def watched(pools: Callable[[type], RankPool]) -> RankPool:
     return pools(Watched)
 
 
@@ -193,23 +193,15 @@ def _nothing_begins_before_somebody_waits() -> Iterator[None]:
             fake.knob("hold", 0)
 
 
-def _all_operations(comm: Communicator) -> list[str]:
-    names = []
+def _all_operations(comm: Communicator) -> None:
     for name, found, expected in _operations(comm):
         _same(name, found, expected)
-        names.append(name)
     for name, work, expected in _operations(comm, async_op=True):
         _same(f"{name} in the background", work.wait(), expected)
-    return names
 
 
-def test_every_operation(watched: Run) -> None:
-    first, second = watched(_all_operations)
-    assert len(first) == len(second) == 20
-
-
-def test_every_operation_through_the_host(pools: Callable[[type], Run]) -> None:
-    pools(Staged)(_all_operations)
+def test_every_operation_through_the_host(pools: Callable[[type], RankPool]) -> None:
+    pools(Staged).run(_all_operations)
 
 
 def _reads_at_once(comm: Communicator) -> None:
@@ -223,12 +215,13 @@ def _reads_at_once(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("how", [Watched, Staged])
 def test_what_has_been_waited_for_may_be_read_on_any_stream(
-    pools: Callable[[type], Run], how: type
+    pools: Callable[[type], RankPool], how: type
 ) -> None:
-    pools(how)(_reads_at_once)
+    pools(how).run(_reads_at_once)
 
 
-def _held(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_mpi_reads_nothing_before_the_stream_is_done(comm: Communicator) -> None:
     operations = _operations(comm)
     while True:
         with _nothing_begins_before_somebody_waits():
@@ -236,10 +229,6 @@ def _held(comm: Communicator) -> None:
         if found is None:
             return
         _same(*found)
-
-
-def test_mpi_reads_nothing_before_the_stream_is_done(watched: Run) -> None:
-    watched(_held)
 
 
 def _entries(comm: Communicator, **how: Any) -> tuple[set[str], set[bool]]:
@@ -257,13 +246,15 @@ _FOLDS = "Allreduce Reduce Reduce_scatter Reduce_scatter_block Scan".split()
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_mpi_gets_addresses_of_the_gpu_with_its_context(watched: Run, background: bool) -> None:
+def test_mpi_gets_addresses_of_the_gpu_with_its_context(
+    watched: RankPool, background: bool
+) -> None:
     how = {"async_op": True} if background else {}
     every = {f"I{name.lower()}" if background else name for name in (*_MOVES, *_FOLDS)}
     every |= {"Isend", "Irecv"}
     # What rank 0 receives without an out= comes by way of the host.
     expected = every - {"Scatterv", "Iscatterv", "Irecv"}, every
-    assert watched(_entries, **how) == [(names, {True}) for names in expected]
+    assert watched.run(_entries, **how) == [(names, {True}) for names in expected]
 
 
 # -- what does not go straight to MPI -------------------------------------------------------------
@@ -283,7 +274,7 @@ def _supported(comm: Communicator) -> dict[str, list[str]]:
     return found
 
 
-def test_what_mpi_folds_itself(watched: Run) -> None:
+def test_what_mpi_folds_itself(watched: RankPool) -> None:
     whole = ["bool", "int32"]
     by_op = {"min": whole, "max": whole, "band": whole, "bor": whole, "bxor": whole}
     by_op |= {"sum": ["int32"], "prod": ["int32"], "land": ["bool"], "lor": ["bool"]}
@@ -294,10 +285,11 @@ def test_what_mpi_folds_itself(watched: Run) -> None:
     }
     # In whatever order it likes, which floats would show.
     every |= {f"reduce: {op}": ["int32", "float32", "complex64"] for op in ("sum", "prod")}
-    assert watched(_supported) == [every, every]
+    assert watched.run(_supported) == [every, every]
 
 
-def _few_at_once(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_more_elements_than_one_call_of_mpi_takes(comm: Communicator) -> None:
     backend = comm._backend
     most, backend._most = backend._most, 7
     comm._plans.clear()
@@ -308,11 +300,8 @@ def _few_at_once(comm: Communicator) -> None:
         comm._plans.clear()
 
 
-def test_more_elements_than_one_call_of_mpi_takes(watched: Run) -> None:
-    watched(_few_at_once)
-
-
-def _again_and_again(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_a_call_that_is_made_again_waits_again(comm: Communicator) -> None:
     x, out = (FakeArray((6,), np.float32, device=comm.rank) for _ in range(2))
     for turn in range(40):
         x.set(np.full(6, turn + comm.rank))
@@ -320,31 +309,22 @@ def _again_and_again(comm: Communicator) -> None:
         np.testing.assert_array_equal(out.get(), np.full(6, 2 * turn + 1.0))
 
 
-def test_a_call_that_is_made_again_waits_again(watched: Run) -> None:
-    watched(_again_and_again)
+@on_ranks("watched")
+def test_memory_of_gpus_that_is_shared_is_refused(comm: Communicator) -> None:
+    with pytest.raises(UnsupportedError, match=r"has none that ranks share .* with its framework"):
+        comm.empty(4, like=FakeArray((3,), np.int32, device=comm.rank))
 
 
-def _on_groups(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_groups_take_arrays_of_gpus_too(comm: Communicator) -> None:
     for group in (comm.split(0), comm.group([1, 0]), comm.dup()):
         assert type(group._backend) is Watched
         x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
         _same("all_reduce", group.all_reduce(x), np.full(3, 3))
 
 
-def _asks_for_memory(comm: Communicator) -> None:
-    with pytest.raises(UnsupportedError, match=r"has none that ranks share .* with its framework"):
-        comm.empty(4, like=FakeArray((3,), np.int32, device=comm.rank))
-
-
-def test_memory_of_gpus_that_is_shared_is_refused(watched: Run) -> None:
-    watched(_asks_for_memory)
-
-
-def test_groups_take_arrays_of_gpus_too(watched: Run) -> None:
-    watched(_on_groups)
-
-
-def _gives_up(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_memory_that_mpi_may_still_write_to_is_kept(comm: Communicator) -> None:
     if comm.rank == 0:
         x = FakeArray((3,), np.int32, device=0)
         with pytest.raises(CollectiveTimeoutError):
@@ -359,11 +339,8 @@ def _gives_up(comm: Communicator) -> None:
             comm.barrier()
 
 
-def test_memory_that_mpi_may_still_write_to_is_kept(watched: Run) -> None:
-    watched(_gives_up)
-
-
-def _differs(comm: Communicator) -> None:
+@on_ranks("watched")
+def test_memory_that_mpi_never_saw_is_not_kept(comm: Communicator) -> None:
     x = FakeArray((3 + comm.rank,), np.int32, device=comm.rank)
     with pytest.raises(MismatchError):
         comm.all_reduce(x)
@@ -372,10 +349,6 @@ def _differs(comm: Communicator) -> None:
     del x
     gc.collect()
     assert kept() is None
-
-
-def test_memory_that_mpi_never_saw_is_not_kept(watched: Run) -> None:
-    watched(_differs)
 
 
 # -- what a library says of itself ----------------------------------------------------------------
@@ -430,5 +403,5 @@ def _chosen(comm: Communicator) -> str:
     return type(comm._backend).__name__
 
 
-def test_a_library_that_says_so_is_given_arrays_of_gpus(pools: Callable[[type], Run]) -> None:
-    assert pools(SaysSo)(_chosen) == ["CudaAwareMpi"] * 2
+def test_a_library_that_says_so_is_given_arrays_of_gpus(pools: Callable[[type], RankPool]) -> None:
+    assert pools(SaysSo).run(_chosen) == ["CudaAwareMpi"] * 2

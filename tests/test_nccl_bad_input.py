@@ -11,7 +11,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,7 +34,7 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import Run, needs_compiler, pools
+from nccl_callers import Pools, needs_compiler, pools
 
 import collective
 from collective.backends.nccl import NcclBackend
@@ -55,6 +54,7 @@ from collective.errors import (
 )
 from collective.testing import RankDiedError, RanksFailedError
 from collective.testing.checks_shrink import gather
+from tests.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
@@ -62,14 +62,8 @@ pytestmark = needs_compiler
 PROMISED_S, NOISE_S = 3.0, 15.0
 
 
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Run]:
-    yield from pools(Gpus)
-
-
-@pytest.fixture(scope="module")
-def both() -> Iterator[Run]:
-    yield from pools(Both)
+nccl = pools(Gpus)
+both = pools(Both)
 
 
 def ones(comm: Any, count: int = 6) -> FakeArray:
@@ -140,7 +134,8 @@ def with_output(comm: Any, out: Any, half: Any, x: FakeArray) -> dict[str, Any]:
     }
 
 
-def arrays_of_the_cpu(comm: Any) -> None:
+@on_ranks("nccl")
+def test_an_array_of_the_cpu(comm: Any) -> None:
     host, x = np.ones(6, np.float32), ones(comm)
     for _ in range(2):  # before NCCL has a communicator, and after
         for name, call in with_input(comm, host, x).items():
@@ -158,11 +153,8 @@ def arrays_of_the_cpu(comm: Any) -> None:
     goes_on(comm)
 
 
-def test_an_array_of_the_cpu(nccl: Run) -> None:
-    nccl(2, arrays_of_the_cpu)
-
-
-def late_outputs(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_one_rank_whose_output_does_not_do(comm: Any) -> None:
     """Where sizes are exchanged first, the peers are on their way: it is made, then refused."""
     warm(comm)
     host, x = np.zeros(12, np.float32), ones(comm)
@@ -193,11 +185,8 @@ def late_outputs(comm: Any) -> None:
         goes_on(comm)
 
 
-def test_one_rank_whose_output_does_not_do(nccl: Run) -> None:
-    nccl(2, late_outputs, shared=True)
-
-
-def two_devices(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_arrays_of_two_devices(comm: Any) -> None:
     warm(comm)
     mine = ordinal_of(comm)
     other = mine + 2
@@ -213,11 +202,8 @@ def two_devices(comm: Any) -> None:
     goes_on(comm)
 
 
-def test_arrays_of_two_devices(nccl: Run) -> None:
-    nccl(2, two_devices, shared=True)
-
-
-def read_only(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_a_read_only_output(comm: Any) -> None:
     warm(comm)
     x = ones(comm)
     fixed, half = ones(comm), ones(comm, 3)
@@ -249,10 +235,6 @@ def read_only(comm: Any) -> None:
     spread.set(np.ones(6, np.float32))
     assert read(comm.all_reduce(spread)).tolist() == [comm.size] * 6
     goes_on(comm)
-
-
-def test_a_read_only_output(nccl: Run) -> None:
-    nccl(2, read_only, shared=True)
 
 
 # -- what the ranks bring -------------------------------------------------------------------------
@@ -371,7 +353,7 @@ def test_what_the_ranks_cannot_do_together(
     transport: type[NcclBackend], kind: type[BaseException], text: str
 ) -> None:
     where = "0" if transport is OneGpu else ""
-    for run in pools(transport):
+    with Pools(transport) as run:
         reports = run(2, cannot, kind, where)
         for each in (*reports[0], *reports[1]):
             assert re.search(text, each), each
@@ -394,7 +376,7 @@ def no_gpu(comm: Any) -> str:
 
 
 def test_a_rank_whose_gpu_is_not_there() -> None:
-    for run in pools(NoGpu):
+    with Pools(NoGpu) as run:
         reports = run(2, no_gpu)
         assert re.search(r"cuda:9: this process sees cuda:0 to cuda:3", reports[0]), reports
 
@@ -414,7 +396,7 @@ def too_old_for(comm: Any, op: str, first: bool) -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("op", ["avg", "premul_sum"])
 def test_a_library_too_old_for_an_operator(op: str, first: bool) -> None:
-    for run in pools(Version27):
+    with Pools(Version27) as run:
         run(2, too_old_for, op, first)
 
 
@@ -451,7 +433,7 @@ def all_calls(comm: Any) -> None:
 
 @pytest.mark.parametrize("transport", [SharedGpu, Version27, Version210, Version219, Version227])
 def test_versions_and_arrangements_that_work(transport: type[NcclBackend]) -> None:
-    for run in pools(transport):
+    with Pools(transport) as run:
         run(2, all_calls)
 
 
@@ -494,13 +476,14 @@ def kinds_of_memory(comm: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
-def test_one_rank_on_the_cpu_and_one_on_the_gpu(both: Run, name: str) -> None:
+def test_one_rank_on_the_cpu_and_one_on_the_gpu(both: Pools, name: str) -> None:
     for text in both(2, kinds_of_memory, name):
         assert re.search(r"rank [01]", text), text
         assert name in text, text
 
 
-def compared_anyway(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_calls_that_differ_in_what_may_differ(comm: Any) -> None:
     """Calls whose sizes may differ are compared in any case."""
     warm(comm)
     x, y = ones(comm), of_fake(comm, np.ones(6, (np.float32, np.int32)[comm.rank]))
@@ -511,10 +494,6 @@ def compared_anyway(comm: Any) -> None:
     call = lambda: comm.broadcast(ones(comm, 3 + comm.rank))  # noqa: E731
     refused(MismatchError, r"\[3\]", r"\[4\]", call=call)
     goes_on(comm)
-
-
-def test_calls_that_differ_in_what_may_differ(nccl: Run) -> None:
-    nccl(2, compared_anyway, shared=True)
 
 
 def compared_too_late(comm: Any, name: str) -> str:
@@ -535,7 +514,7 @@ def compared_too_late(comm: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["shapes", "operators", "calls", "structures"])
-def test_calls_that_differ_end_within_the_deadline(nccl: Run, name: str) -> None:
+def test_calls_that_differ_end_within_the_deadline(nccl: Pools, name: str) -> None:
     for text in nccl(2, compared_too_late, name):
         assert "rank 0" in text, text
         assert "rank 1" in text, text
@@ -569,14 +548,14 @@ def absent(comm: Any, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["stream", "work"])
-def test_a_deadline(nccl: Run, kind: str) -> None:
+def test_a_deadline(nccl: Pools, kind: str) -> None:
     for text in nccl(3, absent, kind):
         assert "waited 1 s for rank 1: rank 1 last did its call" in text, text
     nccl(3, goes_on)
 
 
 def test_a_deadline_in_a_version_that_blocks() -> None:
-    for run in pools(Version27):
+    with Pools(Version27) as run:
         for text in run(2, absent, "stream"):
             assert "waited 1 s for rank 1" in text, text
 
@@ -592,7 +571,7 @@ def first_call_alone(comm: Any) -> str:
     return str(error)
 
 
-def test_a_deadline_of_the_first_call_in_the_background(nccl: Run) -> None:
+def test_a_deadline_of_the_first_call_in_the_background(nccl: Pools) -> None:
     for text in nccl(2, first_call_alone):
         assert re.search(r"waited 1 s for rank|made different calls|different", text), text
 
@@ -609,7 +588,7 @@ def message_alone(comm: Any, async_op: bool) -> str:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_deadline_of_a_message(nccl: Run, async_op: bool) -> None:
+def test_a_deadline_of_a_message(nccl: Pools, async_op: bool) -> None:
     for text in nccl(2, message_alone, async_op):
         assert re.search(r"waited (1|0\.9\d*) s for rank 1", text), text
 
@@ -635,7 +614,7 @@ def killed(comm: Any, how: str, marks: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["stream", "work", "message"])
-def test_a_killed_peer(nccl: Run, how: str, tmp_path: Path) -> None:
+def test_a_killed_peer(nccl: Pools, how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         nccl(3, killed, how, str(tmp_path))
     assert [*caught.value.errors] == [1], str(caught.value)
@@ -660,7 +639,7 @@ def aborted(comm: Any, marks: str, aborter: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(("aborter", "how"), [(1, "stream"), (0, "stream"), (0, "work")])
-def test_an_abort_from_another_thread(nccl: Run, aborter: int, how: str, tmp_path: Path) -> None:
+def test_an_abort_from_another_thread(nccl: Pools, aborter: int, how: str, tmp_path: Path) -> None:
     for text in nccl(2, aborted, str(tmp_path), aborter, how):
         assert "had enough" in text, text
     nccl(2, goes_on)
@@ -674,7 +653,7 @@ def remote_error(comm: Any, marks: str) -> str:
     return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, out=x)), 0.0))
 
 
-def test_an_error_that_nccl_reports_later(nccl: Run, tmp_path: Path) -> None:
+def test_an_error_that_nccl_reports_later(nccl: Pools, tmp_path: Path) -> None:
     for text in nccl(2, remote_error, str(tmp_path)):
         assert "ncclRemoteError" in text, text
     nccl(2, goes_on)
@@ -695,7 +674,7 @@ def no_memory(comm: Any) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_no_memory_for_one_ranks_result(nccl: Run) -> None:
+def test_no_memory_for_one_ranks_result(nccl: Pools) -> None:
     reports = nccl(2, no_memory)
     assert "AllocationError" in reports[1], reports
     assert "rank 1" in reports[0], reports

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,14 @@ from gpu_programs import (
     settled,
     warm,
 )
-from nccl_callers import Run, needs_compiler, pools
+from nccl_callers import Pools, needs_compiler, pools
 
 from collective import native
 from collective.errors import DtypeError, InvalidArgumentError, ShapeError
 from collective.memory.arrays import adapter_of
 from collective.memory.device_array import DeviceArray
 from tests.meta.test_walks import walk
+from tests.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
@@ -47,14 +47,8 @@ OTHERS = [("fake", "device"), ("device", "fake")]
 OTHERS += [("torch", "device"), ("device", "torch")] * HAS_TORCH
 
 
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Run]:
-    yield from pools(Gpus)
-
-
-@pytest.fixture(scope="module")
-def both() -> Iterator[Run]:
-    yield from pools(Both)
+nccl = pools(Gpus)
+both = pools(Both)
 
 
 def numbers(rank: int, *shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
@@ -70,7 +64,9 @@ def everyone(comm: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray[Any,
 # -- reductions -----------------------------------------------------------------------------------
 
 
-def staged(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks("nccl", size=3, shared=True)
+def test_reductions_that_nccl_lacks(comm: Any, kind: str) -> None:
     """What NCCL lacks goes through host memory, without a call of NCCL's."""
     warm(comm)
     rank = comm.rank
@@ -94,12 +90,10 @@ def staged(comm: Any, kind: str) -> None:
     settled(comm)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reductions_that_nccl_lacks(nccl: Run, kind: str) -> None:
-    nccl(3, staged, kind, shared=True)
-
-
-def small_floats(comm: Any, kind: str, dtype: str) -> None:
+@on_ranks("nccl", shared=True)
+def test_types_that_numpy_lacks(comm: Any, kind: str, dtype: str) -> None:
     import ml_dtypes
 
     warm(comm)
@@ -120,13 +114,9 @@ def small_floats(comm: Any, kind: str, dtype: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_types_that_numpy_lacks(nccl: Run, kind: str, dtype: str) -> None:
-    nccl(2, small_floats, kind, dtype, shared=True)
-
-
-def structures(comm: Any, kind: str) -> None:
+@on_ranks("nccl", shared=True)
+def test_structures(comm: Any, kind: str) -> None:
     """The leaves of a structure are a call of NCCL's each, started together."""
     warm(comm)
     rank, size = comm.rank, comm.size
@@ -145,12 +135,9 @@ def structures(comm: Any, kind: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_structures(nccl: Run, kind: str) -> None:
-    nccl(2, structures, kind, shared=True)
-
-
-def other_frameworks(comm: Any, given: str, wanted: str) -> None:
+@pytest.mark.parametrize(("given", "wanted"), OTHERS)
+@on_ranks("nccl", shared=True)
+def test_results_in_arrays_of_another_library(comm: Any, given: str, wanted: str) -> None:
     """``out=`` and ``like=`` of another library, on the same GPU."""
     warm(comm)
     rank, size = comm.rank, comm.size
@@ -187,12 +174,9 @@ def other_frameworks(comm: Any, given: str, wanted: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize(("given", "wanted"), OTHERS)
-def test_results_in_arrays_of_another_library(nccl: Run, given: str, wanted: str) -> None:
-    nccl(2, other_frameworks, given, wanted, shared=True)
-
-
-def many_outs(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks("nccl", shared=True)
+def test_outputs_with_strides_and_repeated_calls(comm: Any, kind: str) -> None:
     """Outputs with strides, and calls that are repeated on the same arrays."""
     warm(comm)
     rank, size = comm.rank, comm.size
@@ -213,11 +197,6 @@ def many_outs(comm: Any, kind: str) -> None:
             assert comm.broadcast(turned, root=0, out=turned) is turned
             np.testing.assert_array_equal(fw.read(turned), every.sum(0))
     settled(comm)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_with_strides_and_repeated_calls(nccl: Run, kind: str) -> None:
-    nccl(2, many_outs, kind, shared=True)
 
 
 def views_in_place(comm: Any, kind: str) -> int:
@@ -241,12 +220,18 @@ def views_in_place(comm: Any, kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_in_place_views_its_array_once(nccl: Run, kind: str) -> None:
+def test_a_call_in_place_views_its_array_once(nccl: Pools, kind: str) -> None:
     # A spot is enough where a plan is there already.
     assert max(nccl(2, views_in_place, kind, shared=True)) <= 1
 
 
-def odd_after_plain(comm: Any, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["overlaps", "same memory", "on another stream", "strided input", "strided output",
+     "read-only input", "in the background"],
+)  # fmt: skip
+@on_ranks("nccl", shared=True)
+def test_what_is_not_plain_takes_the_long_way(comm: Any, case: str) -> None:
     """Make a call whose plan is there already, on arrays that are not plain."""
     warm(comm)
     every = everyone(comm, 12)
@@ -283,15 +268,13 @@ def odd_after_plain(comm: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["overlaps", "same memory", "on another stream", "strided input", "strided output",
-     "read-only input", "in the background"],
-)  # fmt: skip
-def test_what_is_not_plain_takes_the_long_way(nccl: Run, case: str) -> None:
-    nccl(2, odd_after_plain, case, shared=True)
-
-
-def refused_after_plain(comm: Any, out: str, error: type[Exception]) -> None:
+    ("out", "error"),
+    [("shape", ShapeError), ("dtype", DtypeError), ("read-only", InvalidArgumentError)],
+)
+@on_ranks("nccl", shared=True)
+def test_outputs_that_do_not_fit_are_refused_with_a_plan_as_without(
+    comm: Any, out: str, error: type[Exception]
+) -> None:
     warm(comm)
     stream = new_stream(comm)
     x = of_device(comm, np.ones(8, np.float32), stream)
@@ -306,17 +289,9 @@ def refused_after_plain(comm: Any, out: str, error: type[Exception]) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize(
-    ("out", "error"),
-    [("shape", ShapeError), ("dtype", DtypeError), ("read-only", InvalidArgumentError)],
-)
-def test_outputs_that_do_not_fit_are_refused_with_a_plan_as_without(
-    nccl: Run, out: str, error: type[Exception]
-) -> None:
-    nccl(2, refused_after_plain, out, error, shared=True)
-
-
-def gathered_again(comm: Any, what: str) -> None:
+@pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "all_gather"])
+@on_ranks("nccl", shared=True)
+def test_repeated_calls_with_results_elsewhere(comm: Any, what: str) -> None:
     """Calls that join and compute at one rank, in memory that is new, given, or a part of it."""
     warm(comm)
     size, rank = comm.size, comm.rank
@@ -345,11 +320,6 @@ def gathered_again(comm: Any, what: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "all_gather"])
-def test_repeated_calls_with_results_elsewhere(nccl: Run, what: str) -> None:
-    nccl(2, gathered_again, what, shared=True)
-
-
 def walk_in_place(comm: Any, kind: str) -> int:
     """Return how many functions of ours a call takes, in which none is made for the first time."""
     warm(comm)
@@ -365,7 +335,7 @@ def walk_in_place(comm: Any, kind: str) -> int:
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_in_place_walks_no_further(nccl: Run, kind: str) -> None:
+def test_a_call_in_place_walks_no_further(nccl: Pools, kind: str) -> None:
     # As in tests/meta/test_walks.py: what it takes today, to be lowered when it gets shorter.
     ceiling = {"fake": 43, "device": 16, "torch": 19}[kind]
     assert max(nccl(2, walk_in_place, kind, shared=True)) <= ceiling
@@ -374,7 +344,8 @@ def test_a_call_in_place_walks_no_further(nccl: Run, kind: str) -> None:
 # -- memory, groups, objects ----------------------------------------------------------------------
 
 
-def symmetric(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_symmetric_memory(comm: Any) -> None:
     warm(comm)
     size = comm.size
     fake = Fake()
@@ -412,10 +383,6 @@ def symmetric(comm: Any) -> None:
     settled(comm)
 
 
-def test_symmetric_memory(nccl: Run) -> None:
-    nccl(2, symmetric, shared=True)
-
-
 def objects(comm: Any) -> None:
     """What is not in a GPU's memory needs nothing of NCCL."""
     Fake().clear_log()
@@ -428,11 +395,12 @@ def objects(comm: Any) -> None:
     assert not Fake().log("nccl")
 
 
-def test_objects_and_barriers(nccl: Run) -> None:
+def test_objects_and_barriers(nccl: Pools) -> None:
     nccl(3, objects)
 
 
-def on_both(comm: Any) -> None:
+@on_ranks("both")
+def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(comm: Any) -> None:
     """``"cpu:shm,cuda:nccl"`` takes arrays of both kinds, one kind a call."""
     rank, size = comm.rank, comm.size
     every = everyone(comm, 4)
@@ -474,11 +442,9 @@ def on_both(comm: Any) -> None:
     settled(comm)
 
 
-def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(both: Run) -> None:
-    both(2, on_both)
-
-
-def streams_of_frameworks(comm: Any) -> None:
+@pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
+@on_ranks("nccl", shared=True)
+def test_the_current_stream_of_torch(comm: Any) -> None:
     """What torch makes current is where calls go."""
     import torch
 
@@ -512,8 +478,3 @@ def streams_of_frameworks(comm: Any) -> None:
         work.wait()
         np.testing.assert_array_equal(fw.read(got), every.sum(0))
     settled(comm)
-
-
-@pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
-def test_the_current_stream_of_torch(nccl: Run) -> None:
-    nccl(2, streams_of_frameworks, shared=True)

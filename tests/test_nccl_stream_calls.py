@@ -6,7 +6,6 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,16 +34,14 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import Run, needs_compiler, pools
+from nccl_callers import Pools, needs_compiler, pools
 
 from collective.errors import CollectiveTimeoutError
+from tests.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Run]:
-    yield from pools(Gpus)
+nccl = pools(Gpus)
 
 
 def mine(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
@@ -59,7 +56,9 @@ def total(comm: Any, count: int = 6) -> list[float]:
 # -- calls that return when they are enqueued -------------------------------------------------
 
 
-def on_the_callers(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+@on_ranks("nccl", shared=True)
+def test_a_call_is_enqueued_on_the_callers_stream(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -79,11 +78,8 @@ def on_the_callers(comm: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_call_is_enqueued_on_the_callers_stream(nccl: Run, kind: str) -> None:
-    nccl(2, on_the_callers, kind, shared=True)
-
-
-def new_results(comm: Any, kind: str) -> None:
+@on_ranks("nccl", shared=True)
+def test_results_are_ready_on_the_callers_stream(comm: Any, kind: str) -> None:
     """Results that the library allocates are on the caller's stream, too."""
     make = MAKERS[kind]
     warm(comm)
@@ -130,12 +126,8 @@ def new_results(comm: Any, kind: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_results_are_ready_on_the_callers_stream(nccl: Run, kind: str) -> None:
-    nccl(2, new_results, kind, shared=True)
-
-
-def written_late(comm: Any) -> None:
+@on_ranks("nccl", size=3, shared=True)
+def test_a_call_sees_what_was_enqueued_before_it(comm: Any) -> None:
     """What is on the stream before the call is seen by it."""
     warm(comm)
     a = new_stream(comm)
@@ -151,11 +143,9 @@ def written_late(comm: Any) -> None:
     assert read(x).tolist() == [-2] * 6
 
 
-def test_a_call_sees_what_was_enqueued_before_it(nccl: Run) -> None:
-    nccl(3, written_late, shared=True)
-
-
-def apart(comm: Any, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks("nccl", shared=True)
+def test_an_output_on_another_stream(comm: Any, async_op: bool) -> None:
     """The input is on one stream and the output on another, as __cuda_array_interface__ says."""
     warm(comm)
     a, b = new_stream(comm), new_stream(comm)
@@ -176,11 +166,8 @@ def apart(comm: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_an_output_on_another_stream(nccl: Run, async_op: bool) -> None:
-    nccl(2, apart, async_op, shared=True)
-
-
-def leaves_apart(comm: Any, async_op: bool) -> None:
+@on_ranks("nccl", shared=True)
+def test_a_structure_of_arrays_on_several_streams(comm: Any, async_op: bool) -> None:
     """A structure whose arrays are on streams of their own."""
     warm(comm)
     streams = [new_stream(comm) for _ in range(3)]
@@ -199,12 +186,8 @@ def leaves_apart(comm: Any, async_op: bool) -> None:
     assert [read(each).tolist() for each in copies] == expected
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_a_structure_of_arrays_on_several_streams(nccl: Run, async_op: bool) -> None:
-    nccl(2, leaves_apart, async_op, shared=True)
-
-
-def two_streams(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_calls_on_several_streams(comm: Any) -> None:
     """Calls on two streams of the program are each ordered on their own."""
     warm(comm)
     a, b = new_stream(comm), new_stream(comm)
@@ -217,14 +200,12 @@ def two_streams(comm: Any) -> None:
     assert read(y).tolist() == [(210 + 2 * i) * 2.0**4 for i in range(6)]
 
 
-def test_calls_on_several_streams(nccl: Run) -> None:
-    nccl(2, two_streams, shared=True)
-
-
 # -- calls in the background --------------------------------------------------------------------
 
 
-def waits_on_the_gpu(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+@on_ranks("nccl", shared=True)
+def test_wait_orders_the_callers_stream_and_not_the_host(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -253,12 +234,8 @@ def waits_on_the_gpu(comm: Any, kind: str) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_wait_orders_the_callers_stream_and_not_the_host(nccl: Run, kind: str) -> None:
-    nccl(2, waits_on_the_gpu, kind, shared=True)
-
-
-def host_waits(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_synchronize_waits_on_the_host(comm: Any) -> None:
     warm(comm)
     x = of_fake(comm, mine(comm))
     with Fake().turned("delay_us", 50_000, back=300):
@@ -275,11 +252,8 @@ def host_waits(comm: Any) -> None:
     assert peek(thread_got[0]).tolist() == total(comm)
 
 
-def test_synchronize_waits_on_the_host(nccl: Run) -> None:
-    nccl(2, host_waits, shared=True)
-
-
-def in_order(comm: Any) -> None:
+@on_ranks("nccl", size=3, shared=True)
+def test_several_calls_in_the_background_come_in_order(comm: Any) -> None:
     """Several at once, each of which takes the result of the one before it."""
     warm(comm)
     a = new_stream(comm)
@@ -305,11 +279,8 @@ def in_order(comm: Any) -> None:
     assert set(between.tolist()) == {0xCBCBCBCB}, "it wrote between the elements"
 
 
-def test_several_calls_in_the_background_come_in_order(nccl: Run) -> None:
-    nccl(3, in_order, shared=True)
-
-
-def mixed_with_others(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_calls_of_all_kinds_beside_each_other(comm: Any) -> None:
     """A call that is not in the background, between some that are, and one on the host."""
     warm(comm)
     a = new_stream(comm)
@@ -329,11 +300,8 @@ def mixed_with_others(comm: Any) -> None:
     assert read(x).tolist() == [comm.size * each for each in total(comm)]
 
 
-def test_calls_of_all_kinds_beside_each_other(nccl: Run) -> None:
-    nccl(2, mixed_with_others, shared=True)
-
-
-def first_of_all(comm: Any) -> None:
+@on_ranks("nccl", size=3, shared=True)
+def test_the_first_call_in_the_background(comm: Any) -> None:
     """A communicator's first call may be in the background: it returns without the peers."""
     child = comm.dup()
     x = of_fake(comm, mine(comm))
@@ -352,14 +320,13 @@ def first_of_all(comm: Any) -> None:
     child.close()
 
 
-def test_the_first_call_in_the_background(nccl: Run) -> None:
-    nccl(3, first_of_all, shared=True)
-
-
 # -- what is dropped while it is in use ---------------------------------------------------------
 
 
-def drops(comm: Any, kind: str, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
+@on_ranks("nccl", shared=True)
+def test_arrays_and_works_dropped_before_their_end(comm: Any, kind: str, async_op: bool) -> None:
     warm(comm)
     rank, size = comm.rank, comm.size
     a = new_stream(comm)
@@ -401,13 +368,9 @@ def drops(comm: Any, kind: str, async_op: bool) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_arrays_and_works_dropped_before_their_end(nccl: Run, kind: str, async_op: bool) -> None:
-    nccl(2, drops, kind, async_op, shared=True)
-
-
-def used_for_longer(comm: Any, structure: bool) -> None:
+@pytest.mark.parametrize("structure", [False, True])
+@on_ranks("nccl", shared=True)
+def test_a_result_dropped_while_the_callers_stream_reads_it(comm: Any, structure: bool) -> None:
     """What the caller's stream still reads is not freed, though nobody refers to it any more."""
     warm(comm)
     a = new_stream(comm)
@@ -427,12 +390,9 @@ def used_for_longer(comm: Any, structure: bool) -> None:
         assert peek(after).tolist() == (everyone if name == "all_gather" else total(comm))
 
 
-@pytest.mark.parametrize("structure", [False, True])
-def test_a_result_dropped_while_the_callers_stream_reads_it(nccl: Run, structure: bool) -> None:
-    nccl(2, used_for_longer, structure, shared=True)
-
-
-def staged_drops(comm: Any, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks("nccl", shared=True)
+def test_arrays_dropped_by_calls_through_the_host(comm: Any, async_op: bool) -> None:
     """Calls that go through the host's memory."""
     warm(comm)
     with Fake().turned("delay_us", 2000, back=300):
@@ -444,11 +404,6 @@ def staged_drops(comm: Any, async_op: bool) -> None:
         gc.collect()
     comm.barrier()
     settled(comm)
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_arrays_dropped_by_calls_through_the_host(nccl: Run, async_op: bool) -> None:
-    nccl(2, staged_drops, async_op, shared=True)
 
 
 # -- messages -------------------------------------------------------------------------------------
@@ -487,11 +442,12 @@ def messages(comm: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_messages_on_the_callers_stream(nccl: Run, kind: str) -> None:
+def test_messages_on_the_callers_stream(nccl: Pools, kind: str) -> None:
     nccl(2, messages, kind, shared=True)
 
 
-def out_of_order(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_messages_with_tags_out_of_order(comm: Any) -> None:
     """Messages are met by their tags, however they were sent and asked for."""
     warm(comm)
     a = new_stream(comm)
@@ -518,11 +474,9 @@ def out_of_order(comm: Any) -> None:
     settled(comm)
 
 
-def test_messages_with_tags_out_of_order(nccl: Run) -> None:
-    nccl(2, out_of_order, shared=True)
-
-
-def posted_early(comm: Any, both: bool) -> None:
+@pytest.mark.parametrize("both", [False, True])
+@on_ranks("nccl", shared=True)
+def test_receives_posted_before_a_collective(comm: Any, both: bool) -> None:
     """MPI_Irecv, MPI_Allreduce, MPI_Irecv, with the second sent after the collective."""
     warm(comm)
     a = new_stream(comm)
@@ -547,12 +501,8 @@ def posted_early(comm: Any, both: bool) -> None:
     settled(comm)
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_receives_posted_before_a_collective(nccl: Run, both: bool) -> None:
-    nccl(2, posted_early, both, shared=True)
-
-
-def message_in_background(comm: Any) -> None:
+@on_ranks("nccl", shared=True)
+def test_messages_in_the_background(comm: Any) -> None:
     """A receive waits for what is on the stream; its wait orders the stream, not the host."""
     warm(comm)
     a = new_stream(comm)
@@ -583,7 +533,3 @@ def message_in_background(comm: Any) -> None:
         assert lane.drain(FAR)
     comm.barrier()
     settled(comm)
-
-
-def test_messages_in_the_background(nccl: Run) -> None:
-    nccl(2, message_in_background, shared=True)

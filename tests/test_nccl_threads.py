@@ -8,7 +8,7 @@ import importlib.util
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from gpu_programs import (
     held,
     is_poison,
     new_stream,
-    of_device,
     of_fake,
     ordinal_of,
     peek,
@@ -38,20 +37,16 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import Run, needs_compiler, pools
+from nccl_callers import Pools, needs_compiler, pools
 from pretended_gpu import gpu
 
 from collective import cuda
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
 from collective.errors import (
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
     DeviceError,
-    PeerFailedError,
 )
-from collective.memory.device_array import DeviceArray
-from collective.testing import RankPool, RanksFailedError
+from collective.testing import RankPool, parametrize_with_checks
 from tests.launches import launches  # noqa: F401
 
 __all__ = ["gpu"]  # a fixture
@@ -87,9 +82,7 @@ def threads(gpu: Fake) -> Iterator[Any]:
     until(lambda: not [t for t in threading.enumerate() if "nccl" in t.name], 10.0)
 
 
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Run]:
-    yield from pools(Gpus)
+nccl = pools(Gpus)
 
 
 def everyone(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
@@ -99,48 +92,20 @@ def everyone(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
 # -- ranks that are threads -----------------------------------------------------------------------
 
 
-def every_call(comm: Any) -> None:
-    rank, size = comm.rank, comm.size
-    assert comm._backend.device.ordinal == rank
-    every = everyone(comm)
-    for x in (of_fake(comm, every[rank]), of_device(comm, every[rank])):
-
-        def same(got: Any, expected: Any) -> None:
-            assert type(got) is DeviceArray
-            assert got.device.ordinal == rank
-            np.testing.assert_array_equal(read(got), expected)
-
-        same(comm.all_reduce(x), every.sum(0))
-        same(comm.all_reduce(x, op="max", async_op=True).wait(), every.max(0))
-        same(comm.all_reduce(x, order="rank"), every.sum(0))
-        same(comm.all_gather(x), every.ravel())
-        same(comm.reduce_scatter(x), np.array_split(every.sum(0), size)[rank])
-        exchanged = np.concatenate([np.array_split(each, size)[rank] for each in every])
-        same(comm.all_to_all(x), exchanged)
-        got = comm.gather(x, root=1)
-        assert rank == 1 or got is None
-        got = comm.broadcast(x if rank == 0 else None)
-        assert rank == 0 or type(got) is DeviceArray
-        right, left = (rank + 1) % size, (rank - 1) % size
-        same(comm.sendrecv(x, right, left, like=x), every[left])
-        for got in comm.all_reduce([x, x]):
-            same(got, every.sum(0))
-        y = comm.empty(4, like="cuda")
-        assert y.device.ordinal == rank
-        y.fill_from_host(np.ones(4, np.float32))
-        comm.all_reduce(y, out=y)
-        assert read(y).tolist() == [size] * 4
-    np.testing.assert_array_equal(comm.all_reduce(every[rank]), every.sum(0))
-    half = comm.split(rank % 2)
-    members = [r for r in range(size) if r % 2 == rank % 2]
-    same(half.all_reduce(x), every[members].sum(0))
-    half.close()
-    settled(comm)
+# Calls of each kind, and how one ends that a rank does not come to.
+CHECKS = tuple(
+    f"check_{name}"
+    for name in """
+    all_gather all_reduce_in_place all_to_all async async_many broadcast empty failed_peer gather
+    late_peer messages_among_collectives order_rank reduce_scatter sendrecv split structures
+""".split()
+)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_calls_of_ranks_that_are_threads(threads: Any, size: int) -> None:
-    threads(size, every_call)
+@pytest.mark.usefixtures("gpu")
+@parametrize_with_checks(AsThreads, sizes=(3,), kind="cuda", checks=CHECKS)
+def test_threads(check: Callable[[], None]) -> None:
+    check()
 
 
 def streams_of_threads(comm: Any) -> None:
@@ -180,27 +145,8 @@ def test_streams_and_contexts_of_ranks_that_are_threads(threads: Any) -> None:
     threads(3, streams_of_threads)
 
 
-def messages_of_threads(comm: Any) -> None:
-    rank, size = comm.rank, comm.size
-    every = everyone(comm)
-    x = of_fake(comm, every[rank])
-    outs = {r: of_fake(comm, np.zeros(6, np.float32)) for r in range(size) if r != rank}
-    works = [comm.recv(out, r, tag=rank, async_op=True) for r, out in outs.items()]
-    comm.all_reduce(x)
-    works += [comm.send(x, r, tag=r, async_op=True) for r in outs]
-    for work in works:
-        work.wait()
-    for r, out in outs.items():
-        np.testing.assert_array_equal(read(out), every[r])
-    comm.barrier()
-    settled(comm)
-
-
-def test_messages_of_ranks_that_are_threads(threads: Any) -> None:
-    threads(3, messages_of_threads)
-
-
 def another_threads_gpu(comm: Any) -> str:
+    assert comm._backend.device.ordinal == comm.rank
     there = FakeArray.of(np.ones(3, np.float32), (comm.rank + 1) % 4)
     error = error_of(lambda: comm.all_reduce(there))
     assert type(error) is DeviceError, repr(error)
@@ -213,48 +159,6 @@ def another_threads_gpu(comm: Any) -> str:
 def test_the_gpu_of_another_thread(threads: Any) -> None:
     for rank, text in enumerate(threads(2, another_threads_gpu)):
         assert f"an array on cuda:{rank + 1}; this rank's GPU is cuda:{rank}" in text
-
-
-def fails_in_one(comm: Any) -> str:
-    x = of_fake(comm, np.ones(3, np.float32))
-    comm.all_reduce(x)
-    comm.barrier()
-    if comm.rank == 1:
-        raise ValueError("no good")
-    comm.all_reduce(x, out=x)
-    Fake().synchronize(x.stream, x.device)  # it comes back
-    error = error_of(lambda: comm.all_reduce(x))
-    raise error
-
-
-def test_a_thread_that_raises_ends_the_others(threads: Any) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        threads(3, fails_in_one)
-    errors = caught.value.errors
-    assert isinstance(errors[1], ValueError)
-    for rank in (0, 2):
-        assert isinstance(errors[rank], PeerFailedError), repr(errors[rank])
-        assert "no good" in str(errors[rank])
-    threads(3, every_call)
-
-
-def too_late(comm: Any) -> str:
-    x = of_fake(comm, np.ones(3, np.float32))
-    comm.all_reduce(x)
-    comm.barrier()
-    if comm.rank == 1:
-        until(lambda: comm._backend.channel.failure is not None)
-        return str(error_of(lambda: comm.all_reduce(x)))
-    work = comm.all_reduce(x, out=x, timeout=0.5, async_op=True)
-    error = error_of(work.synchronize)
-    assert isinstance(error, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(error)
-    Fake().synchronize(x.stream, x.device)
-    return str(error)
-
-
-def test_a_deadline_of_ranks_that_are_threads(threads: Any) -> None:
-    for text in threads(2, too_late):
-        assert "waited 0.5 s for rank 1" in text
 
 
 def test_launched_as_threads(launches: Any) -> None:  # noqa: F811
@@ -335,7 +239,7 @@ def from_elsewhere(comm: Any) -> None:
     settled(comm)
 
 
-def test_calls_from_another_thread_than_connected(nccl: Run) -> None:
+def test_calls_from_another_thread_than_connected(nccl: Pools) -> None:
     nccl(2, from_elsewhere)
 
 
@@ -370,7 +274,7 @@ def waits_elsewhere(comm: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-def test_a_wait_in_another_thread(nccl: Run) -> None:
+def test_a_wait_in_another_thread(nccl: Pools) -> None:
     nccl(2, waits_elsewhere)
 
 
@@ -395,5 +299,5 @@ def forked(comm: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_leaves_the_gpu_alone(nccl: Run) -> None:
+def test_a_fork_leaves_the_gpu_alone(nccl: Pools) -> None:
     assert nccl(2, forked) == [0, 0]

@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ pytest.importorskip("fakes")
 
 from fakes import Fake
 from gpu_programs import error_of, until
-from nccl_callers import FAR, Caller, FakeNccl, Run, needs_compiler, pools, read, side_by_side
+from nccl_callers import FAR, Caller, FakeNccl, Pools, needs_compiler, pools, read, side_by_side
 
 from collective import cuda, ops
 from collective.backends.nccl import NcclBackend
@@ -33,15 +32,14 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
 from collective.request import Request
 from collective.start.memory_store import MemoryStore
+from tests.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
 CALL = Request("test")
 
 
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Run]:
-    yield from pools(FakeNccl)
+nccl = pools(FakeNccl)
 
 
 def numbers(rank: int, count: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
@@ -66,7 +64,13 @@ def connect(caller: Caller) -> None:
     caller.backend.plan(Request("barrier"))(None, None, FAR)
 
 
-def exchanges(comm: Any, table: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "table",
+    # The first looks even to rank 0, and to nobody else.
+    [[[2, 2, 2], [2, 0, 5], [2, 1, 0]], [[0] * 3] * 3, [[0, 3, 0], [0] * 3, [0] * 3]],
+)
+@on_ranks("nccl", size=3, shared=True)
+def test_all_to_all(comm: Any, table: list[list[int]]) -> None:
     caller = Caller(comm)
     rank, size = caller.rank, caller.size
     sends, receives = table[rank], [table[source][rank] for source in range(size)]
@@ -81,16 +85,8 @@ def exchanges(comm: Any, table: list[list[int]]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "table",
-    # The first looks even to rank 0, and to nobody else.
-    [[[2, 2, 2], [2, 0, 5], [2, 1, 0]], [[0] * 3] * 3, [[0, 3, 0], [0] * 3, [0] * 3]],
-)
-def test_all_to_all(nccl: Run, table: list[list[int]]) -> None:
-    nccl(3, exchanges, table, shared=True)
-
-
-def refuses(comm: Any) -> None:
+@on_ranks("nccl")
+def test_what_nccl_lacks_is_known(comm: Any) -> None:
     caller = Caller(comm)
     backend, kind = caller.backend, named("float32")
     able = [
@@ -118,11 +114,8 @@ def refuses(comm: Any) -> None:
             call()
 
 
-def test_what_nccl_lacks_is_known(nccl: Run) -> None:
-    nccl(2, refuses)
-
-
-def batches(comm: Any) -> None:
+@on_ranks("nccl", size=3, shared=True)
+def test_batches(comm: Any) -> None:
     caller = Caller(comm)
     size, one = caller.size, ops.as_op("sum")
     buffers = [caller.buffer(numbers(caller.rank, n)) for n in (5, 1, 300)]
@@ -134,10 +127,6 @@ def batches(comm: Any) -> None:
         np.testing.assert_array_equal(read(each), sum(numbers(r, n) for r in range(size)))
     with caller.backend.batch():
         pass
-
-
-def test_batches(nccl: Run) -> None:
-    nccl(3, batches, shared=True)
 
 
 # -- the host plane ---------------------------------------------------------------------
@@ -176,7 +165,7 @@ def on_host(comm: Any) -> None:
 
 
 def test_host_memory_needs_no_gpu() -> None:
-    for run in pools(NoGpu):
+    with Pools(NoGpu) as run:
         run(3, on_host)
 
 
@@ -202,11 +191,12 @@ def out_of_order(comm: Any) -> None:
             np.testing.assert_array_equal(read(got), sent[tag])
 
 
-def test_tags_out_of_order(nccl: Run) -> None:
+def test_tags_out_of_order(nccl: Pools) -> None:
     nccl(2, out_of_order)
 
 
-def uneven_sendrecv(comm: Any) -> None:
+@on_ranks("nccl")
+def test_sendrecv_meets_plain_calls(comm: Any) -> None:
     """Nothing goes one way, something the other; the peers use plain calls."""
     caller = Caller(comm)
     some, nothing = caller.buffer(np.arange(3)), caller.empty(0, "int64")
@@ -222,10 +212,6 @@ def uneven_sendrecv(comm: Any) -> None:
         assert read(got).tolist() == [0, 1, 2]
         caller.backend.recv(nothing, 0, 2, FAR)
         caller.backend.send(caller.buffer(np.arange(7, 10)), 0, 2, FAR)
-
-
-def test_sendrecv_meets_plain_calls(nccl: Run) -> None:
-    nccl(2, uneven_sendrecv)
 
 
 def many_at_once(comm: Any) -> None:
@@ -266,11 +252,12 @@ def many_at_once(comm: Any) -> None:
     )
 
 
-def test_all_pairs_and_tags_at_once(nccl: Run) -> None:
+def test_all_pairs_and_tags_at_once(nccl: Pools) -> None:
     nccl(3, many_at_once)
 
 
-def from_anybody(comm: Any) -> None:
+@on_ranks("nccl", size=3)
+def test_any_source(comm: Any) -> None:
     caller = Caller(comm)
     if caller.rank:
         caller.backend.send(caller.buffer(np.full(2, caller.rank)), 0, 0, FAR)
@@ -285,11 +272,8 @@ def from_anybody(comm: Any) -> None:
     assert sorted(seen) == [1, 2]
 
 
-def test_any_source(nccl: Run) -> None:
-    nccl(3, from_anybody)
-
-
-def asks_later(comm: Any) -> None:
+@on_ranks("nccl")
+def test_receives_in_two_threads(comm: Any) -> None:
     """A message behind work that waits for another message of the same direction.
 
     Rank 1's stream for tag 1 gets to its call only when tag 2 has been received: were tag 1
@@ -321,14 +305,11 @@ def asks_later(comm: Any) -> None:
     assert read(got[1]).tolist() == [2] * 3
 
 
-def test_receives_in_two_threads(nccl: Run) -> None:
-    nccl(2, asks_later)
-
-
 # -- streams --------------------------------------------------------------------------
 
 
-def current_streams(comm: Any) -> None:
+@on_ranks("nccl")
+def test_streams_beside_the_callers(comm: Any) -> None:
     """Within ``cuda.on`` the other stream is used."""
     caller = Caller(comm)
     connect(caller)
@@ -350,11 +331,8 @@ def current_streams(comm: Any) -> None:
     assert caller.backend.side_stream(caller.device, 999) is kept[-1]
 
 
-def test_streams_beside_the_callers(nccl: Run) -> None:
-    nccl(2, current_streams)
-
-
-def keeps_nothing(comm: Any) -> None:
+@on_ranks("nccl")
+def test_what_is_over_is_let_go(comm: Any) -> None:
     """Events go back to the pool, and the thread goes to sleep."""
     caller = Caller(comm)
     connect(caller)
@@ -372,14 +350,11 @@ def keeps_nothing(comm: Any) -> None:
     assert len(caller.device.events) <= made + 1
 
 
-def test_what_is_over_is_let_go(nccl: Run) -> None:
-    nccl(2, keeps_nothing)
-
-
 # -- memory -----------------------------------------------------------------------------
 
 
-def allocates(comm: Any) -> None:
+@on_ranks("nccl")
+def test_memory_for_all_ranks(comm: Any) -> None:
     caller = Caller(comm)
     backend = caller.backend
     array = backend.empty_device(4096 * 8, CALL, FAR)
@@ -401,10 +376,6 @@ def allocates(comm: Any) -> None:
     gc.collect()
     assert not backend._blocks._out
     assert not backend._blocks._dropped
-
-
-def test_memory_for_all_ranks(nccl: Run) -> None:
-    nccl(2, allocates)
 
 
 # -- other host planes ------------------------------------------------------------------
@@ -429,7 +400,7 @@ def over_gloo(comm: Any) -> None:
 
 def test_over_gloo() -> None:
     pytest.importorskip("torch")
-    for run in pools(OverGloo):
+    with Pools(OverGloo) as run:
         run(2, over_gloo)
 
 
@@ -452,12 +423,13 @@ def other_lengths(comm: Any) -> str:
     return str(error_of(lambda: caller.backend.recv(x, 0, 0, FAR)))
 
 
-def test_a_message_of_another_length(nccl: Run) -> None:
+def test_a_message_of_another_length(nccl: Pools) -> None:
     for text in nccl(2, other_lengths):
         assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in text
 
 
-def leaves_in_time(comm: Any) -> None:
+@on_ranks("nccl")
+def test_close_waits_for_what_is_under_way(comm: Any) -> None:
     """Who has done its part may go: the others' calls end well."""
     caller = Caller(comm)
     if caller.rank == 0:
@@ -468,10 +440,6 @@ def leaves_in_time(comm: Any) -> None:
         x = caller.buffer(np.zeros(3, np.int64))
         caller.call("broadcast", x, x, root=0)
         assert read(x).tolist() == [7] * 3
-
-
-def test_close_waits_for_what_is_under_way(nccl: Run) -> None:
-    nccl(2, leaves_in_time)
 
 
 def closes_alone(comm: Any) -> float:
@@ -487,7 +455,7 @@ def closes_alone(comm: Any) -> float:
     return time.monotonic() - since
 
 
-def test_close_with_work_that_nobody_joins(nccl: Run) -> None:
+def test_close_with_work_that_nobody_joins(nccl: Pools) -> None:
     assert max(nccl(2, closes_alone)) < FAR
 
 
@@ -502,7 +470,7 @@ def host_times_out(comm: Any) -> str:
     return str(broken(caller))
 
 
-def test_a_failure_of_the_host_plane_breaks_both(nccl: Run) -> None:
+def test_a_failure_of_the_host_plane_breaks_both(nccl: Pools) -> None:
     for text in nccl(3, host_times_out):
         assert "waited 0.5 s" in text
 
@@ -519,7 +487,7 @@ def not_enough(comm: Any) -> str:
     return str(error)
 
 
-def test_no_memory_on_one_rank(nccl: Run) -> None:
+def test_no_memory_on_one_rank(nccl: Pools) -> None:
     for text in nccl(3, not_enough):
         assert "there is not enough on that of rank 1" in text
 
@@ -551,7 +519,7 @@ def cannot(comm: Any) -> str:
 
 # What else does not go together: test_nccl_bad_input.py::test_what_the_ranks_cannot_do_together.
 def test_a_rank_without_a_driver_is_named_everywhere() -> None:
-    for run in pools(NoDriver):
+    with Pools(NoDriver) as run:
         for refusal in run(2, cannot):
             assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
 
@@ -571,5 +539,5 @@ def dropped(comm: Any) -> None:
     assert not [thread.name for thread in watching if thread.is_alive()]
 
 
-def test_a_transport_that_is_dropped(nccl: Run) -> None:
+def test_a_transport_that_is_dropped(nccl: Pools) -> None:
     nccl(1, dropped)

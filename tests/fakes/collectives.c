@@ -160,11 +160,6 @@ EXPORT ncclResult_t ncclBroadcast(const void *sendbuff, void *recvbuff, size_t c
     return issue(OPERATION(BROADCAST, sendbuff, recvbuff, NO_OP, root), stream, "Broadcast");
 }
 
-EXPORT ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root,
-                              ncclComm_t comm, cudaStream_t stream) {
-    return ncclBroadcast(buff, buff, count, datatype, root, comm, stream);
-}
-
 EXPORT ncclResult_t ncclAllGather(const void *sendbuff, void *recvbuff, size_t sendcount,
                                   ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream) {
     size_t count = sendcount;

@@ -45,7 +45,7 @@ void comm_fail(ncclComm_t comm, ncclResult_t code, const char *text) {
 
 ncclResult_t comm_state(ncclComm_t comm) {
     pthread_mutex_lock(&comm->mutex);
-    int everybodys = comm->shrunk ? 0 : segment_error(&comm->map);
+    int everybodys = segment_error(&comm->map);
     if (everybodys)
         comm_fail(comm, (ncclResult_t)everybodys, comm->map.head->error_text);
     int error = __atomic_load_n(&comm->error, __ATOMIC_ACQUIRE);
@@ -85,8 +85,6 @@ ncclResult_t comm_ready(ncclComm_t comm, const char *call) {
                              (void *)comm);
     if (comm->finalized)
         return comm_complain(comm, ncclInvalidArgument, "%s: comm has been finalized", call);
-    if (comm->shrunk)
-        return comm_complain(comm, ncclInvalidUsage, "%s: comm was aborted by a shrink", call);
     ncclResult_t state = comm_state(comm);
     if (state == ncclInProgress)
         return comm_complain(comm, ncclInvalidArgument,

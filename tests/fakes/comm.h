@@ -20,7 +20,6 @@ struct ncclComm {
     bool finalized; /* by ncclCommFinalize */
     bool aborted;   /* its operations end */
     bool dying;     /* by ncclCommAbort: calls that make communicators from it end, too */
-    bool shrunk;    /* by ncclCommShrink with NCCL_SHRINK_ABORT: good for its end only */
     ncclComm_t child; /* that a call is making */
     int rank, size;
     CUcontext context;
@@ -35,7 +34,7 @@ struct ncclComm {
     int pending;        /* launches issued, not ended */
     int running;        /* launches that a stream's thread works at */
     uint64_t issued, served; /* launches, in order */
-    uint64_t collectives, meetings, children;
+    uint64_t collectives, meetings;
     bool connected;
     unsigned char *sends_to, *receives_from; /* peers that it is connected to */
     uint64_t *sending, *receiving;           /* the pass in which an earlier operation is at it */

@@ -113,28 +113,6 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUni
 }
 #endif
 
-EXPORT ncclResult_t ncclGroupStart(void);
-EXPORT ncclResult_t ncclGroupEnd(void);
-
-EXPORT ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist) {
-    ncclUniqueId id;
-    log_call("ncclCommInitAll(ndev=%d)", ndev);
-    if (!comm || ndev < 1 || ndev > device_count())
-        return comm_complain(NULL, ncclInvalidArgument, "CommInitAll: invalid device count %d", ndev);
-    for (int i = 0; i < ndev; i++)
-        if (devlist && !device_context(devlist[i]))
-            return comm_complain(NULL, ncclUnhandledCudaError, "CommInitAll: no device %d",
-                                 devlist[i]);
-    ncclResult_t code = ncclGetUniqueId(&id);
-    if (code)
-        return code;
-    ncclGroupStart();
-    for (int i = 0; i < ndev; i++)
-        init_rank(&comm[i], ndev, &id, i, device_context(devlist ? devlist[i] : i), true,
-                  "CommInitAll");
-    return ncclGroupEnd();
-}
-
 /* Wait until no call and no work is left, or until it ends otherwise. */
 static void wait_until_idle(ncclComm_t comm, bool for_work) {
     pthread_mutex_lock(&comm->mutex);
@@ -293,53 +271,6 @@ EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_
     j->integers[0] = color;
     j->integers[1] = key;
     return child_job(j, newcomm, config, "CommSplit");
-}
-#endif
-
-#if VERSION_SINCE(2, 27, 3)
-static ncclResult_t run_shrink(job *j) {
-    return make_child(j, j->integers[0], j->integers[1], j->argument);
-}
-
-EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *excludeRanksList, int excludeRanksCount,
-                                   ncclComm_t *newcomm, ncclConfig_t *config, int shrinkFlags) {
-    log_call("ncclCommShrink(comm=%p, excludeRanksCount=%d, flags=%d)", (void *)comm,
-             excludeRanksCount, shrinkFlags);
-    bool aborts = shrinkFlags & NCCL_SHRINK_ABORT;
-    if (!comm_alive(comm) || !newcomm || !excludeRanksList || excludeRanksCount < 1 ||
-        excludeRanksCount >= comm->size || (shrinkFlags & ~NCCL_SHRINK_ABORT))
-        return comm_complain(NULL, ncclInvalidArgument, "CommShrink: invalid argument");
-    ncclResult_t code = aborts ? ncclSuccess : comm_ready(comm, "CommShrink");
-    if (code)
-        return code;
-    bool *gone = calloc((size_t)comm->size, sizeof *gone);
-    int rank = 0, size = 0;
-    uint64_t hash = 5381;
-    for (int i = 0; gone && i < excludeRanksCount; i++)
-        if (excludeRanksList[i] >= 0 && excludeRanksList[i] < comm->size)
-            gone[excludeRanksList[i]] = true;
-    for (int r = 0; gone && r < comm->size; r++) {
-        hash = hash * 33 ^ (uint64_t)gone[r];
-        size += !gone[r];
-        rank += !gone[r] && r < comm->rank;
-    }
-    bool excluded = !gone || gone[comm->rank];
-    free(gone);
-    if (excluded)
-        return comm_complain(comm, ncclInvalidArgument,
-                             "CommShrink: rank %d is in the list of excluded ranks", comm->rank);
-    if (aborts) { /* what runs ends, and the parent's error is over: polling it tells of this call */
-        abort_work(comm);
-        comm->shrunk = true;
-        __atomic_store_n(&comm->error, 0, __ATOMIC_RELEASE);
-    }
-    char name[NAME_ROOM];
-    child_name(name, comm, 'x', ++comm->children, hash);
-    job *j = new_job(run_shrink, comm);
-    j->integers[0] = size;
-    j->integers[1] = rank;
-    j->argument = strdup(name);
-    return child_job(j, newcomm, config, "CommShrink");
 }
 #endif
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
@@ -65,7 +64,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
     "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, c_int, POINTER(Config)),
-    "ncclCommInitAll": (POINTER(c_void_p), c_int, POINTER(c_int)),
     "ncclCommFinalize": (c_void_p,),
     "ncclCommDestroy": (c_void_p,),
     "ncclCommAbort": (c_void_p,),
@@ -74,7 +72,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommUserRank": (c_void_p, POINTER(c_int)),
     "ncclCommCuDevice": (c_void_p, POINTER(c_int)),
     "ncclCommSplit": (c_void_p, c_int, c_int, POINTER(c_void_p), POINTER(Config)),
-    "ncclCommShrink": (c_void_p, POINTER(c_int), c_int, POINTER(c_void_p), POINTER(Config), c_int),
     "ncclCommRegister": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p)),
     "ncclCommDeregister": (c_void_p, c_void_p),
     "ncclCommWindowRegister": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p), c_int),
@@ -91,7 +88,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclScatter": (*_MOVE, c_int, *_END),
     "ncclAllGather": (*_MOVE, *_END),
     "ncclAlltoAll": (*_MOVE, *_END),
-    "ncclBcast": (c_void_p, c_size_t, c_int, c_int, *_END),
     "ncclSend": (c_void_p, c_size_t, c_int, c_int, *_END),
     "ncclRecv": (c_void_p, c_size_t, c_int, c_int, *_END),
     "ncclGetLastError": (c_void_p,),
@@ -275,26 +271,7 @@ def _process(
         connection.send((False, error))
 
 
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def in_processes(
-    size: int,
-    work: Callable[[Rank], Any],
-    init: bool = True,
-    environment: Mapping[str, str] | None = None,
-) -> list[Any]:
+def in_processes(size: int, work: Callable[[Rank], Any], init: bool = True) -> list[Any]:
     """Return what ``work``, a function of a module, returns on each rank, each a process.
 
     The result of a process that died without one is its exit status, as ``SystemExit``.
@@ -306,15 +283,14 @@ def in_processes(
     context = multiprocessing.get_context("spawn")
     identity = Nccl().unique_id()
     ends, processes, results = [], [], []
-    with _environment(environment or {}):
-        for number in range(size):
-            mine, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, work, init, number, size, identity)
-            process = context.Process(target=_process, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            ends.append(mine)
-            processes.append(process)
+    for number in range(size):
+        mine, theirs = context.Pipe(duplex=False)
+        arguments = (theirs, work, init, number, size, identity)
+        process = context.Process(target=_process, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(mine)
+        processes.append(process)
     try:
         for end, process in zip(ends, processes):
             if not end.poll(_WAIT_S):

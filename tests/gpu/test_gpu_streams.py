@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from nccl_callers import Run, pools
+from nccl_callers import Pools, pools
 from real import OnGpus, sizes, why_not
 
 from collective import cuda
@@ -28,9 +28,7 @@ BYTES, MOST_BYTES, COPIES = 1 << 24, 1 << 30, 200
 COUNT = 1 << 16
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Run]:
-    yield from pools(OnGpus, timeout=120.0)
+ranks = pools(OnGpus, timeout=120.0)
 
 
 SIZE = max(sizes())
@@ -115,7 +113,7 @@ def returns_at_once(comm: Any) -> None:
     assert seen(comm, look), "the call has waited for its stream"
 
 
-def test_a_call_returns_when_it_is_enqueued(ranks: Run) -> None:
+def test_a_call_returns_when_it_is_enqueued(ranks: Pools) -> None:
     ranks(SIZE, returns_at_once)
 
 
@@ -133,7 +131,7 @@ def follows_its_stream(comm: Any) -> None:
     assert (values(got), values(x)) == ([comm.size], [5.0 * comm.size])
 
 
-def test_calls_take_their_turn_on_the_callers_stream(ranks: Run) -> None:
+def test_calls_take_their_turn_on_the_callers_stream(ranks: Pools) -> None:
     ranks(SIZE, follows_its_stream)
 
 
@@ -158,7 +156,7 @@ def in_the_background(comm: Any) -> None:
     assert seen(comm, look), "the call was on the caller's stream"
 
 
-def test_a_call_in_the_background(ranks: Run) -> None:
+def test_a_call_in_the_background(ranks: Pools) -> None:
     ranks(SIZE, in_the_background)
 
 
@@ -181,7 +179,7 @@ def waits_for_the_background(comm: Any) -> None:
     assert seen(comm, look), "wait() has waited on the host"
 
 
-def test_wait_makes_the_stream_wait(ranks: Run) -> None:
+def test_wait_makes_the_stream_wait(ranks: Pools) -> None:
     ranks(SIZE, waits_for_the_background)
 
 
@@ -195,7 +193,7 @@ def in_place_in_turn(comm: Any) -> None:
     assert values(x) == [float(comm.size**3)]
 
 
-def test_calls_in_the_background_take_their_turn(ranks: Run) -> None:
+def test_calls_in_the_background_take_their_turn(ranks: Pools) -> None:
     ranks(SIZE, in_place_in_turn)
 
 
@@ -213,7 +211,7 @@ def drops_arrays(comm: Any) -> None:
         assert values(work.wait()) == [(turn + 1.0) * comm.size]
 
 
-def test_arrays_that_are_dropped_stay_until_the_end(ranks: Run) -> None:
+def test_arrays_that_are_dropped_stay_until_the_end(ranks: Pools) -> None:
     ranks(SIZE, drops_arrays)
 
 
@@ -234,7 +232,7 @@ def exchanges(comm: Any) -> None:
         assert values(y) == [10.0 + left]
 
 
-def test_messages(ranks: Run) -> None:
+def test_messages(ranks: Pools) -> None:
     ranks(SIZE, exchanges)
 
 
@@ -256,7 +254,7 @@ def leaves(comm: Any) -> None:
     gpu.stream.synchronize()
 
 
-def test_a_rank_that_leaves(ranks: Run) -> None:
+def test_a_rank_that_leaves(ranks: Pools) -> None:
     ranks(SIZE, leaves)
 
 
@@ -315,7 +313,7 @@ def trains(comm: Any, kind: type[Torch]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Torch, Cupy], ids=lambda kind: kind.__name__.lower())
-def test_a_frameworks_arrays_and_streams(ranks: Run, kind: type[Torch]) -> None:
+def test_a_frameworks_arrays_and_streams(ranks: Pools, kind: type[Torch]) -> None:
     module = pytest.importorskip(kind.__name__.lower())
     if not module.cuda.is_available():
         pytest.skip(f"{kind.__name__}: needs a build with CUDA, and a GPU")
