@@ -259,15 +259,6 @@ class Framework:
         found = self.read(got).astype(expected.dtype)
         np.testing.assert_allclose(found, expected, rtol=rtol)
 
-    def check_same(self, x: Any, expected: Any) -> None:
-        """See that an input still is what it was."""
-        np.testing.assert_array_equal(self.read(x), expected)
-
-    def check_shape(self, got: Any, shape: tuple[int, ...]) -> None:
-        """Compare only the framework and the shape of a result; an input may be one."""
-        assert isinstance(got, (self.result, FakeArray)), type(got)
-        assert tuple(got.shape) == shape
-
 
 @contextlib.contextmanager
 def framework(comm: Any, name: str) -> Iterator[Framework]:

@@ -5,13 +5,9 @@ What they enqueue, new versions and old ones alike: test_nccl_conformance.py.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
-import fakes
 import numpy as np
 import pytest
 from nccl_ranks import (
@@ -64,32 +60,6 @@ def test_ranks_come_up_and_reduce(fresh: Callable[[int], Ranks], version: int, s
     assert ranks.fake.log("ncclCommAbort") == []
 
 
-def test_ranks_of_other_processes(ranks: Ranks) -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    unique_id = ranks.library.unique_id()
-    processes = [
-        context.Process(target=process, args=(rank, 3, unique_id, answers)) for rank in range(3)
-    ]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(DEADLINE_S)
-    codes = [each.exitcode for each in processes]
-    for each in processes:
-        each.kill()
-    assert codes == [0, 0, 0]
-    assert sorted(answers.get() for _ in range(3)) == [(0, 6.0), (1, 6.0), (2, 6.0)]
-
-
-def process(rank: int, size: int, unique_id: bytes, answers: Any) -> None:
-    os.environ.update(fakes.environment(NEW, host_pointers=1))
-    ranks = Ranks(NEW)
-    comm = NcclComm.create(ranks.library, unique_id, rank, size, cuda.device(rank), within())
-    answers.put((rank, ranks.sums([comm])[0][0]))
-    comm.destroy(within())
-
-
 @pytest.mark.parametrize("version", [NEW, OLD])
 def test_a_deadline_during_init_leaves_nothing(fresh: Callable[[int], Ranks], version: int) -> None:
     ranks = fresh(version)
@@ -100,20 +70,6 @@ def test_a_deadline_during_init_leaves_nothing(fresh: Callable[[int], Ranks], ve
                 NcclComm.create(ranks.library, unique_id, rank, 2, cuda.device(rank), within(0.05))
     assert len(ranks.fake.log("ncclCommAbort")) == 2
     assert set(threading.enumerate()) <= before
-
-
-def test_an_absent_rank_is_waited_for_as_long_as_poll_says(ranks: Ranks) -> None:
-    polls = 0
-
-    def poll() -> None:
-        nonlocal polls
-        polls += 1
-        if polls == 10:
-            raise CollectiveTimeoutError("rank 1 is not there")
-
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 is not there"):
-        NcclComm.create(ranks.library, ranks.library.unique_id(), 0, 2, cuda.device(0), poll)
-    assert len(ranks.fake.log("ncclCommAbort")) == 1
 
 
 def test_blocking_init_given_up_is_undone_when_it_returns(fresh: Callable[[int], Ranks]) -> None:

@@ -446,34 +446,6 @@ def test_messages_on_the_callers_stream(nccl: Pools, kind: str) -> None:
     nccl(2, messages, kind, shared=True)
 
 
-@on_ranks("nccl", shared=True)
-def test_messages_with_tags_out_of_order(comm: Any) -> None:
-    """Messages are met by their tags, however they were sent and asked for."""
-    warm(comm)
-    a = new_stream(comm)
-    tags = [3, 1, 2, 0]
-    if comm.rank == 0:
-        arrays = [of_fake(comm, np.full(5, tag, np.float32), a) for tag in tags]
-        works = [comm.send(x, 1, tag=tag, async_op=True) for x, tag in zip(arrays, tags)]
-        for work in works:
-            work.wait()
-        for array in arrays:
-            array.set(np.full(5, -1, np.float32))  # they may be changed now
-        settled(comm)
-        assert all(work.done() for work in works)
-    else:
-        outs = {tag: of_fake(comm, np.zeros(5, np.float32), a) for tag in sorted(tags)}
-        works = {tag: comm.recv(out, 0, tag=tag, async_op=True) for tag, out in outs.items()}
-        for tag in (2, 0):
-            assert works[tag].wait() is outs[tag]
-            assert copied(comm, outs[tag], a).get().tolist() == [tag] * 5
-        for tag in (3, 1):
-            assert works[tag].synchronize() is outs[tag]
-            assert peek(outs[tag]).tolist() == [tag] * 5
-    comm.barrier()
-    settled(comm)
-
-
 @pytest.mark.parametrize("both", [False, True])
 @on_ranks("nccl", shared=True)
 def test_receives_posted_before_a_collective(comm: Any, both: bool) -> None:

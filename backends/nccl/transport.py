@@ -406,15 +406,12 @@ class NcclBackend(Collectives, Monitored):
                         "wait again, or abort() the communicator."
                     )
                 wait.turn()
-        self._refuse_broken(what)
-
-    def keep_until(self, event: Event, things: object) -> None:
-        self._watch.keep(event, things)
-
-    def _refuse_broken(self, what: str) -> None:
         # An operation that was broken off is over, too.
         if self.channel.failure is not None:
             self.channel.check(what, ())
+
+    def keep_until(self, event: Event, things: object) -> None:
+        self._watch.keep(event, things)
 
 
 def _drop(watch: Watch, owner: int) -> None:

@@ -83,6 +83,7 @@ class Watch:
         inside: what is being enqueued, by whatever makes one call at a time; None for nothing.
         add: take an operation into care. Of one stream's operations the first comes first.
         asleep: whether :meth:`wake` has to be called.
+        over: whether the transport is closed or broken, and so its communicators are gone.
         chores: called now and then while the thread is awake; return whether to stay so.
     """
 
@@ -103,7 +104,7 @@ class Watch:
         self._comms: list[NcclComm] = []
         self._signal = threading.Event()
         self._thread: threading.Thread | None = None
-        self._over = False
+        self.over = False
         channel.unfinished = self.unfinished
         channel.on_failure.append(self.wake)
 
@@ -118,7 +119,7 @@ class Watch:
         # Under the lock, as _break() takes them: either that finds this one, or this finds the
         # transport broken.
         with self._lock:
-            if self._channel.failure is None and not self._over:
+            if self._channel.failure is None and not self.over:
                 self._comms.append(comm)
                 if self._thread is None:
                     self._thread = threading.Thread(
@@ -129,11 +130,6 @@ class Watch:
         comm.abort()
         self._channel.check("nccl")
         raise BackendError("nccl: the transport is closed.", backend="nccl")
-
-    @property
-    def over(self) -> bool:
-        """Whether the transport is closed or broken, and so its communicators are gone."""
-        return self._over
 
     def wake(self) -> None:
         """Have the thread look now."""
@@ -198,7 +194,7 @@ class Watch:
 
     def _run(self) -> None:
         pause, idle_since = _FIRST_S, time.monotonic()
-        while not self._over:
+        while not self.over:
             if self._channel.failure is not None:
                 self._break()
                 return
@@ -279,7 +275,7 @@ class Watch:
     def _break(self) -> None:
         """Abort NCCL's communicators, all at once: one may wait for the kernels of another."""
         with self._lock:
-            self._over = True
+            self.over = True
             comms, self._comms = self._comms, []
         threads = [
             threading.Thread(target=_abort, args=(comm,), name="collective-nccl-abort", daemon=True)
@@ -306,7 +302,7 @@ class Watch:
     def close(self) -> None:
         """End the thread and the communicators, well or, if that takes long, not so well."""
         with self._lock:
-            self._over = True
+            self.over = True
             thread, busy = self._thread, bool(self._pending or self._new)
             comms, self._comms = self._comms, []
         self.wake()

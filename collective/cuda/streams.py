@@ -126,13 +126,9 @@ class Event:
 
     def query(self) -> bool:
         """Tell whether the work is done. Does not wait."""
-        code = self._driver.cuEventQuery(self.handle)
-        if not code:
-            return True
-        if code == INVALID_CONTEXT:
-            with self.device.active():
-                code = self._driver.cuEventQuery(self.handle)
-        return _ready(self._driver, code, self.device)
+        query = self._driver.cuEventQuery
+        code = query(self.handle)
+        return not code or _ready(code, query, self.handle, self.device)
 
     def synchronize(self) -> None:
         """Wait until the work is done. Other threads go on; signals are seen afterwards."""
@@ -207,11 +203,9 @@ class Stream:
 
     def query(self) -> bool:
         """Tell whether all work is done. Does not wait."""
-        code = self._driver.cuStreamQuery(self.handle)
-        if code == INVALID_CONTEXT:
-            with self.device.active():
-                code = self._driver.cuStreamQuery(self.handle)
-        return _ready(self._driver, code, self.device)
+        query = self._driver.cuStreamQuery
+        code = query(self.handle)
+        return not code or _ready(code, query, self.handle, self.device)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueue a copy; see :func:`collective.cuda.copy`, which takes 0 bytes too."""
@@ -296,9 +290,13 @@ class _OwnStream(Stream):
             self._driver.cuStreamDestroy_v2(self.handle)
 
 
-def _ready(loaded: Driver, code: int, where: Device) -> bool:
+def _ready(code: int, query: Function, handle: int, device: Device) -> bool:
+    """Return what a query says, which is made again if it failed as this thread has no context."""
+    if code == INVALID_CONTEXT:
+        with device.active():
+            code = query(handle)
     if code == NOT_READY:
         return False
     if code:
-        loaded.fail(code, f"{where}: query")
+        device.driver.fail(code, f"{device}: query")
     return True
