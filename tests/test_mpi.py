@@ -34,17 +34,17 @@ from collective.request import Request
 from collective.start.mpi_world import world_of
 from collective.testing import RankPool
 from tests.mpi_launches import INSTALLED, by_vendor, launch_of
+from tests.on_ranks import on_ranks
 
 Array = np.ndarray[Any, Any]
-Run = Callable[..., list[Any]]
 _SIZE = 3
 
 
 @pytest.fixture(scope="module", params=INSTALLED)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Run a function on three ranks of each vendor's MPI, which are kept."""
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Three ranks of each vendor's MPI, which are kept."""
     with RankPool(_SIZE, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
-        yield pool.run
+        yield pool
 
 
 def _transport(comm: Communicator) -> MpiBackend:
@@ -92,7 +92,8 @@ def test_the_error_of_what_is_polled_names_the_call(
 # -- dtypes and operators ---------------------------------------------------------------------
 
 
-def _narrow_floats(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_16_bit_floats_are_summed_as_floats(comm: Communicator) -> None:
     for count in (1, 7, 1000, 40_000, 600_001):
         halves = (np.arange(count) % 64 + comm.rank).astype(np.float16) / 2
         total = functools.reduce(
@@ -107,20 +108,15 @@ def _narrow_floats(comm: Communicator) -> None:
         np.testing.assert_array_equal(bfloat16_to_float32(out.array), total.astype(np.float32))
 
 
-def test_16_bit_floats_are_summed_as_floats(ranks: Run) -> None:
-    ranks(_narrow_floats, shared=True)
-
-
-def _floats_in_logic(comm: Communicator) -> list[list[float]]:
+@on_ranks("ranks", shared=True)
+def test_logic_on_floats(comm: Communicator) -> None:
     x = np.array([0.5, 0.0, np.nan, comm.rank])
-    return [comm.all_reduce(x, op=op).tolist() for op in ("land", "lor")]
+    assert comm.all_reduce(x, op="land").tolist() == [1, 0, 1, 0]
+    assert comm.all_reduce(x, op="lor").tolist() == [1, 0, 1, 1]
 
 
-def test_logic_on_floats(ranks: Run) -> None:
-    assert ranks(_floats_in_logic, shared=True) == [[[1, 0, 1, 0], [1, 0, 1, 1]]] * _SIZE
-
-
-def _scales(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_what_is_scaled_is_not_the_input(comm: Communicator) -> None:
     x = np.arange(10.0) + comm.rank
     original = x.copy()
     total = comm.size * np.arange(10.0) + sum(range(comm.size))
@@ -133,11 +129,8 @@ def _scales(comm: Communicator) -> None:
     np.testing.assert_array_equal(x, original)
 
 
-def test_what_is_scaled_is_not_the_input(ranks: Run) -> None:
-    ranks(_scales, shared=True)
-
-
-def _rough_scan(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_a_scan_of_floats_folds_rank_after_rank(comm: Communicator) -> None:
     random = np.random.default_rng(7)
     inputs = [(random.standard_normal(999) * 1e3**r).astype(np.float32) for r in range(comm.size)]
     found = comm.scan(inputs[comm.rank])
@@ -145,11 +138,8 @@ def _rough_scan(comm: Communicator) -> None:
     assert found.tobytes() == wanted.tobytes()
 
 
-def test_a_scan_of_floats_folds_rank_after_rank(ranks: Run) -> None:
-    ranks(_rough_scan, shared=True)
-
-
-def _saturated(comm: Communicator) -> Any:
+@on_ranks("ranks")
+def test_an_operator_that_deviates_on_one_rank_is_left_alone_by_all(comm: Communicator) -> None:
     """Pretend that the last rank's processor has another vector unit."""
     backend = _transport(comm)
     mine = backend.unlike
@@ -160,11 +150,7 @@ def _saturated(comm: Communicator) -> Any:
         backend._mpi, backend._comm, flags.astype(np.uint8),
         lambda: backend.channel.wait("connect", 20.0),
     )  # fmt: skip
-    return every - mine
-
-
-def test_an_operator_that_deviates_on_one_rank_is_left_alone_by_all(ranks: Run) -> None:
-    assert ranks(_saturated) == [{("prod", "int32")}] * _SIZE
+    assert every - mine == {("prod", "int32")}
 
 
 class _Operator:
@@ -206,19 +192,17 @@ def test_operators_that_do_otherwise_than_numpy_are_found() -> None:
 # -- functions of the user ------------------------------------------------------------------
 
 
-def _many_operators(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_any_number_of_operators(comm: Communicator) -> None:
+    """MPI libraries and mpi4py stop at some dozens that exist at once."""
     for turn in range(200):
         op = user_op(lambda a, b, turn=turn: a + b + turn, commutative=True)  # type: ignore[misc]
         found = comm.all_reduce(np.ones(3, np.int64), op=op)
         assert found.tolist() == [comm.size + turn * (comm.size - 1)] * 3
 
 
-def test_any_number_of_operators(ranks: Run) -> None:
-    """MPI libraries and mpi4py stop at some dozens that exist at once."""
-    ranks(_many_operators, shared=True)
-
-
-def _in_threads(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_operators_of_ours_in_several_threads(comm: Communicator) -> None:
     """Fold with functions of ours in two threads, on two communicators, beside messages."""
     other = comm.dup()
     wrong: list[str] = []
@@ -243,11 +227,8 @@ def _in_threads(comm: Communicator) -> None:
     assert not wrong, wrong
 
 
-def test_operators_of_ours_in_several_threads(ranks: Run) -> None:
-    ranks(_in_threads)
-
-
-def _groups_together(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_communicators_are_made_while_operators_of_ours_run(comm: Communicator) -> None:
     """Make communicators in a thread while MPI calls a function of ours in another."""
     other = comm.dup()
     done = threading.Event()
@@ -269,14 +250,11 @@ def _groups_together(comm: Communicator) -> None:
     other.close()
 
 
-def test_communicators_are_made_while_operators_of_ours_run(ranks: Run) -> None:
-    ranks(_groups_together)
-
-
 # -- ways of carrying a call out ----------------------------------------------------------------
 
 
-def _mixed(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_ranks_in_the_background_meet_others_in_the_foreground(comm: Communicator) -> None:
     for turn in range(20):
         x = np.full(100 + turn, comm.rank)
         for op in ("sum", user_op(np.maximum, commutative=True)):
@@ -289,10 +267,6 @@ def _mixed(comm: Communicator) -> None:
         assert got.tolist() == [1] * x.size
 
 
-def test_ranks_in_the_background_meet_others_in_the_foreground(ranks: Run) -> None:
-    ranks(_mixed, shared=True)
-
-
 _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
     "all_gather": lambda comm: comm.all_gather(np.ones(1 + comm.rank)),
     "all_to_all": lambda comm: comm.all_to_all(np.ones(4 + comm.rank)),
@@ -303,7 +277,11 @@ _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-def _stalled(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", _DIFFERING)
+@on_ranks("ranks")
+def test_a_late_rank_makes_no_mismatch_of_calls_that_may_differ(
+    comm: Communicator, name: str
+) -> None:
     """Make a call to which one rank comes when the others have had their calls compared."""
     channel: Any = _transport(comm).channel
     hear, asked = channel._hear, threading.Semaphore(0)
@@ -320,11 +298,6 @@ def _stalled(comm: Communicator, name: str) -> None:
     _DIFFERING[name](comm)
 
 
-@pytest.mark.parametrize("name", _DIFFERING)
-def test_a_late_rank_makes_no_mismatch_of_calls_that_may_differ(ranks: Run, name: str) -> None:
-    ranks(_stalled, name)
-
-
 class _NoPersistence:
     """A communicator of an MPI without persistent collectives (before MPI 4)."""
 
@@ -337,7 +310,8 @@ class _NoPersistence:
         return getattr(self._comm, name)
 
 
-def _without_persistence(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_an_mpi_without_persistent_collectives(comm: Communicator) -> None:
     transport = _transport(comm)
     proxy = _NoPersistence(transport._comm)
 
@@ -351,10 +325,6 @@ def _without_persistence(comm: Communicator) -> None:
         assert comm.all_reduce(np.array([turn])).tolist() == [comm.size * turn]
     comm.barrier()
     assert comm.all_gather(np.ones(comm.rank)).size == sum(range(comm.size))
-
-
-def test_an_mpi_without_persistent_collectives(ranks: Run) -> None:
-    ranks(_without_persistence)
 
 
 def _kept_after_giving_up(comm: Communicator) -> bool:
@@ -377,11 +347,12 @@ def _kept_after_giving_up(comm: Communicator) -> bool:
     return kept
 
 
-def test_memory_of_a_call_that_was_given_up_is_kept(ranks: Run) -> None:
-    assert ranks(_kept_after_giving_up)[0]
+def test_memory_of_a_call_that_was_given_up_is_kept(ranks: RankPool) -> None:
+    assert ranks.run(_kept_after_giving_up)[0]
 
 
-def _short_counts(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_more_elements_than_one_call_takes(comm: Communicator) -> None:
     """Everything, where MPI takes no more than some elements in a call."""
     from collective.backends.mpi import messages
 
@@ -419,10 +390,6 @@ def _short_counts(comm: Communicator) -> None:
         messages.MOST_BYTES = most
 
 
-def test_more_elements_than_one_call_takes(ranks: Run) -> None:
-    ranks(_short_counts)
-
-
 _HUGE = 2**31 + 11
 
 
@@ -452,7 +419,8 @@ def test_more_than_2_to_the_31_elements(vendor: str) -> None:
 _TAGS = [0, 2**31 - 1, 2**40, -7, -(2**63), 2**63 - 1, 2**28, 5]
 
 
-def _tags(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_tags_of_64_bits(comm: Communicator) -> None:
     transport = _transport(comm)
     for count in (3, 30_000):
         if comm.rank == 0:
@@ -473,67 +441,45 @@ def _tags(comm: Communicator) -> None:
     assert not transport._messages._announced
 
 
-def test_tags_of_64_bits(ranks: Run) -> None:
-    ranks(_tags)
-
-
-def _one_of_two_left(comm: Communicator) -> Any:
+@on_ranks("ranks")
+def test_any_source_waits_for_those_who_are_there(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.close()
-        return None
-    if comm.rank == 2:
+    elif comm.rank == 2:
         time.sleep(1.2)  # longer than it takes to miss a rank that has left
         comm.send(np.array([2]), 0)
-        return None
-    first = int(comm.recv(None, ANY_SOURCE)[0])
-    try:
-        comm.recv(None, 1)
-    except PeerLostError as error:
-        return first, error.ranks
-    return first
+    else:
+        assert comm.recv(None, ANY_SOURCE)[0] == 2
+        with pytest.raises(PeerLostError) as lost:
+            comm.recv(None, 1)
+        assert lost.value.ranks == (1,)
 
 
-def test_any_source_waits_for_those_who_are_there(ranks: Run) -> None:
-    assert ranks(_one_of_two_left)[0] == (2, (1,))
-
-
-def _truncated(comm: Communicator) -> Any:
+@on_ranks("ranks")
+def test_an_error_of_mpi_keeps_its_class_and_text(comm: Communicator) -> None:
     transport = _transport(comm)
     if comm.rank == 0:
         transport.send(_buffer(np.zeros(8)), 1, 3, 20.0)
-        return None
     if comm.rank == 1:
-        try:
+        with pytest.raises(BackendError, match=r"recv: MPI_ERR_TRUNCATE: .*\[rank 1\]") as caught:
             transport.recv(_buffer(np.zeros(4)), 0, 3, 20.0)
-        except BackendError as error:
-            return error.backend, error.code, str(error), type(error.__cause__).__name__
-    return None
-
-
-def test_an_error_of_mpi_keeps_its_class_and_text(ranks: Run) -> None:
-    backend, code, text, cause = ranks(_truncated)[1]
-    assert (backend, cause) == ("mpi", "Exception")
-    assert code > 0
-    assert "recv: MPI_ERR_TRUNCATE: " in text
-    assert "[rank 1]" in text
+        assert (caught.value.backend, type(caught.value.__cause__).__name__) == ("mpi", "Exception")
+        assert caught.value.code
 
 
 # -- the library, the store, the world ------------------------------------------------------------
 
 
-def _library(comm: Communicator) -> Any:
+@on_ranks("ranks", shared=True)
+def test_what_the_library_says_of_itself(comm: Communicator) -> None:
     found = describe()
-    return found.vendor, found.thread_level, os.path.exists(found.path), found.cuda_aware
+    assert found.vendor in ("MPICH", "Open MPI")
+    assert (found.thread_level, os.path.exists(found.path)) == ("multiple", True)
+    assert isinstance(found.cuda_aware, bool)
 
 
-def test_what_the_library_says_of_itself(ranks: Run) -> None:
-    for vendor, level, exists, aware in ranks(_library, shared=True):
-        assert vendor in ("MPICH", "Open MPI")
-        assert (level, exists) == ("multiple", True)
-        assert isinstance(aware, bool)
-
-
-def _store(comm: Communicator) -> None:
+@on_ranks("ranks", shared=True)
+def test_a_store_over_mpi(comm: Communicator) -> None:
     store = MpiStore(_transport(comm)._comm, 10.0)
     last = comm.rank == comm.size - 1
     if last:
@@ -555,11 +501,8 @@ def _store(comm: Communicator) -> None:
     store.close()
 
 
-def test_a_store_over_mpi(ranks: Run) -> None:
-    ranks(_store, shared=True)
-
-
-def _half(comm: Communicator) -> None:
+@on_ranks("ranks")
+def test_the_world_of_a_communicator_of_the_program(comm: Communicator) -> None:
     program = _transport(comm)._comm.Split(comm.rank == 0, -comm.rank)
     before = program.Get_size(), program.Get_errhandler()
     world = world_of(program, timeout=10.0)
@@ -571,7 +514,3 @@ def _half(comm: Communicator) -> None:
     assert (program.Get_size(), program.Get_errhandler()) == before
     half.close()
     program.Free()
-
-
-def test_the_world_of_a_communicator_of_the_program(ranks: Run) -> None:
-    ranks(_half)

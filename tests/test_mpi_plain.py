@@ -17,18 +17,17 @@ from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.testing import RankPool
 from tests import plain_messages
 from tests.mpi_launches import INSTALLED, launch_of, needs, warm_launch_of
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"
 )
 
-Run = Callable[..., list[Any]]
-
 
 @pytest.fixture(scope="module", params=INSTALLED)
-def pair(request: pytest.FixtureRequest) -> Iterator[Run]:
+def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(2, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
-        yield pool.run
+        yield pool
 
 
 def _transport(comm: Communicator) -> MpiBackend:
@@ -76,8 +75,8 @@ def _threads(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     "program", [*plain_messages.PROGRAMS, _misfits, _threads], ids=lambda program: program.__name__
 )
-def test_messages(pair: Run, program: Any) -> None:
-    pair(program)
+def test_messages(pair: RankPool, program: Any) -> None:
+    pair.run(program)
 
 
 @needs("mpich")
@@ -86,8 +85,8 @@ def test_tensors() -> None:
         pool.run(plain_messages.tensors)
 
 
-def test_no_more_tags_are_remembered_than_a_program_repeats(pair: Run) -> None:
-    assert pair(_many_tags) == [(64, 64)] * 2
+def test_no_more_tags_are_remembered_than_a_program_repeats(pair: RankPool) -> None:
+    assert pair.run(_many_tags) == [(64, 64)] * 2
 
 
 def _given_up(comm: Communicator, operation: str) -> int:
@@ -111,14 +110,15 @@ def _given_up(comm: Communicator, operation: str) -> int:
 
 
 @pytest.mark.parametrize("operation", ["recv", "sendrecv"])
-def test_a_message_that_was_given_up_keeps_its_memory(pair: Run, operation: str) -> None:
-    assert pair(_given_up, operation) == [1, 0]
+def test_a_message_that_was_given_up_keeps_its_memory(pair: RankPool, operation: str) -> None:
+    assert pair.run(_given_up, operation) == [1, 0]
 
 
 # -- collectives ------------------------------------------------------------------------------
 
 
-def _in_the_background_elsewhere(comm: Communicator) -> None:
+@on_ranks("pair")
+def test_plain_calls_meet_those_in_the_background(comm: Communicator) -> None:
     """One rank's call is of plain arrays, the other's in a lane: both do as the lane has to."""
     every = np.arange(4.0) + np.arange(comm.size)[:, None]
     mine, total, joined = every[comm.rank], every.sum(axis=0), every.ravel()
@@ -133,7 +133,3 @@ def _in_the_background_elsewhere(comm: Communicator) -> None:
         for call, wanted in calls:
             got = call(async_op=True).wait() if comm.rank == background else call()
             assert wanted is None or (got == wanted).all()
-
-
-def test_plain_calls_meet_those_in_the_background(pair: Run) -> None:
-    pair(_in_the_background_elsewhere)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.testing import RankPool
 from tests.launches import launches  # noqa: F401
+from tests.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch")
 
@@ -24,10 +24,7 @@ from collective.adapters.torch import DistributedDataParallel  # noqa: E402
 N = 1000
 
 
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with RankPool(2, "shm", timeout=60.0) as made:
-        yield made
+two = ranks_of(("shm", 2))
 
 
 def segments() -> dict[tuple[int, int], str]:
@@ -50,11 +47,8 @@ def segment_of(array: Any) -> str | None:
 
 @pytest.mark.parametrize("end", ["closed", "dropped", "aborted"])
 @pytest.mark.parametrize("like", ["numpy", "torch"])
-def test_an_array_outlives_its_communicator(two: RankPool, like: str, end: str) -> None:
-    two.run(outlive, like, end)
-
-
-def outlive(comm: Any, like: str, end: str) -> None:
+@on_ranks("two")
+def test_an_array_outlives_its_communicator(comm: Any, like: str, end: str) -> None:
     group = comm.dup()
     memory = group.empty(N, like=like)
     memory[...] = 1.0
@@ -79,10 +73,6 @@ def outlive(comm: Any, like: str, end: str) -> None:
     assert segment not in segments().values()
 
 
-def test_an_array_over_a_gradient_outlives_the_wrapper(two: RankPool) -> None:
-    two.run(over_gradients)
-
-
 class Backwards(torch.nn.Module):  # type: ignore[misc, unused-ignore]
     """Uses its layers in the reverse of the order in which they were made."""
 
@@ -96,7 +86,8 @@ class Backwards(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         return x
 
 
-def over_gradients(comm: Any) -> None:
+@on_ranks("two")
+def test_an_array_over_a_gradient_outlives_the_wrapper(comm: Any) -> None:
     group, model = comm.dup(), Backwards()
     x = torch.full((2, 50), comm.rank + 1.0)
     model(x).sum().backward()

@@ -25,6 +25,7 @@ from collective.errors import (
 )
 from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import gather
+from tests.on_ranks import on_ranks
 from tests.plain_messages import LENGTHS, PROGRAMS, data, tensors, without_python
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
@@ -89,7 +90,9 @@ def test_messages(pair: RankPool, program: Any) -> None:
     pair.run(program)
 
 
-def _mixed(comm: Communicator, without: int) -> None:
+@pytest.mark.parametrize("without", [0, 1])
+@on_ranks("pair")
+def test_ranks_of_which_one_has_no_core_do_without(comm: Communicator, without: int) -> None:
     native.switch(comm.rank != without)
     group = comm.dup()  # which finds out anew what its ranks have
     native.switch(True)
@@ -100,12 +103,9 @@ def _mixed(comm: Communicator, without: int) -> None:
         assert got.tobytes() == data(nbytes, peer).tobytes(), nbytes
 
 
-@pytest.mark.parametrize("without", [0, 1])
-def test_ranks_of_which_one_has_no_core_do_without(pair: RankPool, without: int) -> None:
-    pair.run(_mixed, without)
-
-
-def _late(comm: Communicator, operation: str) -> None:
+@pytest.mark.parametrize("operation", ["send", "recv", "sendrecv"])
+@on_ranks("pair")
+def test_a_peer_that_is_late_is_named(comm: Communicator, operation: str) -> None:
     """Rank 1 does nothing; who waits for it says so, and neither goes on."""
     side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
     if comm.rank == 0:
@@ -127,12 +127,8 @@ def _late(comm: Communicator, operation: str) -> None:
             group.recv(x, 0, tag=5)
 
 
-@pytest.mark.parametrize("operation", ["send", "recv", "sendrecv"])
-def test_a_peer_that_is_late_is_named(pair: RankPool, operation: str) -> None:
-    pair.run(_late, operation)
-
-
-def _interrupted(comm: Communicator) -> None:
+@on_ranks("pair")
+def test_a_wait_can_be_interrupted(comm: Communicator) -> None:
     """An exception from a signal's handler while rank 0 waits breaks the communicator."""
     group, side = comm.dup(), comm.dup()
     if comm.rank == 0:
@@ -152,10 +148,6 @@ def _interrupted(comm: Communicator) -> None:
         side.recv_object(0)
     with pytest.raises(CommunicatorAbortedError):
         group.send(np.ones(3), 1 - comm.rank)
-
-
-def test_a_wait_can_be_interrupted(pair: RankPool) -> None:
-    pair.run(_interrupted)
 
 
 def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
